@@ -15,21 +15,21 @@ from tests.support.in_parts import Parts
 
 HANGS_AFTER_S = 600
 
-settings.register_profile("any machine", deadline=None)  # a busy one is no failure
+settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough
 settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Models of tests are too small for two threads, and beside the nodes' own they take turns to wait for each other."""
-    if torch := sys.modules.get("torch"):  # who has not imported it does not compute
+    """Models of tests are too small for two threads, and more threads than cores wait for each other."""
+    if torch := sys.modules.get("torch"):  # a test that has not imported torch does not compute
         torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def watched() -> Iterator[None]:
-    """A test that unpickles fails, and a process it starts ends if it does that or makes code of data."""
+    """A test fails if it unpickles; a process that it starts ends if it unpickles or makes code of data."""
     sitecustomize.install(_refuse, sitecustomize.UNPICKLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)
@@ -42,12 +42,12 @@ def _refuse(wrong: str) -> NoReturn:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """SIGINT interrupts us, and what we start, even where a shell started the tests in the background and has them ignore it."""
+    """SIGINT interrupts the tests and their processes, even if a shell started the tests in the background with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow test waits for processes to start, as long as a busy machine needs; what hangs is ended."""
+    """Slow tests wait for processes as long as a busy machine needs; a test that hangs is ended after ``HANGS_AFTER_S``."""
     for item in items:
         if item.get_closest_marker("alone") and "e2e" not in item.path.parts:
             raise pytest.UsageError(
@@ -60,12 +60,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=50, help="seeds to run of every randomized simulation")
-    group.addoption("--first-seed", type=int, default=0, help="the first of them; a failure names its seed")
+    group.addoption("--seeds", type=int, default=30, help="seeds of each randomized simulation")
+    group.addoption("--first-seed", type=int, default=0, help="the first seed; a failure names its seed")
 
     parts = parser.getgroup("parts")
     parts.addoption(
-        "--in-parts", type=Path, metavar="FILE", help="run what FILE does not name, and add to it what passes"
+        "--in-parts",
+        type=Path,
+        metavar="FILE",
+        help="run the tests that FILE does not name, and add those that pass",
     )
 
 

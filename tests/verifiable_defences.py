@@ -1,4 +1,4 @@
-"""The defences of rounds with a robust aggregation rule against reducers that lie."""
+"""Defences of rounds with a robust aggregation rule against reducers that send false results."""
 
 from pathlib import Path
 from typing import Any

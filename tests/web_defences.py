@@ -1,4 +1,4 @@
-"""The defences of HTTP endpoints and of the gateway, as in ``defences.py``."""
+"""Defences of HTTP endpoints and of the gateway."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swarmnet.dashboard.observing import seats
+from swarmnet.dashboard import peer_selection
 from swarmnet.gateway.quotas import QuotaTracker
 from swarmnet.web import middleware, server
 from swarmnet_client.batching import continuous_batching as batching
@@ -16,7 +16,7 @@ from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny
-from tests.unit import test_dashboard_seats, test_web_middleware, test_web_server
+from tests.unit import test_dashboard_peer_selection, test_web_middleware, test_web_server
 
 
 def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
@@ -116,7 +116,7 @@ WEB = (
     Defence(
         "the queue is bounded",
         replacing(batching, "may_wait", yes),
-        over_nodes(test_batching.test_no_more_are_let_in_than_lanes_and_places),
+        over_nodes(test_batching.test_requests_beyond_the_sequences_and_the_queue_are_refused),
     ),
     Defence(
         "a client that leaves ends its generation",
@@ -124,10 +124,12 @@ WEB = (
         over_nodes(test_gateway_limits.test_generation_ends_when_the_client_of_a_whole_response_leaves),
     ),
     Defence(
-        "a subnet has a share of a dashboard's seats",
-        replacing(seats, "_subnet_ranks", lambda candidates, _: {each.peer: 0 for each in candidates}),
-        lambda _: test_dashboard_seats.test_a_flood_takes_no_place_of_those_who_answer(
-            "answer, from one network"
+        "a subnet has a share of a dashboard's slots",
+        replacing(
+            peer_selection, "_subnet_ranks", lambda candidates, _: {each.peer: 0 for each in candidates}
+        ),
+        lambda _: test_dashboard_peer_selection.test_a_flood_displaces_no_host_that_answers(
+            "answering, from one subnet"
         ),
     ),
     Defence(

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.net.resources import Rate, Snapshot
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
@@ -26,7 +26,7 @@ F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 PREFIX = "swarmnet_node_"
 STATES = ("choosing", "joining", "online", "paused", "leaving")
 P2PD = "p2pd"
-REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in pb.Reason.items() if number)
+REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal_pb2.Reason.items() if number)
 
 
 class Measured(Protocol):

@@ -69,16 +69,5 @@ class StreamEnded(SwarmnetError):
     """A stream ended: the other side closed it or failed, or the path broke."""
 
 
-class StreamRefused(StreamEnded):
-    """The other side refused the stream and gave a reason.
-
-    It is worth trying again after ``retry_after_s``; 0: not before something has changed.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: float = 0.0, hint: str = "") -> None:
-        super().__init__(message, hint=hint)
-        self.retry_after_s = retry_after_s
-
-
 class DeadlineExceeded(SwarmnetError):
     """Something did not happen before its deadline."""

@@ -1,1 +1,1 @@
-"""The dashboard: what a swarm does now and did of late, watched from one place in it, on a page and as JSON."""
+"""The dashboard: observes a swarm, stores a history of 30 days, and serves both as a page and as JSON."""

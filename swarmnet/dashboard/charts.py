@@ -1,8 +1,9 @@
-"""What is remembered, as the columns that charts are drawn from. Where nothing was measured there is None."""
+"""Time series of the history as columns for charts. A gap in the samples becomes None."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+from swarmnet.dashboard.counts import quantile
 from swarmnet.dashboard.history import (
     DAY_S,
     MODELS,
@@ -10,28 +11,20 @@ from swarmnet.dashboard.history import (
     PEERS,
     History,
     JobPoint,
+    ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.observing.tally import quantile
 
 WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100
 GAP = 2.5
-"""Samples this many steps apart have a gap between them, and a line drawn through it would be invented."""
-
-
-class _Sampled(Protocol):
-    @property
-    def at_s(self) -> float: ...
-
-
-S = TypeVar("S", bound=_Sampled)
+"""Steps between two samples beyond which a chart shows a gap between them instead of a line."""
 
 
 def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
-    """A model, or the whole swarm for "", over ``window``, one of ``WINDOWS_S``."""
+    """The series of a model, or of the whole swarm for "", over ``window`` (a key of ``WINDOWS_S``)."""
     coarse = window != "24h"
-    rows = history.model_rows(model, now_s - WINDOWS_S[window], coarse=coarse)
+    rows = history.model_samples(model, now_s - WINDOWS_S[window], coarse=coarse)
     return _columns(
         rows,
         MODELS.coarse_s if coarse else MODELS.fine_s,
@@ -51,8 +44,8 @@ def model_chart(history: History, model: str, window: str, now_s: float) -> dict
 
 
 def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]]:
-    """A peer over 24 hours."""
-    rows: Sequence[PeerSample] = history.peer_rows(peer, now_s - DAY_S, coarse=False)
+    """The series of a peer over 24 hours."""
+    rows = history.peer_samples(peer, now_s - DAY_S, coarse=False)
     return _columns(
         rows,
         PEERS.fine_s,
@@ -65,7 +58,7 @@ def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]
 
 
 def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
-    """The curve of a job, by its rounds."""
+    """The series of a job, by round."""
     return {
         "at_s": [point.at_s for point in points],
         "round": [point.round for point in points],
@@ -77,7 +70,7 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
 
 
 def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
-    """Who computed how much in ``window``, most first, and for which share of it they were online."""
+    """Tokens computed by each peer in ``window``, most first, and the share of it for which the peer was online."""
     seconds = WINDOWS_S[window]
     return [
         {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
@@ -86,25 +79,28 @@ def contributions(history: History, now_s: float, window: str) -> list[dict[str,
 
 
 def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
-    """What one peer computed in a day and in a month, and for which share of the day it was online."""
+    """Tokens that one peer computed in a day and in a month, and the share of the day for which it was online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
-        mine = history.contributions(now_s, seconds, peer)
-        found[f"tokens_{window}"] = mine[0][2] if mine else 0
+        rows = history.contributions(now_s, seconds, peer)
+        found[f"tokens_{window}"] = rows[0][2] if rows else 0
         if window == "24h":
-            found["uptime_24h"] = round(min(1.0, mine[0][3] / seconds), 4) if mine else 0.0
+            found["uptime_24h"] = round(min(1.0, rows[0][3] / seconds), 4) if rows else 0.0
     return found
 
 
 def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:
-    """The last rounds that are remembered, newest first."""
+    """The last ``MAX_ROUNDS`` rounds, newest first."""
     return [
         {"round": point.round, "at_s": point.at_s, "loss": point.loss, "workers": point.workers}
         for point in reversed(points[-MAX_ROUNDS:])
     ]
 
 
-def _columns(rows: Sequence[S], step_s: int, columns: dict[str, Callable[[S], Any]]) -> dict[str, list[Any]]:
+def _columns(
+    rows: Sequence[ModelSample | PeerSample], step_s: int, columns: dict[str, Callable[[Any], Any]]
+) -> dict[str, list[Any]]:
+    """One column for each function of a row, and ``at_s``; a row of None in each gap."""
     found: dict[str, list[Any]] = {"at_s": [], **{name: [] for name in columns}}
     for row in rows:
         if found["at_s"] and row.at_s - found["at_s"][-1] > GAP * step_s:

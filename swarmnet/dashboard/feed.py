@@ -1,4 +1,4 @@
-"""The state as it changes: derived once a tick and shared by all viewers."""
+"""The feed: derives the state from a snapshot every tick, sends the change to all viewers, and records history."""
 
 import asyncio
 import gzip
@@ -14,33 +14,37 @@ from itertools import count
 from typing import Any, Protocol
 
 from swarmnet.dashboard.history import DAY_S, History
-from swarmnet.dashboard.observing.sightings import Look
+from swarmnet.dashboard.observations import Snapshot
 from swarmnet.dashboard.sampling import Sampler
-from swarmnet.dashboard.state.state import State, derive, merge_patch
+from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.aio import cancel
 
 TICK_S = 2.0
+"""Seconds between two states."""
 MAX_VIEWERS = 64
-MAX_BEHIND = 8
-"""Patches that wait for a slow viewer. Beyond these it is given the whole state in their place."""
-RECENT = 4
-"""States before the present one whose readers need only what changed since."""
-THIN_EVERY_S = 600.0
-PEAK_EVERY_S = 60.0
+"""Open event streams."""
+MAX_QUEUED = 8
+"""Patches queued for a slow viewer. With more, the whole state is sent instead."""
+RECENT_STATES = 4
+"""Earlier states from which a new viewer is sent a patch instead of the whole state."""
+DOWNSAMPLE_S = 600.0
+"""Seconds between two calls of ``History.downsample``."""
+PEAK_S = 60.0
+"""Seconds between two reads of the peak of sessions from the history."""
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """Where looks come from."""
+class SnapshotSource(Protocol):
+    """An ``Observer``, or a simulation of one in tests."""
 
-    def look(self) -> Look:
-        """What is known now."""
+    def snapshot(self) -> Snapshot:
+        """Everything known now."""
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A state as it is sent: encoded once, when first asked for."""
+class EncodedState:
+    """A state's JSON as it is sent. It is encoded and compressed at most once, when it is first read."""
 
     body: Mapping[str, Any]
     etag: str
@@ -65,58 +69,59 @@ def encode(value: object) -> str:
 
 
 class Viewer:
-    """What one viewer has still to be sent: first ``patch``, or the whole state where there is none."""
+    """The queue of one viewer's events. It begins with ``patch``, or with the whole state if ``patch`` is None."""
 
     def __init__(self, patch: str | None) -> None:
         self._patches = deque([] if patch is None else [patch])
-        self._behind = patch is None
-        self._news = asyncio.Event()
-        self._news.set()
+        self._needs_state = patch is None
+        self._ready = asyncio.Event()
+        self._ready.set()
 
     def offer(self, patch: str) -> None:
-        if self._behind:
+        """Queue a patch."""
+        if self._needs_state:
             return
         self._patches.append(patch)
-        if len(self._patches) > MAX_BEHIND:
+        if len(self._patches) > MAX_QUEUED:
             self._patches.clear()
-            self._behind = True
-        self._news.set()
+            self._needs_state = True
+        self._ready.set()
 
     async def next(self, feed: "Feed") -> tuple[str, str]:
-        """The next event: its name, ``state`` or ``patch``, and its JSON."""
-        await self._news.wait()
-        if self._behind:
-            self._behind = False
-            self._news.clear()
+        """Wait for the next event; its name, ``state`` or ``patch``, and its JSON."""
+        await self._ready.wait()
+        if self._needs_state:
+            self._needs_state = False
+            self._ready.clear()
             return "state", feed.now.text
         patch = self._patches.popleft()
         if not self._patches:
-            self._news.clear()
+            self._ready.clear()
         return "patch", patch
 
 
 class Feed:
-    """The present state of a swarm, and its history. Made by ``run``."""
+    """The current state of a swarm, its history, and its viewers. Made by ``run``."""
 
-    def __init__(self, source: Source, history: History) -> None:
+    def __init__(self, source: SnapshotSource, history: History) -> None:
         self.history = history
         self._source = source
         self._sampler = Sampler()
         self._viewers: set[Viewer] = set()
         self._peaks: dict[bytes, int] = {}
         self._peaks_at_s = 0.0
-        self._thinned_at_s = 0.0
+        self._downsampled_at_s = 0.0
         events = tuple(history.events(limit=100))
         run = secrets.token_hex(8)
         self._etags = (f'"{run}-{number}"' for number in count())
-        self._state = derive(source.look(), None, events)
-        self.now = Encoded(self._state.body, next(self._etags))
-        self._recent: deque[Encoded] = deque(maxlen=RECENT)
+        self._state = derive(source.snapshot(), None, events)
+        self.now = EncodedState(self._state.body, next(self._etags))
+        self._recent: deque[EncodedState] = deque(maxlen=RECENT_STATES)
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, source: Source, history: History) -> AsyncIterator["Feed"]:
-        """A feed that goes on for as long as the context."""
+    async def run(cls, source: SnapshotSource, history: History) -> AsyncIterator["Feed"]:
+        """A feed that ticks while the context is open."""
         feed = cls(source, history)
         ticking = asyncio.create_task(feed._keep_ticking(), name="dashboard")
         try:
@@ -126,7 +131,7 @@ class Feed:
 
     @property
     def now_s(self) -> float:
-        """Unix time of the present state."""
+        """Unix time of the current state."""
         return float(self._state.body["swarm"]["now_s"])
 
     @property
@@ -136,12 +141,13 @@ class Feed:
 
     @asynccontextmanager
     async def watching(self, have: str = "") -> AsyncIterator[Viewer]:
-        """A viewer, who sees every change since the state with the ETag ``have``, or, if that is long ago, since the present one.
+        """A viewer that receives all changes while the context is open.
 
-        Raises ``OutOfResources`` when there are too many.
+        It begins with the patch from the state whose ETag is ``have``, or with the whole state if that is none of the last
+        ``RECENT_STATES``. Raises ``OutOfResources`` at ``MAX_VIEWERS``.
         """
         if self.is_full:
-            raise OutOfResources(f"{MAX_VIEWERS} viewers watch already")
+            raise OutOfResources(f"{MAX_VIEWERS} viewers are connected already")
         viewer = Viewer(self._patch_since(have))
         self._viewers.add(viewer)
         try:
@@ -150,23 +156,23 @@ class Feed:
             self._viewers.discard(viewer)
 
     async def tick(self) -> None:
-        """Observe, send changes to all viewers, and record history."""
-        look = self._source.look()
-        look = replace(look, recent=self._sampler.recent(look), peak_sessions=self._peaks)
+        """Derive the next state, send the change to all viewers, and record history."""
+        snapshot = self._source.snapshot()
+        snapshot = replace(snapshot, recent=self._sampler.recent(snapshot), peak_sessions=self._peaks)
         before = self._state
-        self._state = derive(look, before)
+        self._state = derive(snapshot, before)
         self._recent.append(self.now)
-        self.now = Encoded(self._state.body, next(self._etags))
+        self.now = EncodedState(self._state.body, next(self._etags))
         if self._viewers:
             patch = encode(merge_patch(before.body, self._state.body))
             for viewer in self._viewers:
                 viewer.offer(patch)
-        await self._remember(look, self._state)
+        await self._record(snapshot, self._state)
 
     def _patch_since(self, etag: str) -> str | None:
-        for known in (self.now, *self._recent):
-            if known.etag == etag:
-                return encode(merge_patch(known.body, self.now.body))
+        for state in (self.now, *self._recent):
+            if state.etag == etag:
+                return encode(merge_patch(state.body, self.now.body))
         return None
 
     async def _keep_ticking(self) -> None:
@@ -174,28 +180,28 @@ class Feed:
             await asyncio.sleep(TICK_S)
             try:
                 await self.tick()
-            except Exception:  # noqa: BLE001 - the supervisor: what cannot be shown now may be at the next tick, and a node goes on
-                _log.exception("the dashboard could not be brought up to date")
+            except Exception:  # noqa: BLE001 - one failed tick must end neither the dashboard nor the node it runs in
+                _log.exception("cannot update the dashboard")
 
-    async def _remember(self, look: Look, state: State) -> None:
+    async def _record(self, snapshot: Snapshot, state: State) -> None:
         samples: dict[str, Any] = {
-            "models": self._sampler.models(look, state.body),
-            "peers": self._sampler.peers(look, state.body),
-            "jobs": self._sampler.jobs(look, state.body),
+            "models": self._sampler.models(snapshot, state.body),
+            "peers": self._sampler.peers(snapshot, state.body),
+            "jobs": self._sampler.jobs(snapshot, state.body),
             "events": state.new_events,
         }
         if any(samples.values()):
             await asyncio.to_thread(self.history.add, **samples)
-        if look.now_s - self._peaks_at_s >= PEAK_EVERY_S:
-            self._peaks_at_s = look.now_s
-            self._peaks = await asyncio.to_thread(self._read_peaks, look)
-        if look.now_s - self._thinned_at_s >= THIN_EVERY_S:
-            self._thinned_at_s = look.now_s
-            await asyncio.to_thread(self.history.thin, look.now_s)
+        if snapshot.now_s - self._peaks_at_s >= PEAK_S:
+            self._peaks_at_s = snapshot.now_s
+            self._peaks = await asyncio.to_thread(self._read_peaks, snapshot)
+        if snapshot.now_s - self._downsampled_at_s >= DOWNSAMPLE_S:
+            self._downsampled_at_s = snapshot.now_s
+            await asyncio.to_thread(self.history.downsample, snapshot.now_s)
 
-    def _read_peaks(self, look: Look) -> dict[bytes, int]:
+    def _read_peaks(self, snapshot: Snapshot) -> dict[bytes, int]:
         found = {
-            model.manifest: self.history.peak_sessions(model.manifest.hex(), look.now_s - DAY_S)
-            for model in look.models
+            model.manifest: self.history.peak_sessions(model.manifest.hex(), snapshot.now_s - DAY_S)
+            for model in snapshot.models
         }
         return {manifest: peak for manifest, peak in found.items() if peak is not None}

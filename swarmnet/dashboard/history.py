@@ -1,4 +1,4 @@
-"""What is remembered of a swarm: SQLite, fine for 24 hours and coarse for 30 days, at most ``MAX_BYTES`` in all."""
+"""The stored history: time series in SQLite, fine samples for 24 hours and coarse ones for 30 days, at most ``MAX_BYTES``."""
 
 import json
 import logging
@@ -6,21 +6,21 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmnet.dashboard.observing.tally import NO_TIMES, Counts
+from swarmnet.dashboard.counts import NO_TIMES, Counts
 from swarmnet_protocols.net import PeerId
 
 FILE_NAME = "history.sqlite"
 MAX_BYTES = 192 << 20
 MAX_EVENTS = 10_000
-MAX_CURVE_POINTS = 2000
-"""Most points of a job's curve; when it is full, every second one is dropped."""
+MAX_JOB_POINTS = 2000
+"""Points of one job; with more, every second one is deleted."""
 MAX_JOBS = 64
 MAX_PEERS = 4096
-"""That are told apart; of more, those seen last."""
+"""Peers with a history; of more, those seen last are kept."""
 DAY_S = 24 * 3600
 MONTH_S = 30 * DAY_S
 _VERSION = 1
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resolution:
-    """Samples every ``fine_s`` are kept for a day; those of every ``coarse_s`` become one, kept for a month."""
+    """Seconds between samples: fine ones are kept for a day, and downsampled to coarse ones, which are kept for a month."""
 
     fine_s: int
     coarse_s: int
@@ -59,7 +59,7 @@ PRAGMA user_version = {_VERSION};
 
 @dataclass(frozen=True)
 class ModelSample:
-    """One model, or all of them under the name "", over the ``seconds`` before ``at_s``."""
+    """One model, or the sum of all under the name "", over the ``seconds`` before ``at_s``."""
 
     model: str
     at_s: float
@@ -72,7 +72,7 @@ class ModelSample:
 
 @dataclass(frozen=True)
 class PeerSample:
-    """One peer over the ``seconds`` before ``at_s``; ``online_s`` of them it was online."""
+    """One peer over the ``seconds`` before ``at_s``, for ``online_s`` of which it was online."""
 
     peer: PeerId
     name: str | None
@@ -85,6 +85,8 @@ class PeerSample:
 
 @dataclass(frozen=True)
 class JobPoint:
+    """One training job at one round."""
+
     job: str
     at_s: float
     round: int
@@ -96,7 +98,7 @@ class JobPoint:
 
 
 class History:
-    """Made by ``open``. Its methods may be called from any thread, one at a time."""
+    """The database of one swarm. Made by ``open``. Methods may be called from any thread; a lock makes them one at a time."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -105,14 +107,17 @@ class History:
     @classmethod
     @contextmanager
     def open(cls, folder: Path) -> Iterator["History"]:
-        """The history in ``folder``, which goes on where it ended. A file that is damaged is moved aside, and said to be."""
+        """Open the history in ``folder``, or make one. A damaged file is renamed to ``*.damaged`` with a warning in the log."""
         path = folder / FILE_NAME
         try:
             connection = _open(path)
         except sqlite3.DatabaseError as error:
             aside = path.with_suffix(".damaged")
             _log.warning(
-                "%s cannot be used (%s): it is now %s, and a new one begins", path, error, aside.name
+                "cannot use the history %s (%s): it is renamed to %s, and a new one is made",
+                path,
+                error,
+                aside.name,
             )
             path.replace(aside)
             for rest in ("-wal", "-shm"):
@@ -133,7 +138,7 @@ class History:
         jobs: Iterable[JobPoint] = (),
         events: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Remember all of these, or, when the disk is full, none: that is logged, and forgotten."""
+        """Store all of these in one transaction. If the disk is full, none is stored and a warning is logged."""
         try:
             with self._lock, self._db:
                 for sample in models:
@@ -147,19 +152,19 @@ class History:
                     [(event["peer_id"], json.dumps(event)) for event in events],
                 )
         except sqlite3.OperationalError as error:
-            _log.warning("the history misses a sample: %s", error)
+            _log.warning("cannot store samples in the history: %s", error)
 
-    def thin(self, now_s: float) -> None:
-        """Make coarse samples of fine ones whose time is full, and forget what is too old. To be called now and then."""
+    def downsample(self, now_s: float) -> None:
+        """Merge fine samples of complete intervals into coarse ones, and delete what is too old. Call it every few minutes."""
         try:
             with self._lock, self._db:
-                self._thin_models(now_s)
-                self._thin_peers(now_s)
-                self._forget(now_s)
+                self._downsample_models(now_s)
+                self._downsample_peers(now_s)
+                self._delete_old(now_s)
         except sqlite3.OperationalError as error:
-            _log.warning("the history could not be thinned: %s", error)
+            _log.warning("cannot downsample the history: %s", error)
 
-    def model_rows(self, model: str, since_s: float, *, coarse: bool) -> list[ModelSample]:
+    def model_samples(self, model: str, since_s: float, *, coarse: bool) -> list[ModelSample]:
         """Samples of a model, oldest first."""
         step_s = MODELS.coarse_s if coarse else MODELS.fine_s
         with self._lock:
@@ -169,7 +174,7 @@ class History:
             ).fetchall()
         return [_model_sample(row) for row in rows]
 
-    def peer_rows(self, peer: str, since_s: float, *, coarse: bool) -> list[PeerSample]:
+    def peer_samples(self, peer: str, since_s: float, *, coarse: bool) -> list[PeerSample]:
         """Samples of a peer, oldest first."""
         step_s = PEERS.coarse_s if coarse else PEERS.fine_s
         with self._lock:
@@ -183,10 +188,10 @@ class History:
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, int, float]]:
-        """Peer, name, positions computed and seconds online of all peers, or of one, in a window of a day or a month; most first."""
+        """Peer, name, positions computed and seconds online of all peers, or of ``peer``, in a window of a day or a month; most first."""
         with self._lock:
             coarse_since_s, fine_since_s = now_s, now_s - window_s
-            if window_s > DAY_S:  # what is not coarse yet is fine
+            if window_s > DAY_S:  # the newest interval exists in fine samples only
                 newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
                 (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
                 coarse_since_s, fine_since_s = fine_since_s, max(fine_since_s, until_s or 0)
@@ -198,8 +203,8 @@ class History:
                 (peer, PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
             ).fetchall()
 
-    def curve(self, job: str) -> list[JobPoint]:
-        """What is remembered of a job, by round."""
+    def job_points(self, job: str) -> list[JobPoint]:
+        """The points of a job, by round."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT * FROM job_points WHERE job = ? ORDER BY round", (job,)
@@ -207,7 +212,7 @@ class History:
         return [JobPoint(*row) for row in rows]
 
     def events(self, limit: int, peer: str | None = None) -> list[dict[str, Any]]:
-        """The newest events, newest first; of one peer if named."""
+        """The newest events, newest first; only those of ``peer`` if given."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT event FROM events WHERE ?1 IS NULL OR peer = ?1 ORDER BY number DESC LIMIT ?2",
@@ -216,6 +221,7 @@ class History:
         return [json.loads(event) for (event,) in rows]
 
     def peak_sessions(self, model: str, since_s: float) -> int | None:
+        """The most open sessions of a model in any sample since ``since_s``; None without samples."""
         with self._lock:
             (peak,) = self._db.execute(
                 "SELECT MAX(sessions) FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ?",
@@ -240,8 +246,8 @@ class History:
                 sample.sessions,
                 counts.failures,
                 counts.recoveries,
-                _times_text(counts.first_tokens),
-                _times_text(counts.token_times),
+                _encode_times(counts.first_tokens),
+                _encode_times(counts.token_times),
             ),
         )
 
@@ -268,38 +274,29 @@ class History:
     def _add_point(self, point: JobPoint) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO job_points VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                point.job,
-                int(point.at_s),
-                point.round,
-                point.tokens,
-                point.bytes_sent,
-                point.loss,
-                point.val_loss,
-                point.workers,
-            ),
+            astuple(replace(point, at_s=int(point.at_s))),
         )
         (count,) = self._db.execute("SELECT COUNT(*) FROM job_points WHERE job = ?", (point.job,)).fetchone()
-        if count > MAX_CURVE_POINTS:
+        if count > MAX_JOB_POINTS:
             self._db.execute(
                 "DELETE FROM job_points WHERE job = ?1 AND round IN (SELECT round FROM"
                 " (SELECT round, ROW_NUMBER() OVER (ORDER BY round) AS place FROM job_points WHERE job = ?1) WHERE place % 2 = 0)",
                 (point.job,),
             )
 
-    def _thin_models(self, now_s: float) -> None:
+    def _downsample_models(self, now_s: float) -> None:
         boundary = _boundary(now_s, MODELS.coarse_s)
         models = self._db.execute(
             "SELECT DISTINCT model FROM model_samples WHERE step_s = ?", (MODELS.fine_s,)
         ).fetchall()
         for (model,) in models:
-            (done,) = self._db.execute(
+            (until_s,) = self._db.execute(
                 "SELECT COALESCE(MAX(at_s), 0) FROM model_samples WHERE step_s = ? AND model = ?",
                 (MODELS.coarse_s, model),
             ).fetchone()
             rows = self._db.execute(
                 "SELECT * FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ? AND at_s <= ? ORDER BY at_s",
-                (MODELS.fine_s, model, done, boundary),
+                (MODELS.fine_s, model, until_s, boundary),
             ).fetchall()
             groups: dict[int, list[ModelSample]] = {}
             for sample in map(_model_sample, rows):
@@ -307,7 +304,7 @@ class History:
             for end_s, samples in groups.items():
                 self._add_model(_merged(model, end_s, samples), MODELS.coarse_s)
 
-    def _thin_peers(self, now_s: float) -> None:
+    def _downsample_peers(self, now_s: float) -> None:
         boundary = _boundary(now_s, PEERS.coarse_s)
         self._db.execute(
             "INSERT OR IGNORE INTO peer_samples SELECT ?1, peer, (at_s + ?1 - 1) / ?1 * ?1 AS ending, SUM(seconds),"
@@ -316,7 +313,7 @@ class History:
             (PEERS.coarse_s, PEERS.fine_s, boundary, DAY_S),
         )
 
-    def _forget(self, now_s: float) -> None:
+    def _delete_old(self, now_s: float) -> None:
         for table, resolution in (("model_samples", MODELS), ("peer_samples", PEERS)):
             for step_s, kept_s in ((resolution.fine_s, DAY_S), (resolution.coarse_s, MONTH_S)):
                 self._db.execute(
@@ -339,7 +336,7 @@ class History:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Raises ``sqlite3.DatabaseError`` for a file that is no sound history."""
+    """Raises ``sqlite3.DatabaseError`` for a file that is damaged or of another version."""
     connection = sqlite3.connect(path, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -361,7 +358,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _model_sample(row: Sequence[Any]) -> ModelSample:
     _, model, at_s, seconds, answered, peers, weakest, sessions, failures, recoveries, first, token = row
-    counts = Counts(0, answered, failures, recoveries, _times(first), _times(token))
+    counts = Counts(0, answered, failures, recoveries, _decode_times(first), _decode_times(token))
     return ModelSample(model, at_s, seconds, counts, peers, weakest, sessions)
 
 
@@ -380,19 +377,19 @@ def _merged(model: str, at_s: int, samples: Sequence[ModelSample]) -> ModelSampl
     )
 
 
-def _times_text(times: tuple[int, ...]) -> str:
+def _encode_times(times: tuple[int, ...]) -> str:
     return json.dumps(times) if any(times) else ""
 
 
-def _times(text: str) -> tuple[int, ...]:
+def _decode_times(text: str) -> tuple[int, ...]:
     return tuple(json.loads(text)) if text else NO_TIMES
 
 
 def _boundary(now_s: float, step_s: int) -> int:
-    """The last moment at which a coarse sample ended."""
+    """The end of the last complete coarse interval."""
     return int(now_s) // step_s * step_s
 
 
 def _ending(at_s: float, step_s: int) -> int:
-    """When the coarse sample ends that holds what ended at ``at_s``."""
+    """The end of the coarse interval that contains a sample of ``at_s``."""
     return -(-int(at_s) // step_s) * step_s

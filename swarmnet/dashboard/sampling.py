@@ -1,58 +1,60 @@
-"""When to remember what: turns looks into samples of the history."""
+"""Takes the samples that the history stores: of models and peers at its fine resolution, of jobs at each round."""
 
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from swarmnet.dashboard.counts import Counts
 from swarmnet.dashboard.history import MODELS, PEERS, JobPoint, ModelSample, PeerSample
-from swarmnet.dashboard.observing.sightings import Look
-from swarmnet.dashboard.observing.tally import Counts
+from swarmnet.dashboard.observations import Snapshot
 from swarmnet_protocols.net import PeerId
 
 RECENT_S = 300.0
-"""The times that answers took are shown over so long."""
-EVERY_MODEL = ""
+"""Seconds over which the page shows the times of answers."""
+ALL_MODELS = ""
+"""Name under which the sums over all models are stored."""
 
 
 class Sampler:
-    """Is shown every look with its state, in order; says what is due to be remembered."""
+    """Returns the samples that are due. Each method takes every snapshot, in order; ``body`` is the state's JSON."""
 
     def __init__(self) -> None:
         self._models_at_s: float | None = None
         self._peers_at_s: float | None = None
-        self._looked_at_s: float | None = None
+        self._seen_at_s: float | None = None
         self._totals: dict[bytes, Counts] = {}
         self._positions: dict[PeerId, int] = {}
         self._online_s: dict[str, float] = {}
         self._rounds: dict[str, int] = {}
         self._recent: deque[tuple[float, dict[bytes, Counts]]] = deque()
 
-    def recent(self, look: Look) -> dict[bytes, Counts]:
-        """What happened at each model within ``RECENT_S`` before a look."""
-        while len(self._recent) > 1 and self._recent[1][0] <= look.now_s - RECENT_S:
+    def recent(self, snapshot: Snapshot) -> dict[bytes, Counts]:
+        """Counts of each model over the ``RECENT_S`` before the snapshot."""
+        while len(self._recent) > 1 and self._recent[1][0] <= snapshot.now_s - RECENT_S:
             self._recent.popleft()
         earlier = self._recent[0][1] if self._recent else {}
         return {
-            manifest: total.since(earlier.get(manifest, Counts())) for manifest, total in look.totals.items()
+            manifest: total.since(earlier.get(manifest, Counts()))
+            for manifest, total in snapshot.totals.items()
         }
 
-    def models(self, look: Look, body: Mapping[str, Any]) -> list[ModelSample]:
-        """Samples of all models, and of them together, when they are due."""
+    def models(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[ModelSample]:
+        """One sample of each model and one of all together, every ``MODELS.fine_s``; otherwise none."""
         if self._models_at_s is None:
-            self._begin_models(look)
-        seconds = look.now_s - (self._models_at_s or 0.0)
+            self._restart_models(snapshot)
+        seconds = snapshot.now_s - (self._models_at_s or 0.0)
         if seconds < MODELS.fine_s:
             return []
         samples = []
-        for model in look.models:
+        for model in snapshot.models:
             entry = body["models"][model.manifest.hex()]
-            counts = look.totals.get(model.manifest, Counts()).since(
+            counts = snapshot.totals.get(model.manifest, Counts()).since(
                 self._totals.get(model.manifest, Counts())
             )
             samples.append(
                 ModelSample(
                     model.manifest.hex(),
-                    look.now_s,
+                    snapshot.now_s,
                     seconds,
                     counts,
                     entry["peers"],
@@ -60,39 +62,39 @@ class Sampler:
                     entry["sessions"],
                 )
             )
-        self._begin_models(look)
-        return [*samples, _together(samples, look, seconds, body)]
+        self._restart_models(snapshot)
+        return [*samples, _sum_of(samples, snapshot, seconds, body)]
 
-    def peers(self, look: Look, body: Mapping[str, Any]) -> list[PeerSample]:
-        """Samples of all peers, when they are due."""
-        if self._looked_at_s is not None:
+    def peers(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[PeerSample]:
+        """One sample of each peer, every ``PEERS.fine_s``; otherwise none."""
+        if self._seen_at_s is not None:
             for peer, entry in body["peers"].items():
                 if entry["state"] == "online":
-                    passed_s = look.now_s - self._looked_at_s
+                    passed_s = snapshot.now_s - self._seen_at_s
                     self._online_s[peer] = self._online_s.get(peer, 0.0) + passed_s
-        self._looked_at_s = look.now_s
+        self._seen_at_s = snapshot.now_s
         if self._peers_at_s is None:
-            self._begin_peers(look)
-        seconds = look.now_s - (self._peers_at_s or 0.0)
+            self._restart_peers(snapshot)
+        seconds = snapshot.now_s - (self._peers_at_s or 0.0)
         if seconds < PEERS.fine_s:
             return []
         samples = [
             PeerSample(
                 PeerId(peer),
                 entry["name"],
-                look.now_s,
+                snapshot.now_s,
                 seconds,
-                look.peer_positions.get(PeerId(peer), 0) - self._positions.get(PeerId(peer), 0),
+                snapshot.peer_positions.get(PeerId(peer), 0) - self._positions.get(PeerId(peer), 0),
                 entry["delay_s"],
                 min(seconds, self._online_s.get(peer, 0.0)),
             )
             for peer, entry in body["peers"].items()
         ]
-        self._begin_peers(look)
+        self._restart_peers(snapshot)
         return samples
 
-    def jobs(self, look: Look, body: Mapping[str, Any]) -> list[JobPoint]:
-        """A point of every job that has come to another round with a loss to show."""
+    def jobs(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[JobPoint]:
+        """One point of each job whose round changed, if a loss was reported."""
         points = []
         for job, entry in body["jobs"].items():
             if entry["round"] != self._rounds.get(job) and (entry["loss"] or entry["val_loss"]) is not None:
@@ -100,7 +102,7 @@ class Sampler:
                 points.append(
                     JobPoint(
                         job,
-                        look.now_s,
+                        snapshot.now_s,
                         entry["round"],
                         entry["tokens"],
                         entry["bytes_sent"],
@@ -111,24 +113,26 @@ class Sampler:
                 )
         return points
 
-    def _begin_models(self, look: Look) -> None:
-        self._models_at_s = look.now_s
-        self._totals = dict(look.totals)
-        self._recent.append((look.now_s, dict(look.totals)))
+    def _restart_models(self, snapshot: Snapshot) -> None:
+        self._models_at_s = snapshot.now_s
+        self._totals = dict(snapshot.totals)
+        self._recent.append((snapshot.now_s, dict(snapshot.totals)))
 
-    def _begin_peers(self, look: Look) -> None:
-        self._peers_at_s = look.now_s
-        self._positions = dict(look.peer_positions)
+    def _restart_peers(self, snapshot: Snapshot) -> None:
+        self._peers_at_s = snapshot.now_s
+        self._positions = dict(snapshot.peer_positions)
         self._online_s = {}
 
 
-def _together(samples: list[ModelSample], look: Look, seconds: float, body: Mapping[str, Any]) -> ModelSample:
+def _sum_of(
+    samples: list[ModelSample], snapshot: Snapshot, seconds: float, body: Mapping[str, Any]
+) -> ModelSample:
     counts = Counts()
     for sample in samples:
         counts += sample.counts
     return ModelSample(
-        EVERY_MODEL,
-        look.now_s,
+        ALL_MODELS,
+        snapshot.now_s,
         seconds,
         counts,
         sum(entry["state"] != "gone" for entry in body["peers"].values()),

@@ -1,8 +1,12 @@
-"""The dashboard over HTTP: pages, the same as JSON, and events (SSE) as the swarm changes."""
+"""The dashboard's HTTP server: the page, its JSON API, and events (SSE); ``run_dashboard`` starts it with its observer and history."""
 
+import gzip
+import hashlib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response
@@ -11,14 +15,33 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 
 from swarmnet.dashboard import charts
-from swarmnet.dashboard.feed import MAX_VIEWERS, Encoded, Feed
-from swarmnet.dashboard.files import PAGE, File, files
+from swarmnet.dashboard.feed import MAX_VIEWERS, EncodedState, Feed
+from swarmnet.dashboard.history import History
+from swarmnet.dashboard.observations import SwarmInfo
+from swarmnet.dashboard.observer import Observer, ObserverDependencies
+from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, protect
 from swarmnet.web.server import Endpoint, serve_http
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net import PeerId
 
-KEEP_ALIVE_S = 15
+STATIC = Path(__file__).parent / "static"
+PAGE = "index.html"
+MEDIA_TYPES = {
+    ".LICENSE": "text/plain; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+"""Media types by file ending. Files with other endings are not served."""
 CSP = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+KEEP_ALIVE_S = 15
+"""Seconds between comments on an idle event stream, so that proxies keep it open."""
 MAX_PEER_EVENTS = 100
+INVITE_PLACEHOLDER = "INVITE"
+ADDRESS_PLACEHOLDER = "ADDR"
 _GZIP_MIN_BYTES = 1024
 
 Window = Annotated[Literal["24h", "30d"], Query()]
@@ -27,66 +50,99 @@ ETag = Annotated[str, Query(max_length=64)]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a dashboard is served, and with which key."""
+class ServerConfig:
+    """Where a dashboard listens, and which key it asks for."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     key: str | None = None
-    names: tuple[str, ...] = ()
-    """By which it is known, besides addresses and localhost."""
+    host_names: tuple[str, ...] = ()
+    """Names by which browsers reach it, besides IP addresses and localhost."""
 
-    def check(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
-        """Its keys. Raises ``ConfigError`` where others could reach it without one."""
+    def api_keys(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
+        """The keys that are accepted. Raises ``ConfigError`` if other machines can reach the dashboard and there is none."""
         keys = ApiKeys({"dashboard": self.key} if self.key else {})
         check_exposed(self.host, keys, option=key_option)
         return keys
 
 
 @asynccontextmanager
-async def serve(feed: Feed, place: Place) -> AsyncIterator[Endpoint]:
-    """Serve ``feed`` while the context is open. Raises ``ConfigError`` for a place that will not do."""
-    access = AccessPolicy(keys=place.check(), host_names=place.names, basic_auth=True)
+async def run_dashboard(
+    dependencies: ObserverDependencies, file: SwarmFile, history_dir: Path, config: ServerConfig
+) -> AsyncIterator[Endpoint]:
+    """Observe the swarm of ``file`` and serve its dashboard while the context is open.
+
+    Each swarm has a history of its own in a folder within ``history_dir``. Raises ``ConfigError`` if the history cannot be
+    written or the address cannot be bound.
+    """
+    folder = history_dir / file.swarm_id.hex()[:16]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep a history in {folder}: {error.strerror}", hint="choose another --data-dir"
+        ) from error
+    model_names = {model.manifest: model.name for model in file.models}
+    info = _swarm_info(file, dependencies.transport.peer_id)
+    async with AsyncExitStack() as stack:
+        history = stack.enter_context(History.open(folder))
+        observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
+        feed = await stack.enter_async_context(Feed.run(observer, history))
+        yield await stack.enter_async_context(serve(feed, config))
+
+
+def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
+    # The page may be public, so the command for newcomers has placeholders for an invite and for an address.
+    join = ["swarm.toml" if file.is_open else INVITE_PLACEHOLDER]
+    if file.is_open and not file.bootstrap:
+        join += ["--bootstrap", ADDRESS_PLACEHOLDER]
+    return SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), observer, tuple(join))
+
+
+@asynccontextmanager
+async def serve(feed: Feed, config: ServerConfig) -> AsyncIterator[Endpoint]:
+    """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be bound or needs a key."""
+    access = AccessPolicy(keys=config.api_keys(), host_names=config.host_names, basic_auth=True)
     app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)
-    async with serve_http(app, place.host, place.port) as endpoint:
+    async with serve_http(app, config.host, config.port) as endpoint:
         yield endpoint
 
 
 def create_app(feed: Feed) -> FastAPI:
-    """The ASGI app, without guards."""
+    """The ASGI app, without the middleware of ``swarmnet.web``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_MIN_BYTES, compresslevel=6)
-    _add_files(app)
+    _add_page(app)
     _add_state(app, feed)
     _add_history(app, feed)
     return app
 
 
-def _add_files(app: FastAPI) -> None:
-    known = files()
+def _add_page(app: FastAPI) -> None:
+    files = static_files()
 
     @app.get("/")
     @app.get("/peers/{_id}")
     @app.get("/jobs/{_id}")
     async def page(request: Request) -> Response:
-        return _answer(request, known[PAGE])
+        return _conditional_response(request, files[PAGE])
 
     @app.get("/static/{path:path}")
     async def static(request: Request, path: str) -> Response:
-        if path not in known:
+        if path not in files:
             raise HTTPException(404)
-        return _answer(request, known[path])
+        return _conditional_response(request, files[path])
 
 
 def _add_state(app: FastAPI, feed: Feed) -> None:
     @app.get("/api/v1/state")
     async def state(request: Request) -> Response:
-        return _answer(request, feed.now)
+        return _conditional_response(request, feed.now)
 
     @app.get("/api/v1/events")
     async def events(have: ETag = "") -> Response:
         if feed.is_full:
-            message = f"{MAX_VIEWERS} viewers are sent changes already; /api/v1/state may be asked instead"
+            message = f"{MAX_VIEWERS} viewers are connected already; poll /api/v1/state instead"
             raise HTTPException(503, message, headers={"retry-after": "30"})
 
         async def stream() -> AsyncIterator[dict[str, str]]:
@@ -115,7 +171,7 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
     async def peer(peer: str) -> Mapping[str, Any]:
         entry = feed.now.body["peers"].get(peer)
         if entry is None:
-            raise HTTPException(404, "no such peer is, or was lately, in this swarm")
+            raise HTTPException(404, "this swarm has no such peer, and had none in the last minutes")
 
         def read() -> dict[str, Any]:
             return {
@@ -131,17 +187,44 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
     async def job(job: str) -> Mapping[str, Any]:
         entry = feed.now.body["jobs"].get(job)
         if entry is None:
-            raise HTTPException(404, "no peer in this swarm knows this job")
-        points = await run_in_threadpool(history.curve, job)
+            raise HTTPException(404, "this swarm has no such training job")
+        points = await run_in_threadpool(history.job_points, job)
         return {**entry, "curve": charts.job_chart(points), "rounds": charts.last_rounds(points)}
 
 
-def _answer(request: Request, what: File | Encoded) -> Response:
-    """Addresses stay while what is behind them changes: browsers ask each time, and mostly hear that they have it already."""
-    headers = {"etag": what.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
-    if what.etag in request.headers.get("if-none-match", ""):
+@dataclass(frozen=True)
+class StaticFile:
+    """A file of the page. ``zipped`` is None if compression does not make it smaller."""
+
+    content: bytes
+    zipped: bytes | None
+    etag: str
+    media_type: str
+
+
+@cache
+def static_files() -> Mapping[str, StaticFile]:
+    """All files of the page by path, read and compressed once: they are few, and no request waits for the disk."""
+    return {
+        path.relative_to(STATIC).as_posix(): _read_static(path)
+        for path in STATIC.rglob("*")
+        if path.suffix in MEDIA_TYPES
+    }
+
+
+def _read_static(path: Path) -> StaticFile:
+    content = path.read_bytes()
+    zipped = gzip.compress(content, mtime=0)
+    etag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
+    return StaticFile(content, zipped if len(zipped) < len(content) else None, etag, MEDIA_TYPES[path.suffix])
+
+
+def _conditional_response(request: Request, content: StaticFile | EncodedState) -> Response:
+    """The content, or 304 if the browser has it. ``no-cache`` makes browsers ask each time: URLs stay when content changes."""
+    headers = {"etag": content.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
+    if content.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    if "gzip" in request.headers.get("accept-encoding", "") and what.zipped is not None:
+    if "gzip" in request.headers.get("accept-encoding", "") and content.zipped is not None:
         zipped = {"content-encoding": "gzip"}
-        return Response(what.zipped, media_type=what.media_type, headers=headers | zipped)
-    return Response(what.content, media_type=what.media_type, headers=headers)
+        return Response(content.zipped, media_type=content.media_type, headers=headers | zipped)
+    return Response(content.content, media_type=content.media_type, headers=headers)

@@ -1,1 +1,1 @@
-"""Is this machine fit for a swarm, and if not, how to fix it? Facts are gathered first; what they mean is decided apart from that."""
+"""`swarmnet doctor`: what is wrong with this machine, why it matters, and the command that fixes it."""

@@ -1,4 +1,4 @@
-"""What the facts mean: one finding for each thing that could be wrong, and the command that fixes it. Pure."""
+"""The checks: pure functions from facts to findings. A finding says what was found, why it matters, and what to do next."""
 
 import ipaddress
 import shlex
@@ -10,12 +10,12 @@ from statistics import median
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
-from swarmnet.doctor.facts import Disk, Facts, Peer, SecretFile
-from swarmnet.units import show_duration
+from swarmnet.doctor.facts import BootstrapPeer, Disk, Facts, SecretFile
+from swarmnet.units import counted, show_duration
 from swarmnet_protocols.machine.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
 
 PYTHON = ((3, 11), (3, 13))
-"""The oldest and the newest that are tested."""
+"""The oldest and the newest Python version with which swarmnet is tested."""
 TESTED = {
     "torch": ">=2.4,<3",
     "transformers": ">=5.0,<6",
@@ -25,15 +25,21 @@ TESTED = {
     "cryptography": ">=42",
     "safetensors": ">=0.4",
 }
+"""Versions of packages with which swarmnet is tested."""
 GIB = 1 << 30
 DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB // 2, 5 * GIB
 RAM_FAIL_BYTES, RAM_WARN_BYTES = GIB // 2, 2 * GIB
 CLOCK_WARN_S = 30.0
-SOON_S = 14 * 24 * 3600.0
-CERTIFICATE_SOON_S = 24 * 3600.0
+"""Clock error in seconds from which a warning is given. From ``MAX_CLOCK_ERROR_S`` on, records and certificates are refused."""
+FILE_WARN_S = 14 * 24 * 3600.0
+"""Seconds before the expiry of a swarm file from which a warning is given."""
+CERTIFICATE_WARN_S = 24 * 3600.0
+"""Seconds before the expiry of a certificate from which a warning is given; with the default lifetime it is renewed days before."""
 
 
 class Level(StrEnum):
+    """The result of a check. FAIL: a node cannot run, or must not; WARN: it runs with a disadvantage; SKIP: not checked."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -42,7 +48,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``fix`` is a command or a line to type, empty where there is nothing to fix."""
+    """The result of one check. ``fix`` is the next thing to do, mostly a command; every WARN and FAIL has one."""
 
     check: str
     level: Level
@@ -51,7 +57,7 @@ class Finding:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Every finding, in the order in which a person would look."""
+    """All findings, from the parts of this machine to its place in the network."""
     return [
         *_python(facts),
         *_packages(facts),
@@ -65,7 +71,7 @@ def examine(facts: Facts) -> list[Finding]:
         *_peers(facts),
         *_clock(facts),
         *_reachable(facts),
-        *(Finding(name, Level.WARN, f"not found out: {why}") for name, why in facts.not_gathered.items()),
+        *(_not_gathered(name, why) for name, why in facts.not_gathered.items()),
     ]
 
 
@@ -73,10 +79,10 @@ def _python(facts: Facts) -> Iterator[Finding]:
     oldest, newest = PYTHON
     version = ".".join(map(str, facts.python))
     if facts.python < oldest:
-        text = f"Python {version} is too old; {oldest[0]}.{oldest[1]} is needed"
+        text = f"Python {version} is too old: swarmnet needs {oldest[0]}.{oldest[1]} or newer"
         yield Finding("python", Level.FAIL, text, "python3.11 -m venv .venv, and install swarmnet there")
     elif facts.python > newest:
-        text = f"Python {version} is newer than any that was tested, {newest[0]}.{newest[1]}"
+        text = f"Python {version} is untested: the newest tested version is {newest[0]}.{newest[1]}"
         yield Finding("python", Level.WARN, text, "python3.11 -m venv .venv, and install swarmnet there")
     else:
         yield Finding("python", Level.OK, f"Python {version}")
@@ -89,12 +95,19 @@ def _packages(facts: Facts) -> Iterator[Finding]:
         install = f"pip install {shlex.quote(name + tested)}"
         if version is None:
             wrong = True
-            yield Finding(name, Level.FAIL, f"{name} is not installed", install)
+            yield Finding(
+                name, Level.FAIL, f"the package {name} is not installed: swarmnet needs it", install
+            )
         elif not _within(version, tested):
             wrong = True
             too_old = not _within(version, tested.partition(",")[0])
             level = Level.FAIL if too_old else Level.WARN
-            yield Finding(name, level, f"{name} {version} is not one that was tested: {tested}", install)
+            yield Finding(
+                name,
+                level,
+                f"{name} {version} is {'too old' if too_old else 'untested'}: swarmnet is tested with {tested}",
+                install,
+            )
     if not wrong:
         main = ", ".join(f"{name} {facts.installed[name]}" for name in ("torch", "transformers", "hivemind"))
         yield Finding("packages", Level.OK, main)
@@ -110,38 +123,45 @@ def _within(version: str, tested: str) -> bool:
 def _compiler(facts: Facts) -> Finding:
     if facts.compiler:
         return Finding("compiler", Level.OK, f"native code is compiled with {facts.compiler}")
-    text = "no C compiler: single tokens are computed without native code, about half as fast on a CPU"
+    text = "no C compiler was found: without compiled kernels, a CPU decodes about half as fast"
     return Finding("compiler", Level.WARN, text, "sudo apt install gcc")
 
 
 def _device(facts: Facts) -> Finding:
     gpu = facts.device.gpu
     if not gpu:
-        return Finding("device", Level.OK, "no GPU: the CPU computes")
+        return Finding("device", Level.OK, "no GPU: the CPU is used")
     if facts.device.usable:
         return Finding("device", Level.OK, gpu)
-    text = f"torch cannot use the {gpu}: the CPU computes"
+    text = f"torch cannot use the {gpu}: the CPU is used, which is slower"
     return Finding("device", Level.WARN, text, "pip install --force-reinstall torch")
 
 
 def _memory(facts: Facts) -> Finding:
-    room = min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
-    text = f"{_gib(room)} of memory are free"
-    if room < RAM_FAIL_BYTES and not facts.node:
-        return Finding("memory", Level.FAIL, f"{text}; a node needs more", "close something, or add memory")
-    if room < RAM_WARN_BYTES and not facts.node:
-        return Finding("memory", Level.WARN, text, "swarmnet join … --num-blocks 4 --max-cache 256MiB")
+    free = min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
+    text = f"{_gib(free)} of memory is free"
+    if free < RAM_FAIL_BYTES and not facts.node:
+        return Finding(
+            "memory", Level.FAIL, f"{text}: too little for a node", "end other programs, or add memory"
+        )
+    if free < RAM_WARN_BYTES and not facts.node:
+        return Finding(
+            "memory",
+            Level.WARN,
+            f"{text}: enough for a few blocks only",
+            "swarmnet join … --num-blocks 4 --max-cache 256MiB",
+        )
     return Finding("memory", Level.OK, text)
 
 
 def _disk(disk: Disk) -> Finding:
     if disk.error:
         fix = f"sudo chown -R $USER {shlex.quote(str(disk.path))}"
-        return Finding("disk", Level.FAIL, f"{disk.path} cannot be written: {disk.error}", fix)
-    text = f"{_gib(disk.free_bytes)} are free for {disk.purpose} in {disk.path}"
+        return Finding("disk", Level.FAIL, f"cannot write {disk.purpose} into {disk.path}: {disk.error}", fix)
+    text = f"{_gib(disk.free_bytes)} is free for {disk.purpose} in {disk.path}"
     fix = f"du -sh {shlex.quote(str(disk.path))}/* | sort -h"
     if disk.free_bytes < DISK_FAIL_BYTES:
-        return Finding("disk", Level.FAIL, text, fix)
+        return Finding("disk", Level.FAIL, f"{text}: too little for a node", fix)
     if disk.free_bytes < DISK_WARN_BYTES:
         return Finding("disk", Level.WARN, f"{text}: too little for most models", fix)
     return Finding("disk", Level.OK, text)
@@ -152,22 +172,30 @@ def _secrets(facts: Facts) -> Iterator[Finding]:
     for secret in bad:
         yield _open_secret(secret)
     if facts.secrets and not bad:
-        yield Finding("keys", Level.OK, f"keys in {facts.data_dir} are for their owner alone")
+        yield Finding("keys", Level.OK, f"only you can read the keys in {facts.data_dir}")
 
 
 def _open_secret(secret: SecretFile) -> Finding:
     path = shlex.quote(str(secret.path))
     if not secret.is_ours:
         return Finding(
-            "keys", Level.FAIL, f"{secret.path} belongs to another user", f"sudo chown $USER {path}"
+            "keys",
+            Level.FAIL,
+            f"{secret.path} belongs to another user, who can read and replace keys",
+            f"sudo chown $USER {path}",
         )
     mode = "700" if secret.path.suffix == "" and secret.mode & 0o100 else "600"
-    return Finding("keys", Level.FAIL, f"others can read {secret.path}", f"chmod {mode} {path}")
+    return Finding(
+        "keys",
+        Level.FAIL,
+        f"other users can read {secret.path}: with a key of this machine they can act in its name",
+        f"chmod {mode} {path}",
+    )
 
 
 def _listening(facts: Facts) -> Iterator[Finding]:
     if facts.node:
-        yield Finding("node", Level.OK, f"the node of {facts.data_dir} is {facts.node}")
+        yield Finding("node", Level.OK, f"the node that uses {facts.data_dir} is {facts.node}")
     if facts.node_warning:
         yield Finding("node", Level.WARN, facts.node_warning, "swarmnet finish, on one of the two machines")
     for each in facts.listening:
@@ -180,16 +208,16 @@ def _listening(facts: Facts) -> Iterator[Finding]:
 def _swarm(facts: Facts) -> Iterator[Finding]:
     swarm = facts.swarm
     if swarm is None:
-        text = "no swarm was named: neither peers, nor clock, nor reachability were looked at"
+        text = "no swarm was given: its peers, the clock and whether peers can dial this machine were not checked"
         yield Finding("swarm", Level.SKIP, text, "swarmnet doctor --swarm SWARM")
         return
     if swarm.error:
         yield Finding("swarm", Level.FAIL, swarm.error, swarm.hint)
         return
-    ends = swarm.not_after
-    if ends is not None and ends - facts.now < SOON_S:
-        text = f"the swarm file of {swarm.name} ends in {show_duration(ends - facts.now)}"
-        yield Finding("swarm", Level.WARN, text, "get the next one from the person who runs the swarm")
+    expires = swarm.not_after
+    if expires is not None and expires - facts.now < FILE_WARN_S:
+        text = f"the swarm file of {swarm.name} expires in {show_duration(expires - facts.now)}: then nodes refuse it"
+        yield Finding("swarm", Level.WARN, text, "get the next swarm file from the person who runs the swarm")
     else:
         yield Finding("swarm", Level.OK, f"the swarm file of {swarm.name} is valid")
     if not swarm.needs_certificate:
@@ -197,10 +225,13 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
     if swarm.certificate_error:
         fix = "ask the person who runs the swarm for an invite, then: swarmnet join INVITE"
         yield Finding("certificate", Level.FAIL, swarm.certificate_error, fix)
-    elif swarm.certificate_until is not None and swarm.certificate_until - facts.now < CERTIFICATE_SOON_S:
-        text = f"the certificate ends in {show_duration(swarm.certificate_until - facts.now)} and was not renewed"
+    elif swarm.certificate_until is not None and swarm.certificate_until - facts.now < CERTIFICATE_WARN_S:
+        text = (
+            f"the certificate expires in {show_duration(swarm.certificate_until - facts.now)}: no issuer has renewed it,"
+            " and without it peers refuse this machine"
+        )
         yield Finding(
-            "certificate", Level.WARN, text, "see that an issuer runs: swarmnet swarm members SWARM"
+            "certificate", Level.WARN, text, "check whether an issuer runs: swarmnet swarm members SWARM"
         )
     else:
         yield Finding("certificate", Level.OK, "this machine is a member")
@@ -210,32 +241,40 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     if facts.swarm is None or facts.swarm.error or "peers" in facts.not_gathered:
         return
     if not facts.peers:
-        text = "the swarm file names no bootstrap peer"
+        text = "the swarm file lists no bootstrap peer: a node cannot find the swarm without one"
         fix = "swarmnet swarm sign SWARM --bootstrap ADDR, with an address that a node prints"
         yield Finding("bootstrap", Level.WARN, text, fix)
         return
     silent = [peer for peer in facts.peers if peer.probed is None]
     if len(silent) == len(facts.peers):
-        text = f"none of {len(silent)} peers to start from answers: {silent[0].error}"
-        yield Finding("bootstrap", Level.FAIL, text, "see that one runs, and try --bootstrap ADDR of another")
+        text = f"none of {len(silent)} bootstrap peers answers: {silent[0].error}"
+        yield Finding(
+            "bootstrap", Level.FAIL, text, "check that one of them runs, or give another: --bootstrap ADDR"
+        )
         return
     for peer in silent:
-        yield Finding("bootstrap", Level.WARN, f"{_short(peer)} does not answer: {peer.error}")
+        text = f"the bootstrap peer {_short(peer)} does not answer: {peer.error}"
+        yield Finding(
+            "bootstrap", Level.WARN, text, "if it is gone for good, ask for a swarm file without it"
+        )
     fastest = min(peer.probed.round_trip_s for peer in facts.peers if peer.probed)
-    text = f"{len(facts.peers) - len(silent)} of {len(facts.peers)} peers to start from answer"
+    text = f"{len(facts.peers) - len(silent)} of {len(facts.peers)} bootstrap peers answer"
     yield Finding("bootstrap", Level.OK, f"{text}, the first after {1000 * fastest:.0f} ms")
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
-    seen = [peer.probed.behind_s for peer in facts.peers if peer.probed]
-    if not seen:
+    errors_s = [peer.probed.behind_s for peer in facts.peers if peer.probed]
+    if not errors_s:
         return
-    behind_s = median(seen)
+    behind_s = median(errors_s)
     if abs(behind_s) < CLOCK_WARN_S:
-        yield Finding("clock", Level.OK, f"the clock agrees with {_peers_text(len(seen))}")
+        yield Finding("clock", Level.OK, f"the clock agrees with {counted(len(errors_s), 'peer')}")
         return
     way = "behind" if behind_s > 0 else "ahead of"
-    text = f"this machine's clock is {show_duration(abs(behind_s))} {way} what {_peers_text(len(seen))} say"
+    text = (
+        f"the clock is {show_duration(abs(behind_s))} {way} {counted(len(errors_s), 'peer')}:"
+        f" from {show_duration(MAX_CLOCK_ERROR_S)} on, records and certificates are refused"
+    )
     level = Level.FAIL if abs(behind_s) >= MAX_CLOCK_ERROR_S else Level.WARN
     yield Finding("clock", level, text, SET_CLOCK)
 
@@ -246,19 +285,25 @@ def _reachable(facts: Facts) -> Iterator[Finding]:
         return
     direct = [each for each in probed if each.observed_ip]
     if not direct or not facts.ports:
-        text = "peers see this machine through a relay only: whether they could dial it is not known"
+        text = "peers see this machine only through a relay: whether they can dial it is unknown"
         yield Finding("reachable", Level.WARN, text, _OPEN)
         return
     reached = [each for each in direct if each.reached]
     ports = ", ".join(map(str, facts.ports))
     if not reached:
-        text = f"no peer could dial TCP port {ports}: others use this node through relays, which is slower"
+        text = (
+            f"no peer could dial TCP port {ports}: peers must use this node through relays, which is slower"
+        )
         yield Finding("reachable", Level.WARN, text, _OPEN)
     elif not any(ipaddress.ip_address(each.observed_ip).is_global for each in reached):
-        text = f"TCP port {ports} is reached from your own network; no peer from outside was there to try"
+        text = f"peers in your own network can dial TCP port {ports}; there was no peer outside it to ask"
         yield Finding("reachable", Level.OK, text)
     else:
-        yield Finding("reachable", Level.OK, f"TCP port {ports} is reached from outside")
+        yield Finding("reachable", Level.OK, f"peers outside your network can dial TCP port {ports}")
+
+
+def _not_gathered(name: str, why: str) -> Finding:
+    return Finding(name, Level.WARN, f"could not be checked: {why}", "run `swarmnet doctor` again")
 
 
 _OPEN = (
@@ -267,12 +312,8 @@ _OPEN = (
 )
 
 
-def _short(peer: Peer) -> str:
+def _short(peer: BootstrapPeer) -> str:
     return f"…{peer.address[-12:]}"
-
-
-def _peers_text(number: int) -> str:
-    return "a peer" if number == 1 else f"{number} peers"
 
 
 def _gib(size_bytes: int) -> str:
@@ -280,6 +321,6 @@ def _gib(size_bytes: int) -> str:
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """What is to be said in one word."""
+    """The worst level among the findings."""
     levels = {finding.level for finding in findings}
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)

@@ -1,46 +1,54 @@
-"""What ``swarmnet doctor`` looks at."""
+"""The facts that the doctor collects and judges. Empty text and None mean: absent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet_protocols.net.probes import Probed
+from swarmnet_protocols.joining.probes import Probed
 
 
 @dataclass(frozen=True)
 class Disk:
+    """The disk that holds ``path``."""
+
     purpose: str
     path: Path
     free_bytes: int
     error: str = ""
-    """Why it cannot be written; empty if it can."""
+    """Why ``path`` cannot be written; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Memory:
+    """Free memory in bytes."""
+
     available_bytes: int
     limit_bytes: int | None = None
-    """Memory limit of the container or unit this runs in."""
+    """What the limit of this container or systemd unit leaves free; None without a limit."""
 
 
 @dataclass(frozen=True)
 class Device:
+    """The GPU of this machine."""
+
     gpu: str = ""
-    """As its driver calls it; empty if there is none."""
+    """Its name in the driver; empty if there is none."""
     usable: bool = False
     """Whether torch can compute on it."""
 
 
 @dataclass(frozen=True)
 class SecretFile:
+    """A key file, or the data directory that holds the keys."""
+
     path: Path
     mode: int
     is_ours: bool
 
 
 @dataclass(frozen=True)
-class Listening:
-    """An address to listen on, and why that is not possible; empty if it is."""
+class ListenAddress:
+    """A multiaddr, and why a node cannot listen on it; ``error`` is empty if it can."""
 
     address: str
     error: str = ""
@@ -49,21 +57,23 @@ class Listening:
 
 @dataclass(frozen=True)
 class Swarm:
-    """What is known here of a swarm, or, in ``error`` and ``hint``, why nothing is."""
+    """The swarm file and the certificate of this machine. ``error`` and ``hint`` say why the file cannot be used."""
 
     name: str
     error: str = ""
     hint: str = ""
     not_after: float | None = None
-    """Unix time at which the swarm file ends."""
+    """Unix time at which the swarm file expires."""
     needs_certificate: bool = False
     certificate_error: str = ""
+    """Why this machine has no valid certificate."""
     certificate_until: float | None = None
+    """Unix time at which the certificate expires."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A bootstrap peer, and what it saw of this machine, or why it did not answer."""
+class BootstrapPeer:
+    """A bootstrap peer: what it answered about this machine, or in ``error`` why it did not answer."""
 
     address: str
     probed: Probed | None = None
@@ -72,12 +82,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Facts:
+    """Everything that was collected."""
+
     now: float
     """Unix time by this machine's clock."""
     data_dir: Path
     python: tuple[int, int]
     installed: Mapping[str, str | None]
-    """Version of each distribution that matters; None if it is not there."""
+    """Version of each package in ``checks.TESTED``; None if it is not installed."""
     disks: Sequence[Disk]
     memory: Memory
     device: Device
@@ -85,13 +97,13 @@ class Facts:
     """Path of the C compiler; empty if there is none."""
     secrets: Sequence[SecretFile] = ()
     node: str = ""
-    """What the node of this data directory is doing; empty if none runs."""
+    """State of the node that uses this data directory; empty if none runs."""
     node_warning: str = ""
-    """What it says should be seen to."""
-    listening: Sequence[Listening] = ()
+    """A warning in the status of that node."""
+    listening: Sequence[ListenAddress] = ()
     swarm: Swarm | None = None
-    peers: Sequence[Peer] = ()
+    peers: Sequence[BootstrapPeer] = ()
     ports: Sequence[int] = ()
     """The TCP ports that peers were asked to dial."""
     not_gathered: Mapping[str, str] = field(default_factory=dict)
-    """What could not be found out, and why."""
+    """Names of facts that could not be found out, and why."""

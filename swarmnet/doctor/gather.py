@@ -1,33 +1,47 @@
-"""Finding out the facts: all at once, each within its deadline."""
+"""Collects the facts: of this machine, of its place in the swarm, and of how bootstrap peers see it; all at once, each with a deadline."""
 
 import asyncio
+import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from swarmnet.doctor import facts, local, peers
+import psutil
+
+from swarmnet.doctor import facts
 from swarmnet.doctor.checks import TESTED
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
     from swarmnet.swarm_file.entry import Entry
     from swarmnet_node.owner.control import NodeStatus
+    from swarmnet_protocols.net import Transport
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 LOCAL_S = 6.0
+"""Seconds that each fact about this machine may take: a network disk or a GPU driver may hang."""
 PEERS_S = 9.0
+"""Seconds that starting p2pd and asking all bootstrap peers may take."""
+OPEN_S = 3.0
+"""Seconds in which a bootstrap peer must accept a stream."""
+GPU_DRIVER_S = 5.0
+MAX_PEERS = 8
+MAX_KEY_FILES = 100
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a person wants examined."""
+class DoctorOptions:
+    """What to examine: the options of ``swarmnet doctor``."""
 
     data_dir: Path
     cache_dir: Path
@@ -36,74 +50,261 @@ class Question:
     listen: tuple[str, ...] = ()
 
 
-async def gather(question: Question) -> facts.Facts:
-    """All the facts. What cannot be found out is named among them, not raised."""
-    inquiry = _Inquiry()
-    node = await inquiry.local("node", lambda: local.node_in(question.data_dir), None)
-    # Beside a node that runs we are another peer, as `swarmnet run` is.
-    directory = question.data_dir / "client" if node else question.data_dir
-    listen = () if node else question.listen
-    swarm, entry = await inquiry.local(
-        "swarm", lambda: local.enter(question.swarm, directory, question.bootstrap), (None, None)
+async def gather(options: DoctorOptions) -> facts.Facts:
+    """All facts. What could not be found out is in ``Facts.not_gathered`` with the reason; nothing is raised."""
+    collector = _Collector()
+    node = await collector.call("node", lambda: running_node(options.data_dir), None)
+    # While a node runs, its identity is in use: the doctor is then the peer that `swarmnet run` would be.
+    directory = options.data_dir / "client" if node else options.data_dir
+    listen = () if node else options.listen
+    swarm, entry = await collector.call(
+        "swarm", lambda: examine_swarm(options.swarm, directory, options.bootstrap), (None, None)
     )
-    device, disks, listening, (seen_by, ports) = await asyncio.gather(
-        inquiry.local("device", local.device, facts.Device()),
-        inquiry.local(
+    device, disks, listening, (peers, ports) = await asyncio.gather(
+        collector.call("device", examine_device, facts.Device()),
+        collector.call(
             "disk",
             lambda: [
-                local.disk("keys and state", question.data_dir),
-                local.disk("models", question.cache_dir),
+                examine_disk("keys and state", options.data_dir),
+                examine_disk("models", options.cache_dir),
             ],
             [],
         ),
-        inquiry.local("listen", lambda: local.listening(listen), []),
-        inquiry.within(PEERS_S, "peers", _peers(entry, listen, node), ([], [])),
+        collector.call("listen", lambda: [examine_listen_address(each) for each in listen], []),
+        collector.wait(PEERS_S, "peers", ask_peers(entry, listen, node), ([], [])),
     )
     return facts.Facts(
         now=wall_clock(),
-        data_dir=question.data_dir,
+        data_dir=options.data_dir,
         python=sys.version_info[:2],
-        installed={name: local.version_of(name) for name in TESTED},
+        installed={name: installed_version(name) for name in TESTED},
         disks=disks,
-        memory=local.memory(),
+        memory=examine_memory(),
         device=device,
         compiler=shutil.which("cc") or "",
-        secrets=local.secrets(question.data_dir),
+        secrets=secret_files(options.data_dir),
         node=node.state if node else "",
         node_warning=node.warning if node else "",
         listening=listening,
         swarm=swarm,
-        peers=seen_by,
+        peers=peers,
         ports=ports,
-        not_gathered=inquiry.missing,
+        not_gathered=collector.failures,
     )
 
 
-async def _peers(
-    entry: "Entry | None", listen: tuple[str, ...], node: "NodeStatus | None"
-) -> tuple[list[facts.Peer], list[int]]:
-    if entry is None or not entry.bootstrap:
-        return [], []
-    if node is not None:
-        return await peers.ask(entry, LOOPBACK, node.addresses)
-    return await peers.ask(entry, listen or ANY_PORT)
-
-
-class _Inquiry:
-    """Collects why something could not be found out."""
+class _Collector:
+    """Waits for facts, and records why those that failed or took too long are missing."""
 
     def __init__(self) -> None:
-        self.missing: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
 
-    async def local(self, name: str, find: Callable[[], T], default: D) -> T | D:
-        return await self.within(LOCAL_S, name, asyncio.to_thread(find), default)
+    async def call(self, name: str, find: Callable[[], T], default: D) -> T | D:
+        return await self.wait(LOCAL_S, name, asyncio.to_thread(find), default)
 
-    async def within(self, deadline_s: float, name: str, finding: Awaitable[T], default: D) -> T | D:
+    async def wait(self, deadline_s: float, name: str, fact: Awaitable[T], default: D) -> T | D:
         try:
             async with asyncio.timeout(deadline_s):
-                return await finding
+                return await fact
         except TimeoutError:
-            self.missing[name] = f"it took more than {deadline_s:g} s"
+            self.failures[name] = f"it took more than {deadline_s:g} s"
         except (SwarmnetError, OSError) as error:
-            self.missing[name] = str(error)
+            self.failures[name] = str(error)
         return default
+
+
+# ---- this machine -------------------------------------------------------------------------------------
+
+
+def running_node(data_dir: Path) -> "NodeStatus | None":
+    """The status of the node that uses ``data_dir`` now."""
+    from swarmnet_node.owner import control
+
+    with suppress(Unreachable):
+        return control.status(data_dir)
+    return None
+
+
+def installed_version(distribution: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(distribution)
+    return None
+
+
+def examine_disk(purpose: str, path: Path) -> facts.Disk:
+    """The disk of ``path``, or of the nearest parent directory that exists."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    error = "" if os.access(existing, os.W_OK | os.X_OK) else "permission denied"
+    return facts.Disk(purpose, existing, shutil.disk_usage(existing).free, error)
+
+
+def examine_memory() -> facts.Memory:
+    """Free memory of the machine, and of the control group of this process if that has a limit."""
+    limit = None
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    return facts.Memory(psutil.virtual_memory().available, limit)
+
+
+def examine_device() -> facts.Device:
+    """The GPU, and whether torch can use it. torch is imported only if there is one: the import takes seconds."""
+    gpu = _gpu_name()
+    if not gpu:
+        return facts.Device()
+    import torch
+
+    return facts.Device(gpu, torch.cuda.is_available() or torch.backends.mps.is_available())
+
+
+def _gpu_name() -> str:
+    if sys.platform == "darwin":
+        return "GPU of this Mac"
+    if shutil.which("nvidia-smi") is None:
+        return "AMD GPU" if Path("/dev/kfd").exists() else ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with suppress(subprocess.SubprocessError):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=GPU_DRIVER_S, check=True)
+        return run.stdout.partition("\n")[0].strip()
+    return ""
+
+
+def secret_files(data_dir: Path) -> list[facts.SecretFile]:
+    """The data directory and the keys in it."""
+    if not data_dir.is_dir():
+        return []
+    found = []
+    for path in [data_dir, *sorted(data_dir.rglob("*.key"))[:MAX_KEY_FILES]]:
+        with suppress(OSError):
+            status = path.stat()
+            found.append(facts.SecretFile(path, status.st_mode & 0o777, status.st_uid == os.getuid()))
+    return found
+
+
+def examine_listen_address(address: str) -> facts.ListenAddress:
+    """Whether a node could listen on a multiaddr."""
+    from swarmnet_protocols.net.p2pd.process import check_free
+
+    try:
+        check_free(address)
+    except ConfigError as error:
+        return facts.ListenAddress(address, str(error), error.hint)
+    return facts.ListenAddress(address)
+
+
+# ---- the swarm ----------------------------------------------------------------------------------------
+
+
+def examine_swarm(
+    name: str | None, data_dir: Path, bootstrap: Sequence[str]
+) -> "tuple[facts.Swarm | None, Entry | None]":
+    """The swarm file and the certificate with which ``data_dir`` would enter the swarm; an invite is not redeemed."""
+    if name is None:
+        return None, None
+    from swarmnet.swarm_file import entry as entering
+    from swarmnet_protocols.membership.invites import is_invite
+
+    if is_invite(name):
+        hint = "swarmnet join INVITE redeems it; after that, give the doctor the name of the swarm"
+        return facts.Swarm("", "this is an invite, and the doctor does not redeem invites", hint), None
+    try:
+        entry = entering.enter(name, data_dir, bootstrap)
+    except SwarmnetError as error:
+        return facts.Swarm(name, str(error), error.hint), None
+    file = entry.file
+    not_after = file.not_after.timestamp() if file.not_after else None
+    if entry.folder is None:
+        return facts.Swarm(file.name, not_after=not_after), entry
+    refusal, until = _certificate(entry)
+    return facts.Swarm(file.name, "", "", not_after, True, refusal, until), entry
+
+
+def _certificate(entry: "Entry") -> tuple[str, float | None]:
+    """Why the data directory has no valid certificate, or until when it has one (Unix time)."""
+    from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
+
+    if not entry.identity_path.exists():
+        return "this machine has no key yet, and so no certificate", None
+    peer = Identity.load_or_create(entry.identity_path).peer_id
+    try:
+        return "", Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder).me.until
+    except NotAuthorised as error:
+        return str(error), None
+
+
+# ---- bootstrap peers ----------------------------------------------------------------------------------
+
+
+async def ask_peers(
+    entry: "Entry | None", listen: Sequence[str], node: "NodeStatus | None"
+) -> tuple[list[facts.BootstrapPeer], list[int]]:
+    """Ask each bootstrap peer to dial this machine; their answers, and the TCP ports that they were asked to dial.
+
+    These are the ports of the running ``node``, or else those on which the doctor listens meanwhile. Raises ``SwarmnetError`` if
+    p2pd cannot be started.
+    """
+    if entry is None or not entry.bootstrap:
+        return [], []
+    async with _connected(entry, LOOPBACK if node else listen or ANY_PORT) as transport:
+        ports = tcp_ports((node.addresses if node else ()) or transport.addresses())
+        others = [each for each in entry.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
+        answers = await asyncio.gather(*(_probe(transport, each, ports) for each in others[:MAX_PEERS]))
+        return answers, ports
+
+
+@asynccontextmanager
+async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Transport]":
+    """A transport with the identity and the membership of ``entry``, without a directory."""
+    # libp2p's bindings take seconds to import on a slow machine: in a thread, so that other deadlines are checked meanwhile.
+    await asyncio.to_thread(_import_transport)
+    from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
+    from swarmnet_protocols.membership.membership import Membership
+    from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.timing import Timing
+
+    peer = Identity.load_or_create(entry.identity_path).peer_id
+    membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
+    # only_dials: a client of this machine may run at the same time with the same identity.
+    config = P2pdConfig(
+        entry.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
+    )
+    async with (
+        P2pdTransport.create(config) as raw,
+        Handshakes.run(raw, membership, Timing()) as handshakes,
+    ):
+        yield GuardedTransport(raw, handshakes)
+
+
+def _import_transport() -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    import hivemind.p2p  # noqa: F401
+
+
+async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> facts.BootstrapPeer:
+    from swarmnet_protocols.joining.probes import probe
+    from swarmnet_protocols.net.p2pd.transport import peer_of
+    from swarmnet_protocols.net.protocol_ids import PROBE
+
+    try:
+        stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=OPEN_S)
+        try:
+            return facts.BootstrapPeer(address, await probe(stream, ports, wall_clock))
+        finally:
+            stream.close()
+    except SwarmnetError as error:
+        # go-libp2p lists the error of every address that it tried, one a line
+        return facts.BootstrapPeer(address, error=str(error).splitlines()[-1].strip())
+
+
+def tcp_ports(addresses: Sequence[str]) -> list[int]:
+    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
+    found = []
+    for address in addresses:
+        match address.split("/"):
+            case ["", _, _, "tcp", port, *rest] if port.isdigit() and "p2p-circuit" not in rest:
+                found.append(int(port))
+    return list(dict.fromkeys(found))

@@ -47,7 +47,7 @@ from swarmnet.gateway.schemas import (
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import sequences
-from swarmnet_client.batching.engine import BatchingEngine
+from swarmnet_client.batching.continuous_batching import BatchingEngine
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.metrics import GatewayMetrics
-from swarmnet_client.batching.engine import BatchingEngine
+from swarmnet_client.batching.continuous_batching import BatchingEngine
 from swarmnet_client.batching.sequences import Request
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.schemas import ChatMessage
-from swarmnet_client.batching.engine import BatchingEngine
+from swarmnet_client.batching.continuous_batching import BatchingEngine
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64

@@ -1,4 +1,4 @@
-"""``swarm.toml``: what one has to know to enter a swarm, read and verified. It holds no secret and may be published."""
+"""`swarm.toml`, the file by which a swarm is entered: read, verified, written and signed. It holds no secret and may be published."""
 
 from pathlib import Path
 
@@ -12,34 +12,36 @@ FILE_NAME = "swarm.toml"
 def load(path: Path) -> SwarmFile:
     """Read and verify a swarm file, or the ``swarm.toml`` in a directory.
 
-    Raises ``ConfigError``, with the number of the line, for what is not a swarm file, and ``IntegrityError`` for one that
-    was changed after it was made or that was not signed by an authorised key.
+    Raises ``ConfigError`` with the line of what is invalid, ``IncompatibleVersion`` for a newer format, and ``IntegrityError``
+    for a file that was changed after it was made or that no authorised key signed.
     """
     return parse(read(path), source=str(file_in(path)))
 
 
 def load_valid(path: Path, now: float) -> SwarmFile:
-    """``load``, and refuse a file that has expired at ``now`` (Unix seconds)."""
+    """``load``, and raise ``ConfigError`` for a file that has expired at ``now`` (Unix time)."""
     file = load(path)
     file.check_not_expired(now)
     return file
 
 
 def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
-    """The verified content of a swarm file; errors as for ``load``, which name ``source``."""
+    """The verified content of a swarm file. Raises what ``load`` raises; messages name ``source``."""
     reader = Reader(decode(data, source), source)
     file = reader.content()
     if reader.swarm_id() != file.swarm_id:
         raise _changed(source)
     if file.authority is not None:
         signature = reader.signature()
-        if not file.authority.is_continuous(file.swarm_id) or not file.is_signed_by_authority(signature):
+        if not file.authority.has_signed_rotations(file.swarm_id) or not file.is_signed_by_authority(
+            signature
+        ):
             raise _changed(source)
     return file
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a swarm file, or of the one in a directory, up to one more than any may have."""
+    """The bytes of a swarm file, or of the one in a directory: at most ``MAX_FILE_BYTES`` + 1, which ``decode`` refuses."""
     try:
         with file_in(path).open("rb") as stream:
             return stream.read(MAX_FILE_BYTES + 1)
@@ -51,7 +53,7 @@ def read(path: Path) -> bytes:
 
 
 def decode(data: bytes, source: str) -> str:
-    """The text of a swarm file. Raises ``ConfigError`` for one that is too large or no text."""
+    """The text of a swarm file. Raises ``ConfigError`` if it is too large or not UTF-8."""
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{source} is larger than {MAX_FILE_BYTES} bytes", hint="this is not a swarm file")
     try:
@@ -61,6 +63,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def file_in(path: Path) -> Path:
+    """The swarm file in ``path`` if that is a directory, else ``path``."""
     return path / FILE_NAME if path.is_dir() else path
 
 

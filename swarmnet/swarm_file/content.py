@@ -1,8 +1,8 @@
-"""What a swarm file says, how its content names the swarm, and what its authority signs.
+"""The content of a swarm file, the id of its swarm, and the bytes that its authority signs.
 
-A swarm with an authority is named by a hash of its name and of the keys it was founded with. So the file can be renewed (a
-higher ``serial``) and the keys replaced, each time by the word of a key that counted until then, without it becoming
-another swarm. A swarm without an authority has a random nonce; its id is a hash of everything but the bootstrap list.
+1. The id of a swarm with an authority is a hash of its name and of its first keys (the founders). The file may therefore change, with
+   a higher ``serial``, and its keys may be replaced: each ``Rotation`` is signed by a key that was valid before it.
+2. A swarm without an authority has a random nonce. Its id is a hash of everything but the bootstrap list, so nothing else may change.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ _ROTATION_DOMAIN = b"swarmnet-key-rotation-1\0"
 
 @dataclass(frozen=True)
 class Rotation:
-    """New authority keys, by the word of one of the keys before them."""
+    """New authority keys, signed by one of the keys before them."""
 
     keys: tuple[bytes, ...]
     previous_until: datetime
-    """What the keys before signed (certificates, invites, revocations) counts until then; at Unix time 0, never."""
+    """Until when the keys before are valid for certificates, invites and revocations. Unix time 0: they never were."""
     signature: bytes
 
 
 @dataclass(frozen=True)
 class Authority:
-    """Whose word counts in a swarm. Keys are raw Ed25519 public keys."""
+    """The keys that may sign for a swarm, as raw Ed25519 public keys. Issuers sign for members, not the file."""
 
     founders: tuple[bytes, ...]
     issuers: tuple[bytes, ...] = ()
@@ -43,11 +43,11 @@ class Authority:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The public keys of which any one signs the file."""
+        """The public keys of which any one may sign the file: those of the last rotation, else the founders."""
         return self.rotations[-1].keys if self.rotations else self.founders
 
-    def is_continuous(self, swarm_id: bytes) -> bool:
-        """Whether every rotation was signed by a key that counted before it."""
+    def has_signed_rotations(self, swarm_id: bytes) -> bool:
+        """Whether every rotation was signed by one of the keys before it."""
         from swarmnet_protocols.net.identity import verify
 
         keys = self.founders
@@ -59,11 +59,11 @@ class Authority:
         return True
 
     def continues(self, other: "Authority") -> bool:
-        """Whether these are the keys of ``other``, or come after them."""
+        """Whether the keys are those of ``other``, possibly with more rotations."""
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
-    def believed(self) -> dict[bytes, float]:
-        """Every key that may certify, and until when (Unix time)."""
+    def trusted_keys(self) -> dict[bytes, float]:
+        """Every key that may sign certificates, and until when (Unix time)."""
         until: dict[bytes, float] = {}
         keys = self.founders
         for rotation in self.rotations:
@@ -75,15 +75,17 @@ class Authority:
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model the swarm is for."""
+    """A model that the swarm serves."""
 
     name: str
     manifest: bytes
-    """SHA-256 that ``swarmnet model show`` prints."""
+    """SHA-256 of the manifest, as ``swarmnet model show`` prints it."""
 
 
 @dataclass(frozen=True)
 class Policy:
+    """The numbers in [policy]; ``rules`` hands them to the membership protocol."""
+
     certificate_lifetime_s: int = 7 * 24 * 3600
     revocation_refresh_s: int = 30
     quotas: Quotas = field(default_factory=Quotas)
@@ -91,7 +93,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class SwarmFile:
-    """The content of a swarm file. Exactly one of ``authority`` and ``nonce`` (16 bytes) is there."""
+    """The content of a swarm file, without its signature. It has either an ``authority`` or a ``nonce`` of 16 bytes."""
 
     name: str
     serial: int
@@ -102,23 +104,23 @@ class SwarmFile:
     authority: Authority | None = None
     admission: Admission = Admission.OPEN
     anyone: frozenset[Role] = ANY_ROLE
-    """With open admission: what a peer without a certificate may be."""
+    """Roles of a peer without a certificate, with open admission."""
     allow: Mapping[PeerId, frozenset[Role]] = field(default_factory=dict)
     models: tuple[ListedModel, ...] = ()
     policy: Policy = Policy()
     hosts: tuple[PeerId, ...] = ()
-    """The only hosts that clients use; none: all."""
+    """The only hosts that clients use; empty: all hosts."""
     first_and_last: tuple[PeerId, ...] = ()
-    """Hosts that clients prefer at the ends of a chain; none: guards that each client picks itself."""
+    """Hosts that clients prefer as first and last hop; empty: each client chooses entry guards itself."""
 
     @property
     def is_open(self) -> bool:
-        """Whether every peer that has the file may take part, in some role."""
+        """Whether peers without a certificate may take part."""
         return self.admission is Admission.OPEN
 
     @property
     def swarm_id(self) -> bytes:
-        """32 bytes that name the swarm."""
+        """The id of the swarm, 32 bytes."""
         if self.authority is None:
             fields = self._fields()
             del fields["bootstrap"]
@@ -127,7 +129,7 @@ class SwarmFile:
         return hashlib.sha256(_ID_DOMAIN + canonical_json(fields)).digest()
 
     def signed_bytes(self) -> bytes:
-        """What the authority signs: every field."""
+        """The bytes that the authority signs: all fields."""
         return _FILE_DOMAIN + canonical_json(self._fields())
 
     def is_signed_by_authority(self, signature: bytes) -> bool:
@@ -137,7 +139,7 @@ class SwarmFile:
         return any(verify(key, signature, self.signed_bytes()) for key in keys)
 
     def check_not_expired(self, now: float) -> None:
-        """Raise ``ConfigError`` when the file was not to be used any more at ``now`` (Unix seconds)."""
+        """Raise ``ConfigError`` if the file has expired at ``now`` (Unix time)."""
         if self.not_after is not None and now >= self.not_after.timestamp():
             raise ConfigError(
                 f"the swarm file of {self.name!r} expired on {self.not_after:%Y-%m-%d}",
@@ -145,11 +147,11 @@ class SwarmFile:
             )
 
     def rules(self) -> Rules:
-        """Who is let in."""
+        """The membership rules of the swarm."""
         return Rules(
             swarm=self.swarm_id,
             admission=self.admission,
-            keys=self.authority.believed() if self.authority else {},
+            keys=self.authority.trusted_keys() if self.authority else {},
             anyone=self.anyone,
             allow=self.allow,
             certificate_lifetime_s=self.policy.certificate_lifetime_s,
@@ -185,7 +187,7 @@ class SwarmFile:
 
 
 def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
-    """What a key signs when others take its place as rotation ``number``, counted from 0."""
+    """The bytes that a key signs to be replaced by the keys of a rotation; ``number`` counts rotations from 0."""
     fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
     del fields["signature"]
     return _ROTATION_DOMAIN + canonical_json(fields)

@@ -1,6 +1,12 @@
-"""Into a swarm: from what a person typed (a file, an invite, a name) to where the swarm is and what we are in it."""
+"""Entering a swarm: from a file, an invite or a name that a person typed to an ``Entry``, and the swarm files that a data directory stores.
+
+A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest swarm file that was used, the certificate,
+the revocations, and an issuer's database. ``store_file`` refuses an older file than the stored one, so that an old file that is handed
+out again cannot bring back a member who was removed (rollback protection, as in The Update Framework).
+"""
 
 import asyncio
+import re
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,12 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnet import swarm_file
 from swarmnet.paths import default_data_dir
+from swarmnet.swarm_file import FILE_NAME
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.swarm_file.folder import find, folder_of, remember
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
-from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, Unreachable
+from swarmnet_protocols.errors import (
+    ConfigError,
+    IncompatibleVersion,
+    IntegrityError,
+    NotAuthorised,
+    SwarmnetError,
+    Unreachable,
+)
 from swarmnet_protocols.joining.network import LOOPBACK, Network, Trust
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
 
@@ -32,16 +46,16 @@ GUARDS_NAME = "guards"
 
 @dataclass(frozen=True)
 class Entry:
-    """A swarm, and what a data directory has for it."""
+    """A swarm that a data directory may enter: the verified swarm file, bootstrap addresses, and the peer's identity."""
 
     file: SwarmFile
     bootstrap: tuple[str, ...]
     identity_path: Path
     folder: Path | None
-    """With our certificate and what is revoked. None for a swarm that needs none."""
+    """``swarm_dir`` with the certificate and the revocations; None for a swarm without an authority."""
 
     def check_bootstrap(self) -> None:
-        """Raises ``Unreachable`` where no peer is known to start from."""
+        """Raise ``Unreachable`` if no bootstrap peer is known."""
         if not self.bootstrap:
             raise Unreachable(
                 "no bootstrap peer is known",
@@ -51,7 +65,7 @@ class Entry:
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
-        """Our place in it; with the key in ``issuer``, one that lets others in."""
+        """The configuration with which to connect; with the key file ``issuer``, as an issuer of certificates."""
         return Network(
             self.file.rules(),
             self.identity_path,
@@ -65,35 +79,37 @@ class Entry:
         )
 
     def _adopt(self, data: bytes) -> Rules:
-        return remember(self.identity_path.parent, data, source="an issuer's swarm file").rules()
+        return store_file(self.identity_path.parent, data, source="an issuer's swarm file").rules()
 
     def _issuer(self, key_path: Path) -> "IssuerConfig":
         from swarmnet_protocols.membership.issuer import IssuerConfig
 
         if self.folder is None:
             raise ConfigError(
-                f"{self.file.name} needs no issuer", hint="it has no authority: leave --issuer out"
+                f"{self.file.name} needs no issuer: it has no authority", hint="leave --issuer out"
             )
         return IssuerConfig(load_key(key_path), self.folder, swarm_file.read(self.folder))
 
 
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
-    """The swarm of a file, of an invite, or, once entered, of this name, for the identity that ``data_dir`` keeps.
+    """The entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
 
-    An invite may also stand in a file of its own: what is typed, every user of a machine can see. It is redeemed the first time;
-    afterwards certificate and swarm file are in ``data_dir``. Beside the authority's key a swarm file needs no invite.
+    1. the path of a swarm file; with the authority's key beside it, this peer certifies itself;
+    2. an invite, or the path of a file that holds one: command lines are visible to all users of a machine. It is redeemed
+       once; then the certificate and the swarm file are in ``data_dir``;
+    3. the name or the id of a swarm that ``data_dir`` has entered before.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a file that is wrong, changed or older than one used before, ``NotAuthorised`` for
-    an invite that will not do, and ``Unreachable`` when no issuer is reached.
+    Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or older than the stored one,
+    ``NotAuthorised`` for an invite that is not valid, and ``Unreachable`` if no issuer can be reached to redeem it.
     """
     from swarmnet_protocols.membership.invites import is_invite
 
     if is_invite(swarm):
         return _enter_by_invite(swarm, data_dir, bootstrap)
     path = Path(swarm)
-    known = None if path.exists() else find(data_dir, swarm)
-    if known is not None:
-        file = known
+    stored = None if path.exists() else find_swarm(data_dir, swarm)
+    if stored is not None:
+        file = stored
     else:
         data = swarm_file.read(path)
         if is_invite(text := data.decode(errors="replace")):
@@ -101,7 +117,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
         source = str(swarm_file.file_in(path))
         file = swarm_file.parse(data, source=source)
         if file.authority is not None:
-            file = remember(data_dir, data, source=source)
+            file = store_file(data_dir, data, source=source)
             _certify_owner(file, swarm_file.file_in(path).with_name(KEY_NAME), data_dir)
     file.check_not_expired(wall_clock())
     return _entry(file, bootstrap, data_dir)
@@ -110,12 +126,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
 def client_network(
     swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
 ) -> Network:
-    """The network of a client, which dials and is never dialled. Its identity is not that of a node of the same data directory, which may run.
+    """The configuration with which a client connects. A client dials and is not dialled.
 
-    With ``hosts`` only these are used, in place of those that the swarm file trusts.
-
-    In a swarm without members it has a new identity each time. Raises what ``enter`` raises, and ``Unreachable``
-    where no peer is known to start from.
+    Its identity is kept in the folder ``client`` of the data directory, since a node may use that of the directory at the same
+    time; in a swarm without an authority it is new each time. With ``hosts``, only these hosts are used instead of those that the
+    swarm file trusts. Raises what ``enter`` raises, and ``Unreachable`` if no bootstrap peer is known.
     """
     folder = (data_dir or default_data_dir()) / "client"
     entry = enter(swarm, folder, bootstrap)
@@ -128,13 +143,13 @@ def client_network(
 
 
 def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:
-    folder = folder_of(data_dir, file.swarm_id) if file.authority is not None else None
+    folder = swarm_dir(data_dir, file.swarm_id) if file.authority is not None else None
     known = tuple(dict.fromkeys((*file.bootstrap, *bootstrap)))
     return Entry(file, known, data_dir / IDENTITY_NAME, folder)
 
 
 def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
-    """With the authority's key beside the swarm file, this peer is a member in all roles, without an invite."""
+    """Certify this peer in all roles if the authority's key is beside the swarm file."""
     if not key_path.exists():
         return
     from swarmnet_protocols.membership.issuer import IssuerConfig
@@ -142,12 +157,15 @@ def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
     from swarmnet_protocols.net.identity import Identity
 
     key = load_key(key_path)
-    if not file.rules().believe(key.public_key, wall_clock()):
-        return  # it was replaced since
-    folder = folder_of(data_dir, file.swarm_id)
+    if not file.rules().trusts(key.public_key, wall_clock()):
+        return  # another key has replaced it
+    folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
     membership = Membership(file.rules(), peer, wall_clock, folder=folder)
     IssuerConfig(key, folder, swarm_file.read(folder)).certify(membership)
+
+
+# ---- invites ------------------------------------------------------------------------------------------
 
 
 def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
@@ -155,9 +173,9 @@ def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Ent
 
     now = wall_clock()
     invite = read_invite(text, now=0.0)
-    folder = folder_of(data_dir, invite.grant.swarm)
+    folder = swarm_dir(data_dir, invite.grant.swarm)
     known = (*invite.bootstrap, *bootstrap)
-    if (folder / swarm_file.FILE_NAME).exists():
+    if (folder / FILE_NAME).exists():
         file = swarm_file.load(folder)
         if _has_certificate_of(invite.grant.id, file, folder, now):
             file.check_not_expired(now)
@@ -176,10 +194,11 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
-    return _run(redeem(invite, identity_path, lambda admitted: _take(admitted, invite, data_dir)))
+    return _run(redeem(invite, identity_path, lambda admitted: _store_admission(admitted, invite, data_dir)))
 
 
-def _take(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
+def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
+    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -187,26 +206,18 @@ def _take(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
     file = swarm_file.parse(admitted.swarm_file, source=source)
     if file.swarm_id != invite.grant.swarm:
         raise IntegrityError(f"{source} is of another swarm", hint="ask for a new invite")
-    if not file.rules().believe(invite.grant.signer, wall_clock()):
+    if not file.rules().trusts(invite.grant.signer, wall_clock()):
         raise NotAuthorised("the invite was not signed by an authorised key", hint="ask for a new invite")
-    file = remember(data_dir, admitted.swarm_file, source=source)
+    file = store_file(data_dir, admitted.swarm_file, source=source)
     file.check_not_expired(wall_clock())
-    folder = folder_of(data_dir, file.swarm_id)
+    folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
     Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
     return _entry(file, invite.bootstrap, data_dir)
 
 
-def _run(conversation: Coroutine[Any, Any, T]) -> T:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(conversation)
-    with ThreadPoolExecutor(max_workers=1) as elsewhere:  # a notebook has a loop of its own in this thread
-        return elsewhere.submit(asyncio.run, conversation).result()
-
-
 def _has_certificate_of(invite: bytes, file: SwarmFile, folder: Path, now: float) -> bool:
+    """Whether ``folder`` has a valid certificate that was issued for ``invite``."""
     from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, open_certificate
     from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
 
@@ -216,3 +227,93 @@ def _has_certificate_of(invite: bytes, file: SwarmFile, folder: Path, now: float
         return open_certificate(sealed, rules=file.rules(), now=now).invite == invite
     except (OSError, IntegrityError, NotAuthorised):
         return False
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as executor:  # in a notebook, this thread runs a loop already
+        return executor.submit(asyncio.run, coroutine).result()
+
+
+# ---- stored swarm files -------------------------------------------------------------------------------
+
+
+def swarm_dir(data_dir: Path, swarm_id: bytes) -> Path:
+    """The folder in which ``data_dir`` stores what belongs to a swarm."""
+    return data_dir / "swarms" / swarm_id.hex()
+
+
+def store_file(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
+    """Verify the swarm file ``data`` and store it in place of an older one of the same swarm.
+
+    Raises what ``swarm_file.load`` and ``check_update`` raise, and ``ConfigError`` if the data directory cannot be written.
+    """
+    file = swarm_file.parse(data, source=source)
+    folder = swarm_dir(data_dir, file.swarm_id)
+    path = folder / FILE_NAME
+    if path.exists():
+        stored = swarm_file.load(path)
+        check_update(file, stored, source)
+        if file.serial == stored.serial:
+            return stored
+    try:
+        write_whole(path, data, mode=0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {folder}: {error.strerror}", hint="choose another --data-dir"
+        ) from error
+    return file
+
+
+def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
+    """Raise ``IntegrityError`` unless ``file`` is ``stored`` or a newer file.
+
+    Refused are a lower serial, another file with the same serial, and a file whose keys do not continue the stored rotations: a
+    replaced key may be stolen.
+    """
+    if file.serial < stored.serial:
+        raise IntegrityError(
+            f"{source} is older than the one used before: serial {file.serial} after {stored.serial}",
+            hint=f"get the current file from the person who runs the swarm, or name the swarm: {stored.name}",
+        )
+    if file.serial == stored.serial and file != stored:
+        raise IntegrityError(
+            f"{source} is another file than the one used before, with the same serial {file.serial}",
+            hint="ask the person who runs the swarm to sign the right one again: swarmnet swarm sign",
+        )
+    if stored.authority and file.authority and not file.authority.continues(stored.authority):
+        raise IntegrityError(
+            f"{source} has keys that do not follow from those known before",
+            hint="an old key of the authority may be stolen: ask the person who runs the swarm",
+        )
+
+
+def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
+    """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
+
+    Raises ``ConfigError`` if several swarms have the name. A damaged file does not hide another one; if no other one matches,
+    its error is raised, as it may be the file that is meant.
+    """
+    matches: list[SwarmFile] = []
+    damage: SwarmnetError | None = None
+    for path in sorted((data_dir / "swarms").glob(f"*/{FILE_NAME}")):
+        if not re.fullmatch("[0-9a-f]{64}", path.parent.name):
+            continue
+        try:
+            file = swarm_file.load(path)
+        except (ConfigError, IncompatibleVersion, IntegrityError) as error:
+            damage = damage or error
+            continue
+        if name in {file.name, file.swarm_id.hex()}:
+            matches.append(file)
+    if len(matches) > 1:
+        ids = ", ".join(file.swarm_id.hex()[:16] for file in matches)
+        raise ConfigError(
+            f"{data_dir} has several swarms named {name!r}", hint=f"give the whole id; they begin with {ids}"
+        )
+    if not matches and damage is not None:
+        raise damage
+    return matches[0] if matches else None

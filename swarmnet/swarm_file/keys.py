@@ -1,4 +1,4 @@
-"""Files of secrets, which only their owner may read: keys of authorities and issuers (Ed25519 in PEM), and API keys."""
+"""Files that hold secrets: keys of authorities and issuers (Ed25519 in PEM), and API keys. Files that others can read are refused."""
 
 import os
 import stat
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 KEY_NAME = "authority.key"
 API_KEY = "SWARMNET_API_KEY"
-"""The environment variable with the key that an endpoint asks for. Command lines are no place for it: every user reads them in ``ps``."""
+"""Environment variable with the API key of an endpoint. A command line would show it to all users of the machine."""
 _MAX_KEY_BYTES = 4096
 _MOUNTED = Path("/run/secrets")
-"""Where container engines mount secrets. Their modes are those of another machine's users, and the container has one user."""
+"""Where container engines mount secrets. File modes there say nothing: a container has one user."""
 
 
 def create_key(path: Path) -> "Identity":
-    """Make a key and write it to ``path`` (0600). Raises ``ConfigError`` if there is something already."""
+    """Generate a key and write it to ``path`` with mode 0600. Raises ``ConfigError`` if ``path`` exists."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from swarmnet_protocols.net.identity import Identity
 
     if path.exists():
-        raise ConfigError(f"{path} already exists", hint="choose another file; a key that is lost is gone")
+        raise ConfigError(
+            f"{path} already exists", hint="choose another file: a key that is overwritten cannot be restored"
+        )
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -37,7 +39,7 @@ def create_key(path: Path) -> "Identity":
 
 
 def load_key(path: Path) -> "Identity":
-    """The key in ``path``. Raises ``ConfigError`` for a file that is none, or that others can read."""
+    """The key in ``path``. Raises ``ConfigError`` if the file holds no Ed25519 key or other users can read it."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -62,14 +64,14 @@ def load_key(path: Path) -> "Identity":
 
 
 def read_secret(path: Path, max_bytes: int) -> str:
-    """The text in ``path``. Raises ``ConfigError`` for a file that every user of this machine can read, or that is longer."""
+    """The text in ``path``. Raises ``ConfigError`` if all users of the machine can read it, or it is longer than ``max_bytes``."""
     try:
         with path.open("rb") as stream:
             mode = os.fstat(stream.fileno()).st_mode
             text = stream.read(max_bytes + 1)
         if len(text) > max_bytes:
             raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
-        # A group is let pass: systemd shows the access list of a service's credentials as one.
+        # The group may read: stat shows the access list of a systemd credential as group permissions.
         if stat.S_IMODE(mode) & stat.S_IRWXO and not path.resolve().is_relative_to(_MOUNTED):
             raise ConfigError(
                 f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"

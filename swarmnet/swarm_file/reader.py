@@ -1,4 +1,4 @@
-"""From TOML to the content of a swarm file: every key is known, every value of its kind and within its limits."""
+"""Reads the TOML of a swarm file: every key must be known, every value of its type and within its limits. Errors name the line."""
 
 import re
 import tomllib
@@ -28,24 +28,31 @@ KEY = r"ed25519:[0-9a-f]{64}"
 
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
-"""With a refresh this often, a revocation is everywhere within two minutes."""
+"""Longest interval, in seconds, at which members compare revocations: a revocation then reaches all within two minutes."""
 _MAX_QUOTA = 1 << 50
-_GET_IT_AGAIN = "correct it, or get the file again from the person who runs the swarm"
+_CORRECT_IT = "correct it, or get the file again from the person who runs the swarm"
+_TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    list: "a list",
+    dict: "a table",
+    datetime: "a date and time with a time zone",
+}
 _E = TypeVar("_E", bound=StrEnum)
 
 
 class Reader:
-    """One swarm file. Every method raises ``ConfigError`` with the number of the line that is wrong."""
+    """Reads one swarm file without verifying it. Every method raises ``ConfigError`` with the line of what is wrong."""
 
     def __init__(self, text: str, source: str) -> None:
         try:
             document = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{source} is not valid TOML: {error}", hint=_GET_IT_AGAIN) from error
+            raise ConfigError(f"{source} is not valid TOML: {error}", hint=_CORRECT_IT) from error
         self._top = _Table(document, "", 0, text, source)
 
     def content(self) -> SwarmFile:
-        """What the file says, without a word on who says so."""
+        """The content, without the claimed id and the signature. Raises ``IncompatibleVersion`` for a newer format."""
         top = self._top
         version = top.integer("format", 1, 1 << 31)
         if version > FORMAT:
@@ -66,7 +73,7 @@ class Reader:
             created=top.time("created"),
             not_after=top.time("not_after") if "not_after" in top else None,
             bootstrap=self._bootstrap(),
-            nonce=None if has_authority else top.digits("nonce", "", 16),
+            nonce=None if has_authority else top.hex_bytes("nonce", "", 16),
             authority=authority,
             admission=admission,
             anyone=self._anyone(admission),
@@ -77,43 +84,42 @@ class Reader:
             first_and_last=self._trusted("first_and_last"),
         )
         known = {"format", "name", "swarm_id", "serial", "created", "not_after", "admission"}
-        sections = {"network", "roles", "allow", "models", "policy", "trust"}
-        sections |= {"authority", "rotation", "signature"}
-        top.only(
-            known
-            | (sections if has_authority else {"nonce", "network", "roles", "models", "policy", "trust"})
-        )
+        known |= {"network", "roles", "models", "policy", "trust"}
+        known |= {"authority", "rotation", "allow", "signature"} if has_authority else {"nonce"}
+        top.check_keys(known)
         return file
 
     def swarm_id(self) -> bytes:
-        return self._top.digits("swarm_id", "sha256:", 32)
+        """The id that the file claims."""
+        return self._top.hex_bytes("swarm_id", "sha256:", 32)
 
     def signature(self) -> bytes:
+        """The signature of the authority."""
         table = self._top.table("signature")
-        table.only({"ed25519"})
-        return table.digits("ed25519", "", 64)
+        table.check_keys({"ed25519"})
+        return table.hex_bytes("ed25519", "", 64)
 
     def _authority(self) -> Authority:
         table = self._top.table("authority")
-        table.only({"keys", "issuers"})
+        table.check_keys({"keys", "issuers"})
         rotations = []
         for each in self._top.tables("rotation", MAX_KEYS):
-            each.only({"keys", "previous_until", "signature"})
+            each.check_keys({"keys", "previous_until", "signature"})
             rotations.append(
-                Rotation(each.keys("keys"), each.time("previous_until"), each.digits("signature", "", 64))
+                Rotation(each.keys("keys"), each.time("previous_until"), each.hex_bytes("signature", "", 64))
             )
         authority = Authority(
             founders=table.keys("keys"),
             issuers=table.keys("issuers", optional=True),
             rotations=tuple(rotations),
         )
-        if len(authority.believed()) > MAX_KEYS:
-            raise table.wrong("keys", f"and issuers, now and before, may be {MAX_KEYS} at most")
+        if len(authority.trusted_keys()) > MAX_KEYS:
+            raise table.wrong("keys", f"and all other keys of the file may be {MAX_KEYS} at most")
         return authority
 
     def _bootstrap(self) -> tuple[str, ...]:
         table = self._top.table("network")
-        table.only({"bootstrap"})
+        table.check_keys({"bootstrap"})
         addresses = table.strings("bootstrap", MAX_BOOTSTRAPS)
         for address in addresses:
             try:
@@ -126,7 +132,7 @@ class Reader:
         if "roles" not in self._top:
             return ANY_ROLE if admission is Admission.OPEN else frozenset()
         table = self._top.table("roles")
-        table.only({"anyone"})
+        table.check_keys({"anyone"})
         if admission is not Admission.OPEN:
             raise table.wrong("anyone", 'needs admission = "open"')
         return table.roles("anyone")
@@ -134,7 +140,7 @@ class Reader:
     def _allow(self, admission: Admission) -> dict[PeerId, frozenset[Role]]:
         allow: dict[PeerId, frozenset[Role]] = {}
         for each in self._top.tables("allow", MAX_MEMBERS):
-            each.only({"peer", "roles"})
+            each.check_keys({"peer", "roles"})
             if admission is not Admission.ALLOW_LIST:
                 raise each.wrong("peer", 'needs admission = "allow-list"')
             peer = PeerId(each.matching("peer", PEER_ID.pattern, "must be a peer id"))
@@ -146,18 +152,18 @@ class Reader:
     def _models(self) -> tuple[ListedModel, ...]:
         models = []
         for each in self._top.tables("models", MAX_MODELS):
-            each.only({"name", "manifest"})
+            each.check_keys({"name", "manifest"})
             name = each.text("name")
             if not 0 < len(name) <= _MAX_MODEL_NAME_CHARS or not name.isprintable():
                 raise each.wrong("name", f"must be 1 to {_MAX_MODEL_NAME_CHARS} printable characters")
-            models.append(ListedModel(name, each.digits("manifest", "sha256:", 32)))
+            models.append(ListedModel(name, each.hex_bytes("manifest", "sha256:", 32)))
         return tuple(models)
 
     def _trusted(self, key: str) -> tuple[PeerId, ...]:
         if "trust" not in self._top:
             return ()
         table = self._top.table("trust")
-        table.only({"hosts", "first_and_last"})
+        table.check_keys({"hosts", "first_and_last"})
         peers = table.strings(key, MAX_TRUSTED) if key in table else ()
         if len(set(peers)) < len(peers) or not all(PEER_ID.fullmatch(peer) for peer in peers):
             raise table.wrong(key, "must list peer ids, each once")
@@ -168,7 +174,7 @@ class Reader:
             return Policy()
         table, default = self._top.table("policy"), Policy()
         quotas = [quota.name for quota in fields(Quotas)]
-        table.only({"certificate_lifetime", "revocation_refresh", *quotas})
+        table.check_keys({"certificate_lifetime", "revocation_refresh", *quotas})
         return Policy(
             table.duration_s(
                 "certificate_lifetime", default.certificate_lifetime_s, MIN_LIFETIME_S, MAX_LIFETIME_S
@@ -179,7 +185,7 @@ class Reader:
 
 
 class _Table:
-    """One table of a document; knows the line of each key for the messages."""
+    """One table of the document. Each method returns the value of ``key`` as one type, or raises ``ConfigError`` with its line."""
 
     def __init__(self, values: Mapping[str, Any], name: str, index: int, text: str, source: str) -> None:
         self._values = values
@@ -195,7 +201,7 @@ class _Table:
         return _Table(self._take(name, dict), name, 0, self._text, self._source)
 
     def tables(self, name: str, most: int) -> list["_Table"]:
-        """The tables of an array that need not be there."""
+        """The tables of an array of tables; none if it is missing."""
         if name not in self:
             return []
         entries = self._take(name, list)
@@ -219,11 +225,13 @@ class _Table:
             raise self.wrong(key, "must be a positive number" if value < least else f"must be {most} at most")
         return value
 
-    def digits(self, key: str, prefix: str, size: int) -> bytes:
+    def hex_bytes(self, key: str, prefix: str, size: int) -> bytes:
+        """``size`` bytes, written as ``prefix`` and hexadecimal digits."""
         must = f"must be {prefix or 'text with'} {2 * size} hexadecimal digits"
         return bytes.fromhex(self.matching(key, f"{prefix}[0-9a-f]{{{2 * size}}}", must).removeprefix(prefix))
 
     def time(self, key: str) -> datetime:
+        """A time, converted to UTC."""
         value: datetime = self._take(key, datetime)
         try:
             if value.tzinfo is not None:
@@ -243,7 +251,7 @@ class _Table:
         if len(values) > most:
             raise self.wrong(key, f"may have {most} entries at most")
         if not all(isinstance(value, str) for value in values):
-            raise self.wrong(key, "must be a list of text")
+            raise self.wrong(key, "must be a list of strings")
         return tuple(values)
 
     def roles(self, key: str) -> frozenset[Role]:
@@ -253,7 +261,7 @@ class _Table:
         return frozenset(map(Role, names))
 
     def keys(self, key: str, *, optional: bool = False) -> tuple[bytes, ...]:
-        """Public keys, each once; at least one, unless ``optional``."""
+        """Public keys without duplicates: at least one, unless ``optional``."""
         if optional and key not in self:
             return ()
         keys = self.strings(key, MAX_KEYS)
@@ -272,8 +280,8 @@ class _Table:
             raise self.wrong(key, f"must be between {least_s} s and {most_s} s")
         return duration_s
 
-    def only(self, known: set[str]) -> None:
-        """Raise for the first key that is not ``known``."""
+    def check_keys(self, known: set[str]) -> None:
+        """Raise ``ConfigError`` for the first key that is not ``known``."""
         for key in self._values:
             if key not in known:
                 where = f" in [{self._name}]" if self._name else ""
@@ -283,17 +291,18 @@ class _Table:
                 )
 
     def wrong(self, key: str, must: str) -> ConfigError:
-        return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_GET_IT_AGAIN)
+        """The error for a wrong value of ``key``; ``must`` completes the sentence."""
+        return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_CORRECT_IT)
 
     def _take(self, key: str, kind: type) -> Any:
         if key not in self._values:
             where = f" in [{self._name}]" if self._name else ""
             raise ConfigError(
-                f"{self._source}:{self._line('')}: the key {key!r}{where} is missing", hint=_GET_IT_AGAIN
+                f"{self._source}:{self._line('')}: the key {key!r}{where} is missing", hint=_CORRECT_IT
             )
         value = self._values[key]
-        if type(value) is not kind:  # a bool is an int to isinstance
-            raise self.wrong(key, f"must be a {kind.__name__}")
+        if type(value) is not kind:  # isinstance would take a bool for an int
+            raise self.wrong(key, f"must be {_TYPE_NAMES[kind]}")
         return value
 
     def _line(self, key: str) -> int:

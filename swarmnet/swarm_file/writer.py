@@ -1,4 +1,4 @@
-"""Making, changing and signing swarm files. Comments and order of what a person wrote stay as they are."""
+"""Creates, changes and signs swarm files. Comments and the order of keys are kept."""
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,24 +69,24 @@ bootstrap = []
 
 @dataclass(frozen=True)
 class NewSwarm:
-    """What the founder of a swarm decides."""
+    """The founder's choices for a new swarm."""
 
     name: str
     bootstrap: tuple[str, ...] = ()
     not_after: datetime | None = None
     is_open: bool = False
-    """Without an authority; otherwise ``like``, or its default, says who is let in."""
+    """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by certificate."""
     like: Path | None = None
-    """A file to take admission, policy and all else from."""
+    """A swarm file from which admission, policy and all else is copied."""
     backup_keys: tuple[bytes, ...] = ()
-    """Public keys that may sign besides the one that is made."""
+    """Public keys that may sign in addition to the key that is generated."""
 
 
 def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = False) -> SwarmFile:
     """Write ``swarm.toml`` into ``directory`` and, unless it is open, ``authority.key`` (0600).
 
-    Existing files are refused; with ``overwrite`` the swarm file is written anew, whatever it is, and an authority key that
-    is already there is kept: the same name then gives the same swarm, with a higher serial.
+    Raises ``ConfigError`` if a file exists. With ``overwrite``, the swarm file is replaced, damaged or not, and an existing authority
+    key is kept: the same name then gives the same swarm, with a higher serial.
     """
     if not NAME.fullmatch(new.name):
         raise ConfigError(
@@ -116,7 +116,7 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
     if new.is_open:
         document |= {"serial": 1, "nonce": secrets.token_hex(16)}
         return _write(path, document, None, source)
-    # The draft is judged before a key is made; any key will do for that.
+    # Check the draft, with a placeholder as its key, before a key is generated.
     _fill_authority(document, [bytes(32)])
     document["serial"] = 1
     Reader(_dump(document), source).content()
@@ -127,10 +127,10 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
 
 
 def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Sequence[str] = ()) -> SwarmFile:
-    """Sign a file again after it was edited, with a higher serial and with ``bootstrap`` added to its list.
+    """Sign an edited file with a higher serial, and with ``bootstrap`` added to its list.
 
-    Raises ``ConfigError``, with the line, for what is wrong in it, for an edit that would make another swarm, and for a key
-    that is not the authority's, or where there is none. An open swarm without an authority needs no signature and keeps its serial.
+    A swarm without an authority needs no signature and keeps its serial. Raises ``ConfigError`` with the line of what is invalid,
+    for an edit that would give another swarm id, and for a key that is not the authority's.
     """
     path = file_in(path)
     reader, document = _open(path)
@@ -154,21 +154,21 @@ def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Seq
 
 
 def allow(path: Path, peer: PeerId, roles: Iterable[Role], *, now: float) -> SwarmFile:
-    """List ``peer`` as a member, in ``roles`` instead of those it had, and sign."""
+    """Add ``peer`` with ``roles`` to the allow-list, in place of an earlier entry, and sign."""
     return _edit_members(file_in(path), peer, sorted(roles), now)
 
 
 def disallow(path: Path, peer: PeerId, *, now: float) -> SwarmFile:
-    """Take ``peer`` off the list of members, and sign."""
+    """Remove ``peer`` from the allow-list, and sign."""
     return _edit_members(file_in(path), peer, [], now)
 
 
 def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile, Identity]":
-    """Put a new authority key in the place of all keys before it; the old key file is kept beside it.
+    """Replace all authority keys by a new one; the old key file is kept beside it. Returns the file and the new key.
 
-    What the keys before signed counts for another ``overlap_s``, and memberships that were renewed by then go on. With 0 the keys
-    before never counted, as if they were stolen: members whom they let in need new certificates at once, and so do those whose certificates
-    other issuers have renewed since.
+    Signatures of the old keys stay valid for ``overlap_s``, in which members renew their certificates. With 0 they are invalid at
+    once, as if the keys were stolen: members that the old keys admitted need new certificates, also if other issuers have
+    renewed theirs since.
     """
     path = file_in(path)
     file, key_path = load(path), path.parent / KEY_NAME
@@ -177,24 +177,24 @@ def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile,
     next_path, number = key_path.with_suffix(".next"), len(file.authority.rotations)
     with _writing(path.parent):
         new = load_key(next_path) if next_path.exists() else create_key(next_path)
-        # An earlier rotation was cut off after the file was written.
+        # An earlier rotation was interrupted between writing the file and replacing the key.
         if new.public_key in file.authority.keys:
-            _exchange_keys(key_path, next_path, number - 1)
+            _replace_key_file(key_path, next_path, number - 1)
             return file, new
         old = load_key(key_path)
         if old.public_key not in file.authority.keys:
-            raise _foreign(path)
+            raise _wrong_key(path)
         rotation = Rotation((new.public_key,), _time(now + overlap_s if overlap_s else 0), b"")
         rotation = replace(rotation, signature=old.sign(rotation_bytes(file.swarm_id, number, rotation)))
         _, document = _open(path)
         _add_rotation(document, rotation)
         document |= {"serial": file.serial + 1, "created": _time(now)}
         written = _write(path, document, new, str(path))
-        _exchange_keys(key_path, next_path, number)
+        _replace_key_file(key_path, next_path, number)
     return written, new
 
 
-def _exchange_keys(key_path: Path, next_path: Path, number: int) -> None:
+def _replace_key_file(key_path: Path, next_path: Path, number: int) -> None:
     if key_path.exists():
         key_path.replace(key_path.with_suffix(f".{number}.old"))
     next_path.replace(key_path)
@@ -226,17 +226,17 @@ def _open(path: Path) -> "tuple[Reader, TOMLDocument]":
 
     text = decode(read(path), str(path))
     reader = Reader(text, str(path))
-    reader.content()  # what tomllib and we accept, tomlkit does
+    reader.content()  # raises for invalid TOML, so that tomlkit does not
     return reader, tomlkit.parse(text)
 
 
 def _write(path: Path, document: "TOMLDocument", key: "Signer | None", source: str) -> SwarmFile:
-    """Complete the id and the signature, and write the file if it is one that would be accepted."""
+    """Set the id and the signature, and write the file if ``parse`` accepts it."""
     file = Reader(_dump(document), source).content()
     document["swarm_id"] = f"sha256:{file.swarm_id.hex()}"
     if file.authority is not None and key is not None:
         if key.public_key not in file.authority.keys:
-            raise _foreign(path)
+            raise _wrong_key(path)
         _set(document, "signature", "ed25519", key.sign(file.signed_bytes()).hex())
     data = _dump(document).encode()
     written = parse(data, source=source)
@@ -251,7 +251,7 @@ def _edit_members(path: Path, peer: PeerId, roles: list[Role], now: float) -> Sw
     _, document = _open(path)
     file = load(path)
     if file.admission is not Admission.ALLOW_LIST:
-        raise ConfigError(f"{path} has no list of members", hint='it has one with admission = "allow-list"')
+        raise ConfigError(f"{path} has no list of members", hint='set admission = "allow-list"')
     members = tomlkit.aot()
     for each in document.get("allow", []):
         if each["peer"] != peer:
@@ -309,11 +309,11 @@ def _next_serial(path: Path, now: float) -> int:
     try:
         old = load(path)
     except (ConfigError, IncompatibleVersion, IntegrityError):
-        # The serial of a damaged file is unknown. Seconds since 1970 are larger than any number of renewals.
+        # The serial of a damaged file is unknown. Unix time is higher than any number of renewals.
         return int(now)
     if old.authority is not None and old.authority.rotations:
         raise ConfigError(
-            f"{path} has had other keys, and made anew it would be another swarm",
+            f"{path} has had other keys: a new file would be another swarm",
             hint="edit it and sign it with `swarmnet swarm sign`",
         )
     return old.serial + 1
@@ -326,9 +326,9 @@ def _check_bootstrap(addresses: Sequence[str]) -> None:
         check_peer_address(address)
 
 
-def _foreign(path: Path) -> ConfigError:
+def _wrong_key(path: Path) -> ConfigError:
     return ConfigError(
-        f"the key is not of the authority of {path}",
+        f"the key does not belong to the authority of {path}",
         hint="use the authority.key that was made with this file",
     )
 
@@ -339,7 +339,7 @@ def _time(now: float) -> datetime:
 
 @contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Turns a failed write into a message."""
+    """Convert an ``OSError`` raised inside to ``ConfigError``."""
     try:
         yield
     except OSError as error:

@@ -131,7 +131,7 @@ def protect(
 
 
 class HostCheck:
-    """Refuses requests whose ``Host`` header is neither an IP address nor one of our names.
+    """Refuses requests whose ``Host`` header is neither an IP address nor a known name.
 
     A page under an attacker's domain that resolves to our address (DNS rebinding) is same-origin to the browser; only the Host
     header shows it. IP addresses cannot be rebound, so all are accepted; Starlette's ``TrustedHostMiddleware`` has no such rule.

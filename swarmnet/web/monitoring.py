@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """The monitoring endpoints of one node. They answer from before the node has started."""
+    """The monitoring endpoints of one node. They are served before the node starts, so that its start can be observed."""
 
     def __init__(self) -> None:
         self._node: Measured | None = None
@@ -27,10 +27,10 @@ class Monitor:
 
     @asynccontextmanager
     async def serve(self, host: str, port: int) -> AsyncIterator[str]:
-        """Serve the endpoints while the context is open; yields their URL. Raises ``ConfigError`` if the address cannot be bound.
+        """Serve the endpoints at the yielded URL while the context is open. Raises ``ConfigError`` if the address cannot be bound.
 
-        The answers contain no secrets, so no key is asked for. The Host header is checked on loopback only: there a web page could
-        make a browser on this machine ask, elsewhere Prometheus may use any name of the machine.
+        The answers contain no secrets, so no key is needed. Host names are checked on loopback only, against web pages in a browser on
+        this machine; on other addresses, Prometheus may use any name of the machine.
         """
         app: ASGIApp = Starlette(
             routes=[
@@ -44,17 +44,18 @@ class Monitor:
             yield endpoint.url
 
     def watch(self, node: "Measured") -> None:
-        """Report the state and the metrics of ``node`` from here on."""
+        """Serve the state and the metrics of ``node`` from now on."""
         from swarmnet_node.metrics import registry_of
 
         self._node = node
         self._registry = registry_of(node)
 
     async def _livez(self, _request: Request) -> Response:
-        """200 as long as the event loop runs."""
+        """200 while the event loop runs."""
         return JSONResponse({"alive": True})
 
     async def _readyz(self, _request: Request) -> Response:
+        """200 while the node serves, else 503; the body has its state."""
         state = self._node.status().state if self._node else "starting"
         ready = state == "online"
         return JSONResponse({"ready": ready, "state": state}, status_code=200 if ready else 503)

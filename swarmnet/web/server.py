@@ -35,7 +35,7 @@ class Endpoint:
     async def failed(self) -> None:
         """Wait until the server ends by itself, and raise ``SwarmnetError``."""
         await asyncio.wait([self._task])
-        raise SwarmnetError(f"the HTTP server on {self.url} broke", hint="start it again")
+        raise SwarmnetError(f"the HTTP server on {self.url} failed", hint="start it again")
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ def local_url(host: str, port: int) -> str:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log.error("the HTTP server broke", exc_info=error)
+        _log.error("the HTTP server failed", exc_info=error)
 
 
 class _Server(uvicorn.Server):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_client.audit.measure import relative_errors
+from swarmnet_client.audit.verdict import relative_errors
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve

@@ -26,7 +26,7 @@ import psutil
 from tests.support.training_workers import copy_sources, write_job
 from tests.support.worker_processes import WorkerProcess, bootstrap, create_job, workers
 
-PATIENCE_S = 3600.0
+TIMEOUT_S = 3600.0
 NAMES = ("anna", "boris", "clara", "dora", "emil", "frida", "gustav", "hanna")
 
 
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict
     with workers(folder, job, *NAMES[: arguments.workers]) as running:
         crowd = Crowd(folder, job, running, arguments.every)
         last = arguments.rounds - 1
-        crowd.running["anna"].wait("round", timeout_s=PATIENCE_S)
+        crowd.running["anna"].wait("round", timeout_s=TIMEOUT_S)
         began = time.monotonic()
         before = {worker.process.pid: resident_bytes(worker) for worker in running.values()}
         with beside(crowd.disturb if disturbed else lambda _: None):

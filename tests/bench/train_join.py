@@ -20,7 +20,7 @@ from tests.support.wan import Uplink, wan
 from tests.support.worker_processes import WorkerProcess, bootstrap, create_job
 
 FAST = Uplink(delay_s=0.001, bytes_per_s=125e6, down_bytes_per_s=125e6)
-PATIENCE_S = 1800.0
+TIMEOUT_S = 1800.0
 
 
 def write_checkpoint_job(folder: Path, arguments: argparse.Namespace) -> str:
@@ -39,7 +39,7 @@ def write_checkpoint_job(folder: Path, arguments: argparse.Namespace) -> str:
 def first_contribution(worker: WorkerProcess, peer: str) -> dict[str, Any]:
     """The first committed round that the worker contributed to, as soon as it is over."""
     while True:
-        worker.wait_for_more(timeout_s=PATIENCE_S)
+        worker.wait_for_more(timeout_s=TIMEOUT_S)
         for event in worker.rounds().values():
             if peer in event["contributors"]:
                 return event
@@ -66,17 +66,17 @@ def join(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for name, host in zip(("anna", "boris"), hosts, strict=False):
             running[name] = WorkerProcess(folder, name, job, bootstrap(running), host.place)
             stack.callback(running[name].kill)
-            running[name].wait("ready", timeout_s=PATIENCE_S)
-        running["anna"].wait("round", timeout_s=PATIENCE_S, round=1)
+            running[name].wait("ready", timeout_s=TIMEOUT_S)
+        running["anna"].wait("round", timeout_s=TIMEOUT_S, round=1)
         round_began = time.monotonic()
-        before = running["anna"].wait("round", timeout_s=PATIENCE_S, round=2)
+        before = running["anna"].wait("round", timeout_s=TIMEOUT_S, round=2)
         before_s = time.monotonic() - round_began
         newcomer = WorkerProcess(folder, "clara", job, bootstrap(running), hosts[2].place)
         stack.callback(newcomer.kill)
-        ready = newcomer.wait("ready", timeout_s=PATIENCE_S)
+        ready = newcomer.wait("ready", timeout_s=TIMEOUT_S)
         began = time.monotonic()
-        healed = newcomer.wait("healed", timeout_s=PATIENCE_S)
-        newcomer.wait("round", timeout_s=PATIENCE_S)
+        healed = newcomer.wait("healed", timeout_s=TIMEOUT_S)
+        newcomer.wait("round", timeout_s=TIMEOUT_S)
         training_s = time.monotonic() - began
         contributed = first_contribution(newcomer, ready["peer_id"])
         contributed_s = time.monotonic() - began

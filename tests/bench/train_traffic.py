@@ -15,9 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from swarmnet_protocols.net.framing import SIZES
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.net.refusal import SIZES
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS

@@ -42,7 +42,7 @@ ANSWER_TOKENS = 24
 MAX_LENGTH = 96
 MAX_PROMPT_CHARS = 160
 """Leaves room for what is to be learned."""
-PATIENCE_S = 3600.0
+TIMEOUT_S = 3600.0
 
 
 def docstrings(count: int) -> list[dict[str, str]]:
@@ -82,7 +82,7 @@ def tune_through(lab: Swarm, data: Path, out: Path, settings: Settings) -> list[
     where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
     chosen = [str(word) for option in options.items() for word in option]
     with RunningCommand(("tune", "--model", lab.model, *chosen, *where), lab.directory / "tune.log") as run:
-        run.wait("done", timeout_s=PATIENCE_S)
+        run.wait("done", timeout_s=TIMEOUT_S)
         return list(run.events)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised, StreamEnded, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised, StreamEnded
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
-from swarmnet_protocols.net import ProtocolSpec
-from swarmnet_protocols.net.calls import Calls
+from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
-from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import receive_within
 from swarmnet_protocols.wire.roles import Role
 
 from .conftest import LOOPBACK
@@ -40,14 +40,16 @@ async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport
 
 async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> StreamEnded:
     """How a call of garbage fails."""
-    with pytest.raises(StreamEnded) as info:
-        await Calls(caller, Timing()).call(victim.transport.peer_id, protocol, GARBAGE)
+    stream = await caller.open(victim.transport.peer_id, protocol, deadline_s=DEADLINE_S)
+    with contextlib.closing(stream), pytest.raises(StreamEnded) as info:  # noqa: PT012
+        await stream.send(Message(GARBAGE))
+        await receive_within(stream, DEADLINE_S)
     return info.value
 
 
 def is_refused(error: StreamEnded) -> bool:
     """Whether it was before the call was parsed."""
-    return isinstance(error, StreamRefused)
+    return isinstance(error, Refused)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -76,7 +78,7 @@ def test_calls_of_strangers_are_refused_before_they_are_parsed(tmp_path: Path) -
     run(scenario)
 
 
-def test_a_member_does_not_ask_strangers_and_says_that_it_is_refused(tmp_path: Path) -> None:
+def test_a_member_asks_no_strangers_and_reports_that_it_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with join(tmp_path / "member", rules=PRIVATE) as member:
             bootstrap = tuple(member.transport.addresses())
@@ -95,7 +97,7 @@ def test_a_member_does_not_ask_strangers_and_says_that_it_is_refused(tmp_path: P
     run(scenario)
 
 
-def test_a_client_reads_and_does_not_write(tmp_path: Path) -> None:
+def test_a_client_reads_records_but_stores_none(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with join(tmp_path / "keeper", rules=PRIVATE) as keeper:
             await keeper.directory.publish("topic", b"x", lifetime_s=60.0)
@@ -116,7 +118,7 @@ def test_a_client_reads_and_does_not_write(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
+def test_a_revoked_peer_leaves_every_routing_table(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             first = await stack.enter_async_context(join(tmp_path / "0", rules=PRIVATE))

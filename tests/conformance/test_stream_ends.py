@@ -5,9 +5,11 @@ import contextlib
 
 import pytest
 
-from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded, StreamRefused
-from swarmnet_protocols.net import Message, ProtocolSpec, Refusal, Stream, Transport
+from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable, StreamEnded
+from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.wire import refusal_pb2
 from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 
 from .conftest import NOBODY, Lab
@@ -79,12 +81,14 @@ def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: Protoco
 
 
 @pytest.mark.parametrize("is_in_use", [False, True], ids=["at once", "while it is listened to"])
-def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
+def test_a_refused_opener_learns_the_reason(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         async def handler(stream: Stream) -> None:
             listening = asyncio.create_task(drain(stream) if is_in_use else asyncio.sleep(0))
             await asyncio.sleep(0.05)
-            stream.refuse(Refusal("it is \x1b[1mclosed", 2.5))  # although something was said already
+            stream.refuse(
+                Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "it is \x1b[1mclosed", 2.5)
+            )  # although something was said already
             await listening
 
         await b.serve(protocol, handler)
@@ -94,9 +98,7 @@ def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: 
             with contextlib.suppress(StreamEnded):
                 await stream.send(Message(b"hello", bytes(100_000)))
             for _ in range(2):
-                with pytest.raises(
-                    StreamRefused, match=f"{b.peer_id} refused the stream: it is .1mclosed"
-                ) as info:
+                with pytest.raises(Refused, match=f"{b.peer_id} refused the stream: it is .1mclosed") as info:
                     await stream.receive()
                 assert info.value.retry_after_s == 2.5
                 assert info.value.hint == "try again in 2 s"

@@ -14,7 +14,7 @@ from tests.support.tiny_swarm import load_tiny
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def lab(tmp_path: Path) -> Iterator[Swarm]:
 
 def warned(*nodes: NodeProcess) -> NodeProcess:
     """The first of them that has something to warn its owner of."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for node in nodes:
             if node.status.warning:

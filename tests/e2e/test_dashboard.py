@@ -1,4 +1,4 @@
-"""Dashboards of real nodes: one in a process of its own, one in a node's."""
+"""Dashboards of real nodes: one in a process of its own, one in the process of a node."""
 
 import signal
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.processes import RunProcess, Swarm
 pytestmark = pytest.mark.slow
 
 
-def test_a_swarm_is_watched_from_two_places(tmp_path: Path, cache_dir: Path) -> None:
+def test_two_dashboards_show_the_same_swarm(tmp_path: Path, cache_dir: Path) -> None:
     lab = Swarm(tmp_path / "lab", cache_dir)
     try:
         first = lab.launch("first", "--blocks", "0:15", "--dashboard", "0", "--name", "the first")

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: readable by everybody, moved by the keyboard, true to what the server says."""
+"""The dashboard in a real browser: accessible, usable by keyboard, and equal to what the server sends."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,12 +36,12 @@ def pages_of(site: Site) -> list[str]:
     peers, jobs = list(site.state["peers"]), list(site.state["jobs"])
     return [
         site.url,
-        f"{site.url}/peers/{(peers or ['nobody'])[0]}",
+        f"{site.url}/peers/{(peers or ['unknown'])[0]}",
         f"{site.url}/jobs/{(jobs or ['none'])[0]}",
     ]
 
 
-def flaws(page: Page, *rules: str) -> list[str]:
+def violations(page: Page, *rules: str) -> list[str]:
     options: dict[str, Any] = {"resultTypes": ["violations"]}
     if rules:
         options["runOnly"] = {"type": "rule", "values": list(rules)}
@@ -59,7 +59,7 @@ DRAWN_ANEW = """new Promise(done => {
 
 
 @pytest.mark.parametrize("kind", ["full", "broken", "empty"])
-def test_axe_finds_no_flaw_in_light_or_dark_and_nothing_scrolls_sideways(
+def test_axe_finds_no_violation_and_narrow_pages_do_not_scroll_sideways(
     browser: Browser, sites: Sites, kind: str
 ) -> None:
     with looking(browser, reduced_motion="reduce") as page:
@@ -67,10 +67,10 @@ def test_axe_finds_no_flaw_in_light_or_dark_and_nothing_scrolls_sideways(
             page.set_viewport_size({"width": 1280, "height": 800})
             page.emulate_media(color_scheme="light")
             show(page, url)
-            assert flaws(page) == [], url
+            assert violations(page) == [], url
             page.emulate_media(color_scheme="dark")
             expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-            assert flaws(page, "color-contrast") == [], url
+            assert violations(page, "color-contrast") == [], url
             page.set_viewport_size({"width": 360, "height": 740})
             page.evaluate(DRAWN_ANEW)
             assert page.evaluate("document.documentElement.scrollWidth") <= 360, url
@@ -96,13 +96,13 @@ def test_colours_follow_the_system_until_the_reader_chooses(page: Page, sites: S
     expect(body).to_have_css("background-color", light)
 
 
-def test_the_contrast_check_would_find_a_flaw(page: Page, sites: Sites) -> None:
+def test_the_contrast_check_finds_a_violation(page: Page, sites: Sites) -> None:
     show(page, sites["empty"].url)
     page.evaluate("document.documentElement.style.setProperty('--ink-2', '#b8b8b8')")
-    assert any("color-contrast" in flaw for flaw in flaws(page, "color-contrast"))
+    assert any("color-contrast" in flaw for flaw in violations(page, "color-contrast"))
 
 
-def test_everything_is_reached_and_moved_by_keyboard(page: Page, sites: Sites) -> None:
+def test_every_control_is_usable_by_keyboard(page: Page, sites: Sites) -> None:
     show(page, sites["full"].url)
 
     def focused() -> str:
@@ -126,7 +126,7 @@ def test_everything_is_reached_and_moved_by_keyboard(page: Page, sites: Sites) -
         "Pause the moving tokens",
         "24 h",
         "Copy the command",
-        "Which states",
+        "Filter by state",
         "Find peers",
         "Speed",
         "Table of peers",
@@ -147,7 +147,7 @@ def test_everything_is_reached_and_moved_by_keyboard(page: Page, sites: Sites) -
         if peer["blocks"] and peer["blocks"][0] <= 124 < peer["blocks"][1]
     )
     expect(page.locator("#peers tbody:nth-of-type(2) tr")).to_have_count(hosts)
-    page.get_by_role("button", name="Only hosts of block 124. Show all").press("Enter")
+    page.get_by_role("button", name="Only hosts of block 124. Show all peers").press("Enter")
 
     speed = page.get_by_role("columnheader", name="Speed")
     speed.get_by_role("button").press("Enter")
@@ -166,7 +166,7 @@ def test_everything_is_reached_and_moved_by_keyboard(page: Page, sites: Sites) -
     )
 
 
-def test_names_that_carry_scripts_stay_text(page: Page, sites: Sites) -> None:
+def test_names_with_scripts_stay_text(page: Page, sites: Sites) -> None:
     site = sites["full"]
     hostile = next(peer for peer, entry in site.state["peers"].items() if entry["name"] == SCRIPTS[0])
     for url in (site.url, f"{site.url}/peers/{hostile}", pages_of(site)[2]):
@@ -177,12 +177,14 @@ def test_names_that_carry_scripts_stay_text(page: Page, sites: Sites) -> None:
     expect(page.locator("h1:visible")).to_have_count(1)
 
 
-def test_what_changes_in_the_swarm_changes_on_the_page(page: Page, sites: Sites) -> None:
+def test_changes_of_the_swarm_appear_on_the_page(page: Page, sites: Sites) -> None:
     site = sites["broken"]
     show(page, site.url)
-    expect(page.get_by_role("heading", level=1)).to_have_text("Incomplete: no answers for now")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Incomplete: the model cannot answer")
     (model,) = [model for model in site.state["models"].values() if model["blocks"] == 126]
-    expect(page.locator(".health-text")).to_contain_text(f"Nobody hosts blocks {model['weakest']['block']}:")
+    expect(page.locator(".health-text")).to_contain_text(
+        f"No host serves blocks {model['weakest']['block']}:"
+    )
     expect(page.locator(".health-text")).to_contain_text(f"({model['replicas'].count(0)} of 126)")
     expect(page.locator("#next code")).to_contain_text("--blocks")
     site.move(3)
@@ -190,14 +192,14 @@ def test_what_changes_in_the_swarm_changes_on_the_page(page: Page, sites: Sites)
     site.move(3)
     expect(page.locator("#peers").get_by_text("newcomer")).to_be_attached()
     expect(page.locator(".events li", has_text="newcomer joined")).to_be_attached()
-    expect(page.locator("#announcer")).not_to_be_empty()  # this, or what happened a moment before
+    expect(page.locator("#announcer")).not_to_be_empty()  # this event, or one just before it
     site.swarm.kill(next(peer for peer, host in site.swarm.hosts.items() if host.name == "newcomer"))
     site.move(3)
     row = page.locator("#peers tr", has_text="newcomer")
     expect(row.locator(".state")).to_have_text("✕gone")
 
 
-def test_a_lost_connection_is_told_and_comes_back(page: Page, sites: Sites) -> None:
+def test_a_lost_connection_is_shown_and_restored(page: Page, sites: Sites) -> None:
     page.clock.install()
     page.add_init_script(
         "window.links = []; window.EventSource = class extends EventTarget {"
@@ -213,7 +215,7 @@ def test_a_lost_connection_is_told_and_comes_back(page: Page, sites: Sites) -> N
         if lose:
             page.evaluate(lose)
         else:
-            page.clock.fast_forward(16_000)  # nobody says anything, which is a cut cable
+            page.clock.fast_forward(16_000)  # no event arrives, as with a cut cable
         expect(page.locator("#banner")).to_contain_text("The dashboard has not answered since")
         expect(page.locator("#link-text")).to_have_text("Not connected")
         page.clock.fast_forward(2_000)
@@ -224,29 +226,31 @@ def test_a_lost_connection_is_told_and_comes_back(page: Page, sites: Sites) -> N
     expect(page.locator("#swarm-name")).to_have_text("renamed")
 
 
-def test_a_page_beyond_the_last_place_says_so_and_looks_now_and_then(browser: Browser, sites: Sites) -> None:
+def test_a_page_beyond_the_limit_of_viewers_polls(browser: Browser, sites: Sites) -> None:
     site = sites["broken"]
-    with browser.new_context() as context:  # not ``looking``: to a browser a refused stream is an error
+    with (
+        browser.new_context() as context
+    ):  # not ``looking``, which fails on console errors: a refused stream is one
         page = context.new_page()
         page.clock.install()
-        with site.crowded():
+        with site.full_of_viewers():
             show(page, site.url)
             expect(page.locator("#banner")).to_contain_text(
-                "As many watch this dashboard as it sends changes to"
+                "The dashboard has reached its limit of live viewers"
             )
-            expect(page.locator("#link-text")).to_have_text("Now and then")
-            assert flaws(page, "color-contrast") == []
+            expect(page.locator("#link-text")).to_have_text("Every 10 s")
+            assert violations(page, "color-contrast") == []
             site.swarm.add("latecomer")
             site.move(3)
             page.clock.fast_forward(13_000)
             expect(page.locator("#peers tr", has_text="latecomer")).to_be_attached()
-            expect(page.locator("#link-text")).to_have_text("Now and then")
+            expect(page.locator("#link-text")).to_have_text("Every 10 s")
         page.clock.fast_forward(13_000)
         expect(page.locator("#link-text")).to_have_text("Live")
         expect(page.locator("#banner")).to_be_hidden()
 
 
-def test_five_hundred_peers_are_a_table_of_the_rows_on_the_screen(page: Page, sites: Sites) -> None:
+def test_a_table_of_five_hundred_peers_holds_only_the_rows_on_the_screen(page: Page, sites: Sites) -> None:
     show(page, sites["large"].url)
     rows = page.locator("#peers tbody:nth-of-type(2) tr")
     assert rows.count() < 60
@@ -259,7 +263,7 @@ def test_five_hundred_peers_are_a_table_of_the_rows_on_the_screen(page: Page, si
     assert set(page.locator("#peers .peer-name").all_inner_texts()) == {"Küche"}
 
 
-def test_tokens_move_unless_the_reader_wants_less_motion(browser: Browser, sites: Sites) -> None:
+def test_tokens_move_unless_the_reader_prefers_reduced_motion(browser: Browser, sites: Sites) -> None:
     pixels = "document.querySelector('.chains canvas').toDataURL()"
     frames = "new Promise(done => { let n = 0; (function next() { n++ < 12 ? requestAnimationFrame(next) : done() })() })"
     with looking(browser, reduced_motion="reduce", viewport={"width": 700, "height": 900}) as page:
@@ -271,7 +275,7 @@ def test_tokens_move_unless_the_reader_wants_less_motion(browser: Browser, sites
         button = page.locator("#blocks .quiet-button")
         button.click()
         expect(button).to_have_text("‖ Pause")
-        # The browser says in its own time that the picture is on the screen, and nothing moves before.
+        # The dots move only once the browser has reported the chart on the screen.
         page.wait_for_function(f"before => {pixels} !== before", arg=before)
         button.click()
         expect(button).to_have_text("▶ Play")
@@ -293,7 +297,7 @@ MERGES = [
 ]
 
 
-def test_the_modules_decide_as_they_say(page: Page, sites: Sites) -> None:
+def test_pure_functions_of_the_modules(page: Page, sites: Sites) -> None:
     page.goto(sites["empty"].url)
 
     def call(module: str, function: str, *arguments: Any) -> Any:
@@ -301,8 +305,8 @@ def test_the_modules_decide_as_they_say(page: Page, sites: Sites) -> None:
         return page.evaluate(code, [module, function, list(arguments)])
 
     for target, patch, result in MERGES:
-        assert call("state", "merged", target, patch) == result
-    owned = """async () => (await import("/static/state.js")).merged({}, JSON.parse('{"__proto__": {"owned": 1}}')).owned ?? null"""
+        assert call("state", "applyPatch", target, patch) == result
+    owned = """async () => (await import("/static/state.js")).applyPatch({}, JSON.parse('{"__proto__": {"owned": 1}}')).owned ?? null"""
     assert page.evaluate(owned) is None
     assert call("state", "retryDelay", 1, 0) == 750
     assert call("state", "retryDelay", 60, 0.999) <= 25_000
@@ -319,23 +323,23 @@ def test_the_modules_decide_as_they_say(page: Page, sites: Sites) -> None:
         {"source": f"peer-{n}", "target": f"peer-{n + 7}", "tokens_per_s": 1, "sessions": 1}
         for n in range(400)
     ]
-    picture = call("views/chain_layout", "arranged", hosts, flows, 126)
+    picture = call("views/chain_layout", "layout", hosts, flows, 126)
     assert len(picture["bars"]) <= 28
     assert sum(len(bar["peers"]) for bar in picture["bars"]) == 500
     for one, other in itertools.combinations(picture["bars"], 2):
-        if one["lane"] == other["lane"]:
+        if one["row"] == other["row"]:
             assert one["end"] <= other["start"] + 0.02 or other["end"] <= one["start"] + 0.02
-    thinned = call(
+    downsampled = call(
         "views/history",
-        "thinned",
+        "downsampled",
         {"at_s": [1, 2, 3, 4], "failures": [1, None, 2, 3], "weakest": [3, 1, 2, None], "p": [None] * 4},
         2,
     )
-    assert thinned == {"at_s": [1.5, 3.5], "failures": [1, 5], "weakest": [1, 2], "p": [None, None]}
-    for replicas, said in (
-        ([0, 1, 1, 3], "Nobody hosts block 0 (1 of 4)"),
-        ([2, 1, 2, 3], "Block 1 has one host only"),
+    assert downsampled == {"at_s": [1.5, 3.5], "failures": [1, 5], "weakest": [1, 2], "p": [None, None]}
+    for replicas, text in (
+        ([0, 1, 1, 3], "No host serves block 0 (1 of 4)"),
+        ([2, 1, 2, 3], "Block 1 has only one host"),
         ([2, 1, 1, 3], "Blocks 1:3 have one host each"),
-        ([2, 3, 3, 3], "Fewest replicas: 2, on block 0"),
+        ([2, 3, 3, 3], "The fewest replicas: 2, of block 0"),
     ):
-        assert said in call("words", "health", {"blocks": 4, "replicas": replicas, "peers": 3})["text"]
+        assert text in call("words", "health", {"blocks": 4, "replicas": replicas, "peers": 3})["text"]

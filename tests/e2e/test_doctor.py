@@ -1,4 +1,4 @@
-"""The doctor on a real network: a peer to start from dials back; who has gone is found."""
+"""The doctor on a real network: a bootstrap peer dials back, and is reported when it is gone."""
 
 import json
 import os
@@ -46,20 +46,20 @@ def free_port() -> int:
 def examine(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
-    """Gives the exit code and the findings, by what they are about."""
+    """Runs the doctor; its exit code and the findings by check."""
     monkeypatch.setattr(gather, "PEERS_S", 60.0)
     where = ("--swarm", str(directory / "lab"), "--data-dir", str(directory / "mine"))
 
     def examined(*options: str) -> tuple[int, dict[str, dict[str, Any]]]:
         capsys.readouterr()
         code = cli.execute(["doctor", *where, *options, "--json"])
-        said = json.loads(capsys.readouterr().out)
-        return code, {each["check"]: each for each in said["findings"]}
+        output = json.loads(capsys.readouterr().out)
+        return code, {each["check"]: each for each in output["findings"]}
 
     return examined
 
 
-def test_a_peer_dials_back_tells_the_time_and_is_missed(
+def test_a_bootstrap_peer_dials_back_and_is_reported_when_gone(
     peer: RunningCommand, examine: Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 ) -> None:
     port = free_port()

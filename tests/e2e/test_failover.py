@@ -14,7 +14,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.commands import PATIENCE_S
+from tests.support.commands import TIMEOUT_S
 from tests.support.faults import (
     At,
     Strike,
@@ -92,7 +92,7 @@ def generate(model: Any, ids: list[int], streamer: Any = None) -> list[int]:
     return greedy(model, [ids], TOKENS, streamer)[0]
 
 
-def await_idle(lab: Swarm, *, within_s: float = PATIENCE_S) -> None:
+def await_idle(lab: Swarm, *, within_s: float = TIMEOUT_S) -> None:
     """Every node has freed all its sessions: their end takes a moment to arrive."""
     deadline = time.monotonic() + within_s
     busy = [node for node in lab.nodes.values() if node.process.poll() is None]
@@ -117,7 +117,7 @@ def test_a_node_killed_in_the_middle_of_an_answer(
         assert generate(model, SHORT, At((count, strike))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show(f"{fault.__name__} at token {count}", model, KILL_GOAL_S)
-    assert strike.hit[0].process.wait(PATIENCE_S) != 0  # half a node is none: one that loses its p2pd ends
+    assert strike.hit[0].process.wait(TIMEOUT_S) != 0  # half a node is none: one that loses its p2pd ends
 
 
 @pytest.mark.parametrize("fault", [stop, stop_python])
@@ -195,7 +195,7 @@ def test_a_node_that_finishes_hands_its_sessions_over(
         assert generate(model, SHORT, At((6, finish))) == expected(SHORT)
         assert model.last_run.failovers >= 1
         show("finish", model, KILL_GOAL_S)
-        assert finish.hit[0].process.wait(PATIENCE_S) == 0
+        assert finish.hit[0].process.wait(TIMEOUT_S) == 0
 
 
 def test_when_every_bootstrap_is_gone_the_known_peers_go_on(

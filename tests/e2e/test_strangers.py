@@ -27,19 +27,21 @@ from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.dialling import MAX_DIALLED
+from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.messages import parse
 from swarmnet_protocols.net.p2pd.transport import MAX_LINGERING, P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
-from swarmnet_protocols.net.refusal import REFUSED
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import PEER_LIMITS, Resource
+from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import greedy
 from tests.support.ports import Ports
 from tests.support.processes import NodeProcess, Swarm
+from tests.support.refusals import final_refusal
 from tests.support.strangers import (
     DEADLINE_S,
     GROWTH_BYTES,
@@ -131,13 +133,10 @@ def attack(victim: Victim, scenario: Scenario, directory: Path) -> int:
     return growth
 
 
-async def refusal(stream: Stream) -> pb.Refused:
+async def refusal(stream: Stream) -> Refused:
     """What the node refuses the session with."""
     async with asyncio.timeout(DEADLINE_S):
-        while True:
-            reply = parse(pb.SessionReply, (await stream.receive()).header)
-            if reply.HasField("refused"):
-                return reply.refused
+        return await final_refusal(stream)
 
 
 def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
@@ -262,9 +261,11 @@ def test_a_peer_may_not_take_all_sessions(victim: Victim, tmp_path: Path) -> Non
             for _ in range(70):
                 stream = await stack.enter_async_context(opened(transport, victim.peer, SESSION))
                 await stream.send(victim.open(rng.randbytes(16)))
-                reply = parse(pb.SessionReply, (await stream.receive()).header)
-                refused += [reply.refused.reason] if reply.HasField("refused") else []
-            assert refused == [pb.REASON_OUT_OF_MEMORY] * 6
+                try:
+                    await stream.receive()
+                except Refused as error:
+                    refused.append(error.reason)
+            assert refused == [refusal_pb2.REASON_OUT_OF_MEMORY] * 6
             await asyncio.to_thread(victim.check)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
@@ -273,10 +274,10 @@ def test_a_peer_may_not_take_all_sessions(victim: Victim, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
-        ({"span": pb.Span(start=0, end=BLOCKS + 1)}, pb.REASON_WRONG_SPAN),
-        ({"span": pb.Span(start=3, end=3)}, pb.REASON_WRONG_SPAN),
-        ({"swarm": bytes(32)}, pb.REASON_WRONG_SWARM),
+        ({"manifest": bytes(32)}, refusal_pb2.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=0, end=BLOCKS + 1)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=3, end=3)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"swarm": bytes(32)}, refusal_pb2.REASON_WRONG_SWARM),
     ],
     ids=["another model", "blocks it does not host", "no blocks", "another swarm"],
 )
@@ -308,9 +309,11 @@ def test_a_peer_may_not_take_all_passes(victim: Victim, tmp_path: Path) -> None:
             for _ in range(20):
                 stream = await stack.enter_async_context(opened(transport, victim.peer, PASS))
                 await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
-                reply = parse(pb.PassReply, (await stream.receive()).header)
-                refused += [reply.refused.reason] if reply.HasField("refused") else []
-            assert refused == [pb.REASON_OUT_OF_MEMORY] * 16
+                try:
+                    await stream.receive()
+                except Refused as error:
+                    refused.append(error.reason)
+            assert refused == [refusal_pb2.REASON_OUT_OF_MEMORY] * 16
             await asyncio.to_thread(victim.check)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES

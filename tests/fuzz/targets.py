@@ -28,13 +28,13 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net import messages as talking
-from swarmnet_protocols.net import refusal as refusing
 from swarmnet_protocols.net.flow_control import LimitedReader
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.rate_limit import RateLimiter
+from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
+from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
@@ -44,6 +44,7 @@ from swarmnet_protocols.wire import (
     membership_pb2,
     probe_pb2,
     records_pb2,
+    refusal_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -141,7 +142,7 @@ def read_frames(data: bytes) -> None:
 
 def frame_seeds() -> list[bytes]:
     head, payload = encode(Message(b"header", bytes(64)), SPEC)
-    return [head + bytes(payload), refusing.encode_refusal(refusing.Refusal("no", 1.0)), refusing.ENDED]
+    return [head + bytes(payload), encode_refusal(Refusal(refusal_pb2.REASON_INTERNAL, "no", 1.0)), ENDED]
 
 
 MESSAGES: tuple[type[Protobuf], ...] = tuple(
@@ -152,7 +153,7 @@ MESSAGES: tuple[type[Protobuf], ...] = tuple(
 def read_message(data: bytes) -> None:
     """The first byte says which message is expected."""
     if data:
-        talking.parse(MESSAGES[data[0] % len(MESSAGES)], data[1:])
+        parse(MESSAGES[data[0] % len(MESSAGES)], data[1:])
 
 
 def message_seeds() -> list[bytes]:
@@ -168,13 +169,13 @@ def message_seeds() -> list[bytes]:
 
 def read_tensor(data: bytes) -> None:
     head, payload = halves(data)
-    header = talking.parse(session_pb2.Tensor, head)
+    header = parse(session_pb2.Tensor, head)
     steps.decode_tensor(header, payload, positions=2, hidden_size=HIDDEN)
 
 
 def read_step(data: bytes) -> None:
     head, payload = halves(data)
-    steps.decode_step(talking.parse(session_pb2.Step, head), payload, hidden_size=HIDDEN)
+    steps.decode_step(parse(session_pb2.Step, head), payload, hidden_size=HIDDEN)
 
 
 def step_seeds() -> list[bytes]:
@@ -199,8 +200,9 @@ def adapter_seeds() -> list[bytes]:
 
 
 def read_refusal(data: bytes) -> None:
-    refusal = refusing.decode_refusal(data)
-    assert refusing.printable(refusal.reason).isprintable() or not refusal.reason
+    refused = decode_refusal(data, "peer")
+    assert str(refused).isprintable()
+    assert 0 <= refused.retry_after_s <= MAX_RETRY_S
 
 
 # ---- directory and membership ----------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def read_certificate(data: bytes) -> None:
 
 
 def read_redemption(data: bytes) -> None:
-    request = talking.parse(membership_pb2.Redeem, data)
+    request = parse(membership_pb2.Redeem, data)
     invites.open_redemption(request, _PEER, rules=RULES, now=NOW)
 
 
@@ -285,19 +287,19 @@ def swarm_file_seeds() -> list[bytes]:
 
 
 def read_report(data: bytes) -> None:
-    node_reports.check(talking.parse(report_pb2.NodeReport, data))
+    node_reports.check(parse(report_pb2.NodeReport, data))
 
 
 # ---- training --------------------------------------------------------------------------------------------
 
 
 def read_control(data: bytes) -> None:
-    messages.decode_control(talking.parse(training_pb2.ExchangeRequest, data), SHAPE)
+    messages.decode_control(parse(training_pb2.ExchangeRequest, data), SHAPE)
 
 
 def read_roster(data: bytes) -> None:
     me = rosters.Candidate(_PEER, ())
-    wire = talking.parse(workers_pb2.Roster, data)
+    wire = parse(workers_pb2.Roster, data)
     rosters.roster_from_wire(wire, round=wire.round, me=me)
 
 
@@ -308,7 +310,7 @@ def roster_seeds() -> list[bytes]:
 
 
 def read_measured(data: bytes) -> None:
-    rosters.measured_from_wire([talking.parse(workers_pb2.Measured, data)])
+    rosters.measured_from_wire([parse(workers_pb2.Measured, data)])
 
 
 def read_summary(data: bytes) -> None:
@@ -408,9 +410,9 @@ def contact_seeds() -> list[bytes]:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(read_frames, frame_seeds, ("net.framing.FrameReader",)),
-    "messages": Target(read_message, message_seeds, ("net.messages.parse",)),
+    "messages": Target(read_message, message_seeds, ("net.typed_stream.parse",)),
     "refusal": Target(
-        read_refusal, examples(handshake_pb2.Refusal), ("net.refusal.decode_refusal",), max_bytes=4096
+        read_refusal, examples(refusal_pb2.Refusal), ("net.framing.decode_refusal",), max_bytes=4096
     ),
     "multiaddr": Target(
         read_multiaddr,

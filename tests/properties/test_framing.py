@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
-from swarmnet_protocols.net import Message, ProtocolSpec, Refusal
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.flow_control import (
     CREDIT,
     LIMIT,
@@ -20,20 +20,24 @@ from swarmnet_protocols.net.flow_control import (
     ReceiveWindow,
     SendWindow,
 )
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import (
+    ENDED,
+    MAX_REFUSAL_BYTES,
+    REFUSED,
+    FrameReader,
+    encode,
+    encode_refusal,
+)
 from swarmnet_protocols.net.protocol_ids import ALL
 from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import (
-    ENDED,
-    MAX_REASON_CHARS,
-    MAX_REFUSAL_BYTES,
+    MAX_DETAIL_CHARS,
     MAX_RETRY_S,
-    NO_REASON,
-    REFUSED,
-    encode_refusal,
+    Refusal,
+    Refused,
     printable,
 )
-from swarmnet_protocols.wire import handshake_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2 as pb
 from tests.defences import nothing
 from tests.support.stream_scopes import new_scope
 
@@ -111,7 +115,7 @@ def test_every_truncation_is_detected(message: Message, short: int) -> None:
 
 
 @given(sizes, sizes, st.binary(max_size=300))
-def test_any_two_sizes_with_any_bytes_after_them(first: int, second: int, rest: bytes) -> None:
+def test_frames_with_any_announced_sizes_are_read_or_refused(first: int, second: int, rest: bytes) -> None:
     """Sizes over a limit are violations at once; within it, the bytes are a message, a refusal or the end."""
     received, end = read_all([struct.pack(">II", first, second) + rest], SMALL)
     if first == REFUSED:
@@ -121,7 +125,7 @@ def test_any_two_sizes_with_any_bytes_after_them(first: int, second: int, rest: 
         elif second > len(rest) or second == 0:  # cut short, or no refusal at all: a plain end
             assert type(end) is StreamEnded
         else:  # whether these bytes say why is for protobuf to tell
-            assert isinstance(end, StreamRefused | ProtocolViolation)
+            assert isinstance(end, Refused | ProtocolViolation)
     elif first > SMALL.max_header_bytes or second > SMALL.max_payload_bytes:
         assert received == []
         assert isinstance(end, ProtocolViolation)
@@ -188,29 +192,29 @@ def test_oversized_messages_are_not_encoded(message: Message) -> None:
 def test_a_refusal_arrives_in_any_pieces_and_ends_the_stream(
     reason: str, retry_s: float, places: list[int], rest: bytes
 ) -> None:
-    frame = encode_refusal(Refusal(reason, retry_s)) + rest
+    frame = encode_refusal(Refusal(pb.REASON_INTERNAL, reason, retry_s)) + rest
     received, error = read_all(cut(encoded(Message(b"before")) + frame, places), SMALL)
     assert received == [Message(b"before")]
-    assert isinstance(error, StreamRefused)
-    assert str(error).endswith(f" refused the stream: {printable(reason or NO_REASON)}")
+    assert isinstance(error, Refused)
+    assert str(error).endswith(f" refused the stream: {printable(reason) or 'REASON_INTERNAL'}")
     assert error.retry_after_s == pytest.approx(min(retry_s, MAX_RETRY_S), abs=0.001)
 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_refusals_have_a_largest_size(over: int) -> None:
-    encoded_refusal = pb.Refusal(reason="a" * 2000)
-    encoded_refusal.reason += "a" * (MAX_REFUSAL_BYTES + over - encoded_refusal.ByteSize())
+    encoded_refusal = pb.Refusal(detail="a" * 2000)
+    encoded_refusal.detail += "a" * (MAX_REFUSAL_BYTES + over - encoded_refusal.ByteSize())
     assert encoded_refusal.ByteSize() == MAX_REFUSAL_BYTES + over
     frame = struct.pack(">II", REFUSED, encoded_refusal.ByteSize()) + encoded_refusal.SerializeToString()
     _, error = read_all([frame], SMALL)
-    assert isinstance(error, ProtocolViolation if over else StreamRefused)
+    assert isinstance(error, ProtocolViolation if over else Refused)
 
 
 def test_long_reasons_are_cut() -> None:
     longest = "\U0001f41d" * 1000  # four bytes each
-    _, error = read_all([encode_refusal(Refusal(longest, 1e9))], SMALL)
-    assert isinstance(error, StreamRefused)
-    assert str(error).endswith(f" refused the stream: {longest[:MAX_REASON_CHARS]}")
+    _, error = read_all([encode_refusal(Refusal(pb.REASON_INTERNAL, longest, 1e9))], SMALL)
+    assert isinstance(error, Refused)
+    assert str(error).endswith(f" refused the stream: {longest[:MAX_DETAIL_CHARS]}")
 
 
 @given(st.lists(st.integers(0, 2000), max_size=5), st.binary(max_size=50))
@@ -218,7 +222,7 @@ def test_nothing_is_read_after_the_end_frame(places: list[int], rest: bytes) -> 
     received, error = read_all(cut(encoded(Message(b"before")) + ENDED + rest, places), SMALL)
     assert received == [Message(b"before")]
     assert isinstance(error, StreamEnded)
-    assert not isinstance(error, StreamRefused)
+    assert not isinstance(error, Refused)
     assert str(error) == "the stream ended"
 
 
@@ -231,7 +235,9 @@ def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> No
 
 @pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
 @given(garbage=st.binary(max_size=4096), window=st.sampled_from(WINDOWS))
-def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes, window: str) -> None:
+def test_garbage_takes_no_more_memory_than_its_size(
+    protocol: ProtocolSpec, garbage: bytes, window: str
+) -> None:
     def peak_bytes() -> int:
         tracemalloc.start()
         try:

@@ -1,4 +1,4 @@
-"""No damage to a swarm file is ever read as a valid file that says something else."""
+"""A damaged swarm file is refused, or has the same content: never a valid file with other content."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ MADE = {is_open: _made(is_open=is_open) for is_open in (False, True)}
 
 
 @given(data=st.data(), is_open=st.booleans())
-def test_changed_bytes_are_refused_or_mean_the_same(data: st.DataObject, is_open: bool) -> None:
+def test_changed_bytes_are_refused_or_change_nothing(data: st.DataObject, is_open: bool) -> None:
     file, encoded = MADE[is_open]
     damaged = bytearray(encoded)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -42,7 +42,7 @@ def test_changed_bytes_are_refused_or_mean_the_same(data: st.DataObject, is_open
 
 
 @given(cut=st.integers(0, 2000), is_open=st.booleans())
-def test_a_truncated_file_is_refused_or_means_the_same(cut: int, is_open: bool) -> None:
+def test_a_truncated_file_is_refused_or_has_the_same_content(cut: int, is_open: bool) -> None:
     file, encoded = MADE[is_open]
     try:
         assert swarm_file.parse(encoded[:cut]) == file
@@ -51,6 +51,6 @@ def test_a_truncated_file_is_refused_or_means_the_same(cut: int, is_open: bool) 
 
 
 @given(data=st.binary(max_size=2000) | st.text(max_size=2000).map(str.encode))
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_random_data_is_refused(data: bytes) -> None:
     with pytest.raises((ConfigError, IntegrityError)):
         swarm_file.parse(data)

@@ -18,8 +18,10 @@ from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.peft_oracle import random_tensors
+from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -108,33 +110,33 @@ def part_of(blocks: tuple[int, ...] = (0, 3), **options: Any) -> bytes:
     return save(random_tensors(blocks, **options))
 
 
-def assert_refused(reply: Any, reason: int, why: str = "") -> None:
-    assert reply.WhichOneof("kind") == "refused", reply
-    assert reply.refused.reason == reason
-    assert why in reply.refused.detail
+async def assert_refused(reading: Awaitable[object], reason: int, why: str = "") -> None:
+    refused = await refusal(reading)
+    assert refused.reason == reason
+    assert why in refused.detail
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"swarm": bytes(31)}, pb.REASON_WRONG_SWARM),
-        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
-        ({"span": pb.Span(start=3, end=5)}, pb.REASON_WRONG_SPAN),
-        ({"span": pb.Span(start=2, end=2)}, pb.REASON_WRONG_SPAN),
-        ({"span": pb.Span(start=0, end=2)}, pb.REASON_PROTOCOL),
-        ({"adapter": b"short"}, pb.REASON_PROTOCOL),
-        ({"adapter": b""}, pb.REASON_PROTOCOL),
-        ({"adapter": bytes(32)}, pb.REASON_PROTOCOL),
-        ({"size_bytes": 0}, pb.REASON_PROTOCOL),
-        ({"size_bytes": 100}, pb.REASON_PROTOCOL),
-        ({"size_bytes": 1 << 40}, pb.REASON_OUT_OF_MEMORY),
+        ({"swarm": bytes(31)}, refusal_pb2.REASON_WRONG_SWARM),
+        ({"manifest": bytes(32)}, refusal_pb2.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=3, end=5)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=2, end=2)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=0, end=2)}, refusal_pb2.REASON_PROTOCOL),
+        ({"adapter": b"short"}, refusal_pb2.REASON_PROTOCOL),
+        ({"adapter": b""}, refusal_pb2.REASON_PROTOCOL),
+        ({"adapter": bytes(32)}, refusal_pb2.REASON_PROTOCOL),
+        ({"size_bytes": 0}, refusal_pb2.REASON_PROTOCOL),
+        ({"size_bytes": 100}, refusal_pb2.REASON_PROTOCOL),
+        ({"size_bytes": 1 << 40}, refusal_pb2.REASON_OUT_OF_MEMORY),
     ],
 )
-def test_an_offer_that_makes_no_sense_is_refused(
+def test_an_invalid_adapter_upload_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
-        assert_refused(await stranger.bring(part_of(), **changes), reason)
+        await assert_refused(stranger.bring(part_of(), **changes), reason)
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
@@ -157,36 +159,38 @@ def test_an_offer_that_makes_no_sense_is_refused(
         (b"\x07" + bytes(7) + b"[1,2,3]", "not a safetensors file"),
     ],
 )
-def test_a_part_that_does_not_fit_is_refused_clearly(reference: Reference, data: bytes, why: str) -> None:
+def test_a_part_that_does_not_fit_is_refused_with_a_reason(
+    reference: Reference, data: bytes, why: str
+) -> None:
     async def talk(stranger: Stranger) -> None:
-        assert_refused(await stranger.bring(data), pb.REASON_PROTOCOL, why)
+        await assert_refused(stranger.bring(data), refusal_pb2.REASON_PROTOCOL, why)
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
 
 
-def test_what_is_too_large_is_refused_before_a_byte_of_it_comes(reference: Reference) -> None:
+def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference: Reference) -> None:
     data = part_of(rank=64)
 
     async def talk(stranger: Stranger) -> None:
         stream = await stranger.offer(data)
-        assert_refused(await next_reply(stream), pb.REASON_OUT_OF_MEMORY)
+        await assert_refused(next_reply(stream), refusal_pb2.REASON_OUT_OF_MEMORY)
         assert (await stranger.bring(part_of(rank=1))).HasField("stored")
 
     with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)
 
 
-def test_half_a_hash_is_refused_before_anything_comes(reference: Reference) -> None:
+def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
-        assert_refused(
-            await next_reply(await stranger.offer(part_of(), adapter=bytes(31))), pb.REASON_PROTOCOL
+        await assert_refused(
+            next_reply(await stranger.offer(part_of(), adapter=bytes(31))), refusal_pb2.REASON_PROTOCOL
         )
 
     with_stranger(reference, talk)
 
 
 @pytest.mark.parametrize("sizes", [(100,), (CHUNK - 1,), (CHUNK, 10), (0,)], ids=str)
-def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[int, ...]) -> None:
+def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, sizes: tuple[int, ...]) -> None:
     """Otherwise an upload of single bytes would hold its room for days."""
 
     async def talk(stranger: Stranger) -> None:
@@ -194,13 +198,13 @@ def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[i
         assert (await next_reply(stream)).HasField("wanted")
         for size in sizes:
             await send_chunk(stream, bytes(size))
-        assert_refused(await next_reply(stream), pb.REASON_PROTOCOL, "was due")
+        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "was due")
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
 
 
-def test_an_upload_that_stands_still_frees_its_room(reference: Reference) -> None:
+def test_a_stalled_upload_is_ended_and_its_memory_released(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await stranger.offer(bytes(CHUNK))
         gone = await stranger.offer(bytes([1]) * CHUNK)
@@ -215,7 +219,7 @@ def test_an_upload_that_stands_still_frees_its_room(reference: Reference) -> Non
     with_stranger(reference, talk)
 
 
-def test_what_is_here_is_not_sent_again(reference: Reference) -> None:
+def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) -> None:
     data = part_of()
 
     async def talk(stranger: Stranger) -> None:
@@ -232,12 +236,12 @@ def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
     digest = hashlib.sha256(data).digest()
 
     async def talk(stranger: Stranger) -> None:
-        assert_refused(await stranger.open_session(digest), pb.REASON_UNKNOWN_ADAPTER)
+        await assert_refused(stranger.open_session(digest), refusal_pb2.REASON_UNKNOWN_ADAPTER)
         async with stranger.lab.network.transport(stranger.lab.peer_id("owner")) as transport:
             owner = Stranger(stranger.lab, transport)
             assert (await owner.bring(data)).HasField("stored")
             assert (await owner.open_session(digest)).HasField("opened")
-        assert_refused(await stranger.open_session(digest), pb.REASON_UNKNOWN_ADAPTER)
+        await assert_refused(stranger.open_session(digest), refusal_pb2.REASON_UNKNOWN_ADAPTER)
         assert (await next_reply(await stranger.offer(data))).HasField("wanted")
 
     with_stranger(reference, talk)
@@ -248,23 +252,23 @@ def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Refer
 
     async def talk(stranger: Stranger) -> None:
         await stranger.bring(data)
-        reply = await stranger.open_session(hashlib.sha256(data).digest(), end=3)
-        assert_refused(reply, pb.REASON_PROTOCOL, "more than the blocks 0:3")
+        opening = stranger.open_session(hashlib.sha256(data).digest(), end=3)
+        await assert_refused(opening, refusal_pb2.REASON_PROTOCOL, "more than the blocks 0:3")
 
     with_stranger(reference, talk)
 
 
-def test_a_host_that_leaves_takes_no_adapters(reference: Reference) -> None:
+def test_a_host_that_leaves_accepts_no_adapters(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         host = stranger.lab.nodes["a"]._host
         assert host is not None
         await host.leave()
-        assert_refused(await stranger.bring(part_of()), pb.REASON_LEAVING)
+        await assert_refused(stranger.bring(part_of()), refusal_pb2.REASON_LEAVING)
 
     with_stranger(reference, talk)
 
 
-def test_a_hundred_adapters_cost_nobody_else_anything(reference: Reference) -> None:
+def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Reference) -> None:
     """Memory stays within the quota of their owner; who generates meanwhile gets the same tokens, with its adapter."""
     limit = 8 * len(part_of(rank=8))
     ours = Adapter(random_tensors(range(6), seed=99))

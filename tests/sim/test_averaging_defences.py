@@ -23,6 +23,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.terms import Terms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
+from tests.support.refusals import final_refusal
 from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
 
 SIZE = 30_000
@@ -194,11 +195,7 @@ def test_a_message_out_of_bounds_ends_only_its_stream(request_: pb.ExchangeReque
         stream = await lab.transports[bad].open(target, EXCHANGE, deadline_s=2.0)
         await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
         await stream.send(Message(request_.SerializeToString(), bytes(8)))
-        while True:
-            reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-            if reply.HasField("refused"):
-                stream.close()
-                return reply.refused.detail
+        return (await final_refusal(stream)).detail
 
     async def scenario(lab: TrainingLab) -> tuple[dict[PeerId, Outcome], str]:
         # The liar's own exchange never begins the round.
@@ -231,10 +228,7 @@ def test_a_peer_outside_the_roster_is_refused() -> None:
             stream = await stranger.open(lab.peers[0], EXCHANGE, deadline_s=2.0)
             hello = pb.Hello(exchange_number=0, agreement=terms.digest())
             await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
-            while True:
-                reply = pb.ExchangeReply.FromString((await stream.receive()).header)
-                if reply.HasField("refused"):
-                    return reply.refused.detail
+            return (await final_refusal(stream)).detail
 
     assert "not in the roster" in simulate(scenario, lab)
 

@@ -14,8 +14,9 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.steps import Row, encode_tensor
-from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
@@ -38,20 +39,20 @@ def wrong_bytes(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply
     return reply, payload[:-4]
 
 
-def lie_too_long(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG)), b""
+def lie_too_long(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_TOO_LONG, "")
 
 
-def blame(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL)), b""
+def blame(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_PROTOCOL, "")
 
 
-def lie_not_finite(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    return pb.SessionReply(refused=pb.Refused(reason=pb.REASON_NOT_FINITE)), b""
+def lie_not_finite(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
+    return Refusal(refusal_pb2.REASON_NOT_FINITE, "")
 
 
-Forge = Callable[[MemoryStream, Message], Message | None]
-"""What a liar sends in place of a message; None where it says the truth."""
+Forge = Callable[[MemoryStream, Message], Message | Refusal | None]
+"""What a liar sends in place of a message, or refuses the stream with; None where it says the truth."""
 
 
 def assert_liar_is_replaced(
@@ -70,7 +71,10 @@ def assert_liar_is_replaced(
         forged = forge(self, message) if liar in ("", sender) else None
         if forged is not None:
             liar = sender
-        await honest(self, forged or message)
+        if isinstance(forged, Refusal):
+            self.refuse(forged)
+        else:
+            await honest(self, forged or message)
 
     monkeypatch.setattr(MemoryStream, "send", send)
 
@@ -95,16 +99,19 @@ LIES = [nan_output, wrong_size, wrong_bytes, lie_too_long, blame, lie_not_finite
 def test_a_last_hop_that_lies_is_replaced(
     reference: Reference,
     layout: Mapping[str, tuple[int, int]],
-    lie: Callable[..., tuple[pb.SessionReply, bytes]],
+    lie: Callable[..., tuple[pb.SessionReply, bytes] | Refusal],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def forge(stream: MemoryStream, message: Message) -> Message | None:
+    def forge(stream: MemoryStream, message: Message) -> Message | Refusal | None:
         if stream.protocol.id != SESSION.id or stream.peer != peer("client").peer_id:
             return None
         reply = pb.SessionReply.FromString(message.header)
         if not reply.HasField("output") or reply.output.step < 3:
             return None
-        changed, payload = lie(reply, bytes(message.payload))
+        lied = lie(reply, bytes(message.payload))
+        if isinstance(lied, Refusal):
+            return lied
+        changed, payload = lied
         return Message(changed.SerializeToString(), payload)
 
     assert_liar_is_replaced(reference, layout, forge, monkeypatch)
@@ -124,7 +131,7 @@ NONSENSE = [skip_steps, nan_inputs]
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 @pytest.mark.parametrize("layout", [LAYOUT, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}], ids=["two", "one"])
-def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
+def test_a_hop_that_sends_invalid_steps_to_the_next_is_replaced(
     reference: Reference,
     layout: Mapping[str, tuple[int, int]],
     nonsense: Callable[[pb.LinkRequest, bytes], bytes],
@@ -145,7 +152,7 @@ def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
     assert_liar_is_replaced(reference, {**layout, "b2": (2, 4)}, forge, monkeypatch)
 
 
-def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:
+def test_an_overloaded_host_is_left_for_another_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         async with lab.client() as swarm:
@@ -168,7 +175,7 @@ def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> N
     assert simulate(reference, scenario) == reference.greedy(PROMPT * 15, 12)
 
 
-def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
+def test_overloaded_hosts_everywhere_are_an_error_of_its_own(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         await asyncio.sleep(1.0)
@@ -181,7 +188,7 @@ def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
     assert simulate(reference, scenario) <= 20.0
 
 
-def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference) -> None:
+def test_a_sequence_longer_than_the_session_is_refused_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm, lab.chain(swarm, max_length=8) as chain:
@@ -206,7 +213,7 @@ def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference)
     ],
     ids=str,
 )
-def test_a_record_that_makes_no_sense_is_not_read(reference: Reference, change: dict[str, Any]) -> None:
+def test_an_invalid_record_is_ignored(reference: Reference, change: dict[str, Any]) -> None:
     async def scenario(lab: Lab) -> int:
         directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
         options: dict[str, Any] = {

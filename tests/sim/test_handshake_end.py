@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from swarmnet_protocols.errors import NotAuthorised, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, MATCHMAKING, REVOCATIONS, SESSION
-from swarmnet_protocols.wire import handshake_pb2 as pb
+from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.handshake_lab import (
     DEADLINE_S,
@@ -44,9 +45,7 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
         assert await seconds_until_the_end(ours) == 0
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with pytest.raises(
-            StreamRefused, match=f"{server.peer_id} refused the stream: this peer was revoked"
-        ):
+        with pytest.raises(Refused, match=f"{server.peer_id} refused the stream: this peer was revoked"):
             await theirs.receive()
         assert loop.time() - started <= 1.01 * DELAY_S
         await asyncio.sleep(1.0)
@@ -69,9 +68,7 @@ def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
         await converse(client, server)
         ended = asyncio.create_task(client.transport.died())
         (stream,) = server.handshakes._streams
-        await stream.send(
-            Message(pb.HandshakeMessage(refusal=pb.Refusal(reason="revoked!")).SerializeToString())
-        )
+        stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "revoked!"))
         await asyncio.sleep(1.0)
         assert not ended.done()
         await converse(client, server)
@@ -112,7 +109,7 @@ def test_a_revocation_spreads_to_all_who_are_connected() -> None:
     run(scenario)
 
 
-def test_a_stream_that_overtakes_the_word_at_the_door_waits_for_it() -> None:
+def test_a_stream_that_overtakes_its_handshake_waits_for_it() -> None:
     """Two streams of one peer may cross."""
 
     async def scenario(world: World) -> None:
@@ -183,7 +180,7 @@ class Signers:
         return replace(swarm.rules, keys=keys)
 
 
-def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
+def test_revocations_of_a_removed_signer_do_not_count() -> None:
     async def scenario(world: World) -> None:
         signers, rules = Signers.make(), world.swarm.rules
         server, client = await world.member("bob"), await world.member("alice")
@@ -199,7 +196,7 @@ def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
     run(scenario)
 
 
-def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
+def test_the_list_of_a_removed_signer_hides_no_other() -> None:
     async def scenario(world: World) -> None:
         signers = Signers.make()
         server, behind = await world.member("bob"), await world.member("behind")
@@ -214,7 +211,7 @@ def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
     run(scenario)
 
 
-def test_who_was_away_learns_of_revocations_from_the_first_it_meets() -> None:
+def test_a_returning_member_gets_revocations_from_the_first_peer_it_connects_to() -> None:
     async def scenario(world: World) -> None:
         server, late = await world.member("bob"), await world.member("late")
         mallory = await world.member("mallory")
@@ -241,7 +238,7 @@ def test_streams_end_with_the_certificate() -> None:
     run(scenario)
 
 
-def test_who_is_less_when_its_certificate_ended_begins_anew_as_that() -> None:
+def test_a_peer_whose_certificate_ended_keeps_the_roles_that_need_none() -> None:
     """In an open swarm everybody is a client; only certificates make trainers."""
 
     async def scenario(world: World) -> None:
@@ -299,7 +296,7 @@ def test_a_clock_that_is_far_off_is_named() -> None:
     run(scenario)
 
 
-def test_a_peer_that_restarted_is_met_again() -> None:
+def test_a_restarted_peer_is_admitted_again() -> None:
     async def scenario(world: World) -> None:
         client = await world.member("alice")
         for _ in range(2):
@@ -311,7 +308,7 @@ def test_a_peer_that_restarted_is_met_again() -> None:
     run(scenario)
 
 
-def test_nothing_is_kept_of_somebody_who_left() -> None:
+def test_nothing_is_kept_of_a_peer_that_left() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         await server.transport.serve(SESSION, answer)

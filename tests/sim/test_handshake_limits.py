@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import handshake as handshake_module
 from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import RETRY_S, Resource
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.support.handshake_lab import (
@@ -22,11 +23,12 @@ from tests.support.handshake_lab import (
     seconds_until_the_end,
 )
 from tests.support.private_swarm import Someone
+from tests.support.refusals import final_refusal
 
 # ---- limits ---------------------------------------------------------------------------------------------------
 
 
-def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
+def test_a_silent_handshake_stream_times_out() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         strangers = [await world.stranger(f"stranger {number}") for number in range(100)]
@@ -56,7 +58,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
     run(scenario)
 
 
-def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
+def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
     """They say nothing, or do not go when they are refused: each such stream is there for seconds, and there is always another."""
 
     async def scenario(world: World) -> None:
@@ -75,15 +77,15 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
     run(scenario)
 
 
-def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
+def test_an_overloaded_server_refuses_a_handshake_with_a_retry_time() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
-        with pytest.raises(StreamRefused, match="is overloaded") as info:
+        with pytest.raises(Refused, match="is overloaded") as info:
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
-        with pytest.raises(StreamRefused, match="is overloaded"):
+        with pytest.raises(Refused, match="is overloaded"):
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=9)
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=1)
@@ -158,7 +160,7 @@ async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someon
     return server, clients
 
 
-def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
+def test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream that was opened before the end of the handshake stream arrived."""
@@ -174,7 +176,7 @@ def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
     run(scenario)
 
 
-def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admitted_peers_without_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_module, "MAX_WITHOUT_STREAM", 1)
 
     async def scenario(world: World) -> None:
@@ -204,7 +206,7 @@ def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.Mo
     run(scenario)
 
 
-def test_who_sends_wrong_revocations_has_to_go() -> None:
+def test_a_peer_that_sends_invalid_revocations_is_disconnected() -> None:
     async def scenario(world: World) -> None:
         server, liar = await world.member("bob"), await world.member("mallory")
 
@@ -218,8 +220,7 @@ def test_who_sends_wrong_revocations_has_to_go() -> None:
         stream = await liar.raw.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
         await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
         assert pb.HandshakeMessage.FromString((await stream.receive()).header).HasField("hello")
-        refused = pb.HandshakeMessage.FromString((await stream.receive()).header).refusal
-        assert "invalid revocation list" in refused.reason
+        assert "invalid revocation list" in (await final_refusal(stream)).detail
         assert not server.handshakes._admitted
         assert not server.membership.revocations.serials
 

@@ -1,4 +1,4 @@
-"""The dashboard's observer over a simulated swarm: it sees who joins, dies, leaves and falls silent, and where tokens flow."""
+"""The dashboard's observer in a simulated swarm: hosts that join, crash, hang and leave, and edges along which tokens flow."""
 
 import asyncio
 import random
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from swarmnet.dashboard import observer as observer_module
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
-from swarmnet.dashboard.observing import observer as observers
-from swarmnet.dashboard.observing.observer import Observer, Vantage
-from swarmnet.dashboard.observing.sightings import SwarmAbout
+from swarmnet.dashboard.observations import SwarmInfo
+from swarmnet.dashboard.observer import Observer, ObserverDependencies
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_protocols.directory import catalog
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
@@ -28,7 +28,7 @@ from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 PROMPT = [5, 6, 7, 8, 9]
 SEEN_S = 10.0
-"""Within this a fault has to be on the page."""
+"""Seconds within which a fault must be on the page."""
 
 
 @asynccontextmanager
@@ -37,17 +37,17 @@ async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
     async with AsyncExitStack() as stack:
         transport = await stack.enter_async_context(lab._transport("observer", identity, Role.OBSERVER))
         directory = MemoryDirectory(lab.board, identity, SWARM)
-        vantage = Vantage(
+        dependencies = ObserverDependencies(
             transport, directory, virtual_clock, random.Random(f"{lab.seed}/observer"), lab.timing
         )
-        about = SwarmAbout("lab", SWARM.hex(), "open", identity.peer_id)
-        observer = await stack.enter_async_context(Observer.watch(vantage, about))
+        info = SwarmInfo("lab", SWARM.hex(), "open", identity.peer_id)
+        observer = await stack.enter_async_context(Observer.run(dependencies, info))
         history = stack.enter_context(History.open(tmp_path))
         yield await stack.enter_async_context(Feed.run(observer, history))
 
 
 async def until(feed: Feed, holds: Callable[[dict[str, Any]], bool]) -> float:
-    """Virtual seconds until the state is such. The caller's time limit ends a wait in vain."""
+    """Wait until ``holds`` is true of the state; the virtual seconds waited. The caller sets a time limit."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     async with feed.watching() as viewer:
@@ -77,7 +77,7 @@ async def start(lab: Lab, **spans: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("private", [False, True], ids=["open", "private"])
-def test_a_generation_is_seen_to_flow(reference: Reference, tmp_path: Any, private: bool) -> None:
+def test_a_generation_appears_as_edges(reference: Reference, tmp_path: Any, private: bool) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
         async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
@@ -93,13 +93,13 @@ def test_a_generation_is_seen_to_flow(reference: Reference, tmp_path: Any, priva
             assert feed.now.body["models"][lab.manifest.hex()]["sessions"] == 1
             assert feed.now.body["models"][lab.manifest.hex()]["tokens_per_s"] > 0
             assert await tokens == reference.greedy(PROMPT, 120)
-            assert lab.peer_id("client") not in feed.now.text, "clients are nobody's business"
-        assert "joined" not in kinds(feed.now.body), "they were there before us"  # type: ignore[arg-type]
+            assert lab.peer_id("client") not in feed.now.text, "the state names no client"
+        assert "joined" not in kinds(feed.now.body), "the hosts started before the observer"  # type: ignore[arg-type]
 
     simulate(reference, scenario, private=PrivateSwarm() if private else None)
 
 
-def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: Any) -> None:
+def test_step_times_are_those_that_the_client_measures(reference: Reference, tmp_path: Any) -> None:
     """Three links of 30 ms each way: a token takes 4 of them round, and the first one as long."""
 
     async def scenario(lab: Lab) -> None:
@@ -147,7 +147,7 @@ def test_a_fault_is_seen_within_ten_seconds(reference: Reference, tmp_path: Any,
     simulate(reference, scenario)
 
 
-def test_who_joins_leaves_and_comes_back_is_told(reference: Reference, tmp_path: Any) -> None:
+def test_joins_and_leaves_become_events(reference: Reference, tmp_path: Any) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 6))
         async with dashboard(lab, tmp_path) as feed:
@@ -175,8 +175,8 @@ def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
             await lab.stop("b" if victim == lab.peer_id("b") else "b2")
             assert await generating == reference.greedy(PROMPT, 300)
             await asyncio.sleep(2 * SEEN_S)
-            counts = feed._source.look().totals[lab.manifest]
-            assert counts.recoveries == 1, "its place was taken by a replay"
+            counts = feed._source.snapshot().totals[lab.manifest]
+            assert counts.recoveries == 1, "another host took over by replay"
             assert counts.failures >= 1
             assert feed.now.body["models"][lab.manifest.hex()]["token_s"]["p50"] > 0
 
@@ -184,7 +184,7 @@ def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
 
 
 def announce(lab: Lab, name: str) -> None:
-    """A record of somebody who says to host everything, and does not exist."""
+    """Publish a record of a host that does not exist."""
     identity = peer(name)
     address = f"/ip4/66.6.0.1/tcp/1/p2p/{identity.peer_id}"
     body = records_pb2.HostRecord(
@@ -200,14 +200,14 @@ def announce(lab: Lab, name: str) -> None:
     )
 
 
-def test_strangers_who_say_to_be_there_take_no_place_of_hosts(
+def test_announced_peers_that_do_not_exist_displace_no_host(
     reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observers, "MAX_PEERS", 5)
+    monkeypatch.setattr(observer_module, "MAX_PEERS", 5)
 
     async def scenario(lab: Lab) -> None:
         for number in range(40):
-            announce(lab, f"nobody-{number}")
+            announce(lab, f"absent-{number}")
         await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
         hosts = {lab.peer_id(name) for name in "abc"}
         async with dashboard(lab, tmp_path) as feed:
@@ -219,12 +219,12 @@ def test_strangers_who_say_to_be_there_take_no_place_of_hosts(
             for _ in range(10):
                 await asyncio.sleep(SEEN_S)
                 assert all_answer(feed.now.body)  # type: ignore[arg-type]
-                assert len(feed._source.look().peers) <= 5
+                assert len(feed._source.snapshot().peers) <= 5
 
     simulate(reference, scenario, limit_s=600)
 
 
-def test_topics_are_read_side_by_side_and_one_that_cannot_be_read_costs_no_other(
+def test_topics_are_read_concurrently_and_a_failed_one_delays_no_other(
     reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = most = 0
@@ -247,17 +247,17 @@ def test_topics_are_read_side_by_side_and_one_that_cannot_be_read_costs_no_other
             most = max(most, reading)
             await asyncio.sleep(1.0)
             reading -= 1
-            raise Unreachable("nobody keeps this")
+            raise Unreachable("no replica")
 
         monkeypatch.setattr(MemoryDirectory, "lookup", slow)
         async with dashboard(lab, tmp_path) as feed:
             await until(feed, online(1))
-        assert most == observers.MAX_LOOKUPS
+        assert most == observer_module.MAX_LOOKUPS
 
     simulate(reference, scenario)
 
 
-def test_a_directory_that_shows_nobody_takes_nobody_from_view(reference: Reference, tmp_path: Any) -> None:
+def test_an_empty_directory_removes_no_peer_that_answers(reference: Reference, tmp_path: Any) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 6))
         async with dashboard(lab, tmp_path) as feed:

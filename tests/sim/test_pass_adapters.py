@@ -17,8 +17,10 @@ from swarmnet_protocols.net.memory import Delivery, MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
+from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 # PEFT 0.21 asks transformers 5.23 by a name that is to go.
@@ -75,7 +77,7 @@ async def train(
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_batch_with_an_adapter_gives_what_one_process_gives(
+def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
     reference: Reference, local: LocalPass, layout: dict[str, tuple[int, int]], keep_graphs: bool
 ) -> None:
     brought: list[Delivery] = []
@@ -94,7 +96,7 @@ def test_a_batch_with_an_adapter_gives_what_one_process_gives(
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_a_host_is_killed_in_the_midst_and_the_gradients_are_the_same(
+def test_the_gradients_are_the_same_when_a_host_is_killed_in_the_middle(
     reference: Reference, local: LocalPass, backward: bool, keep_graphs: bool
 ) -> None:
     """The second pass that one of the hosts in the middle is asked for has its tensors when it dies."""
@@ -124,7 +126,7 @@ def test_a_host_is_killed_in_the_midst_and_the_gradients_are_the_same(
 
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
-def test_a_host_that_forgot_the_adapter_is_brought_it_again(
+def test_the_client_uploads_an_adapter_again_to_a_host_that_lost_it(
     reference: Reference, local: LocalPass, keep_graphs: bool
 ) -> None:
     refused: list[int] = []
@@ -137,19 +139,17 @@ def test_a_host_that_forgot_the_adapter_is_brought_it_again(
         def note(delivery: Delivery) -> None:
             if delivery.protocol.id != PASS.id:
                 return
-            if delivery.source == lab.peer_id("a"):
-                reply = pb.PassReply.FromString(delivery.message.header)
-                refused.extend([reply.refused.reason] if reply.HasField("refused") else [])
-            elif delivery.target == lab.peer_id("a") and not refused:
+            if delivery.target == lab.peer_id("a") and not refused:
                 request = pb.PassRequest.FromString(delivery.message.header)
                 if request.begin.backward:
                     store._kept.clear()
 
         lab.network.observers.append(note)
+        lab.network.refusal_observers.append(lambda _, refusal: refused.append(refusal.reason))
 
     layout = LAYOUTS["2 hops"]
     assert not simulate(reference, lambda lab: train(lab, layout, local, prepare, keep_graphs=keep_graphs))
-    assert pb.REASON_UNKNOWN_ADAPTER in refused
+    assert refusal_pb2.REASON_UNKNOWN_ADAPTER in refused
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_host_that_forgot_the_adapter_is_brought_it_again(
     ],
     ids=["NaN", "too few", "another shape"],
 )
-def test_a_host_that_answers_nonsense_for_the_adapter_is_replaced(
+def test_a_host_that_sends_invalid_gradients_of_the_adapter_is_replaced(
     reference: Reference,
     local: LocalPass,
     lie: Callable[[torch.Tensor], torch.Tensor],
@@ -237,19 +237,25 @@ def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Referen
             half = await place(swarm, replace(hop, end=3), adapter)
             ours = swarm.transport
             assert (await ask(lab, ours, adapter=whole)).HasField("part")
-            for refused, reason in (
-                (await ask(lab, other, adapter=whole), pb.REASON_UNKNOWN_ADAPTER),
-                (await ask(lab, ours, adapter=bytes(32)), pb.REASON_UNKNOWN_ADAPTER),
-                (await ask(lab, ours, adapter=b"short"), pb.REASON_PROTOCOL),
-                (await ask(lab, ours, adapter=half, span=pb.Span(start=3, end=6)), pb.REASON_PROTOCOL),
-                (await ask(lab, ours, adapter=whole, span=pb.Span(start=0, end=3)), pb.REASON_PROTOCOL),
+            for asking, reason in (
+                (ask(lab, other, adapter=whole), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ask(lab, ours, adapter=bytes(32)), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ask(lab, ours, adapter=b"short"), refusal_pb2.REASON_PROTOCOL),
+                (
+                    ask(lab, ours, adapter=half, span=pb.Span(start=3, end=6)),
+                    refusal_pb2.REASON_PROTOCOL,
+                ),
+                (
+                    ask(lab, ours, adapter=whole, span=pb.Span(start=0, end=3)),
+                    refusal_pb2.REASON_PROTOCOL,
+                ),
             ):
-                assert refused.refused.reason == reason
+                assert (await refusal(asking)).reason == reason
             common: dict[str, Any] = {"span": pb.Span(start=0, end=3), "graph": bytes(16)}
             first = await ask(lab, ours, adapter=half, **common)
-            second = await ask(lab, ours, backward=True, **common)
+            second = await refusal(ask(lab, ours, backward=True, **common))
             assert first.HasField("part")  # the graph it left is of a pass with the adapter
-            assert second.refused.reason == pb.REASON_GRAPH_GONE
+            assert second.reason == refusal_pb2.REASON_GRAPH_GONE
 
     simulate(reference, scenario)
 
@@ -270,8 +276,8 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))
             name = await place(swarm, hop, Adapter(tensors))
-            reply = await ask(lab, swarm.transport, adapter=name, counts=[2] * 4)
-            assert reply.refused.reason == pb.REASON_TOO_LONG
+            refused = await refusal(ask(lab, swarm.transport, adapter=name, counts=[2] * 4))
+            assert refused.reason == refusal_pb2.REASON_TOO_LONG
 
     simulate(reference, scenario)
     assert split([2] * 4, positions) == [(2, 2, 2), (2,)]
@@ -279,6 +285,6 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
         split([MAX_POSITIONS - positions + 1], positions)
 
 
-def test_a_column_is_in_the_order_of_the_names() -> None:
+def test_flattened_gradients_are_in_the_order_of_the_names() -> None:
     column = pack_tensors({"10.b": torch.tensor([3.0, 4.0]), "1.a": torch.tensor([[1.0], [2.0]])})
     assert column.tolist() == [[1.0], [2.0], [3.0], [4.0]]

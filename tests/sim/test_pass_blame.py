@@ -14,9 +14,10 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.memory import LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.wire import refusal_pb2
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.tiny_models import save_tiny
@@ -41,7 +42,7 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
 @pytest.mark.parametrize("counts", [COUNTS, MANY], ids=["one microbatch", "many"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_an_adapter_that_no_host_can_compute_is_named_at_once_and_no_host_blamed(
+def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
     reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
     # Of inputs times zero nothing comes, and their gradients are as large as what follows lets them be.
@@ -133,13 +134,11 @@ def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
         lab.network.set_link(lab.peer_id("client"), lab.peer_id(f"{lies.liar}2"), LinkProfile(delay_s=0.2))
         kind = "forward"
 
-        def watch(delivery: Delivery) -> None:
-            if delivery.protocol.id != PASS.id or delivery.target != lab.peer_id("client"):
-                return
-            if pb.PassReply.FromString(delivery.message.header).HasField("refused"):
-                refused[kind].add(delivery.source)
+        def watch(stream: MemoryStream, _: Refusal) -> None:
+            if stream.protocol.id == PASS.id:
+                refused[kind].add(stream.peer)
 
-        lab.network.observers.append(watch)
+        lab.network.refusal_observers.append(watch)
         expected = reference.train(states(0, MANY), MANY, states(1, MANY))
         async with lab.client() as swarm:
             await asyncio.sleep(2.0)  # the client knows how far they are
@@ -171,7 +170,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(reference: Reference) 
     simulate(reference, scenario)
 
 
-def test_a_device_without_memory_is_a_shortage_and_another_host_is_asked(
+def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two hosts one has a device that is full."""
@@ -188,14 +187,12 @@ def test_a_device_without_memory_is_a_shortage_and_another_host_is_asked(
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Full(engine.stage, no_memory))
 
-        def watch(delivery: Delivery) -> None:
-            if delivery.protocol.id == PASS.id and delivery.source == lab.peer_id("a"):
-                reply = pb.PassReply.FromString(delivery.message.header)
-                if reply.HasField("refused"):
-                    refusals.append(reply.refused.reason)
-                    assert reply.refused.retry_after_s > 0
+        def watch(stream: MemoryStream, refusal: Refusal) -> None:
+            if stream.protocol.id == PASS.id and stream.peer == lab.peer_id("a"):
+                refusals.append(refusal.reason)
+                assert refusal.retry_after_s > 0
 
-        lab.network.observers.append(watch)
+        lab.network.refusal_observers.append(watch)
         async with lab.client() as swarm:
             expected, _ = reference.train(states(0), COUNTS, states(1))
             while not refusals:  # whom the router takes first is a matter of chance
@@ -203,7 +200,7 @@ def test_a_device_without_memory_is_a_shortage_and_another_host_is_asked(
                 assert (await batch.forward(states(0)) - expected).norm() <= 1e-5 * expected.norm()
 
     simulate(reference, scenario)
-    assert set(refusals) == {pb.REASON_OUT_OF_MEMORY}
+    assert set(refusals) == {refusal_pb2.REASON_OUT_OF_MEMORY}
 
 
 class _Full:

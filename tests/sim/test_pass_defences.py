@@ -15,7 +15,9 @@ from swarmnet_protocols.net import Message, Stream, Transport, memory
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
@@ -70,11 +72,9 @@ async def reply(stream: Stream) -> pb.PassReply:
 
 async def assert_refused(stream: Stream, reason: int) -> None:
     async with asyncio.timeout(1.0):
-        refusal = (await reply(stream)).refused
-        assert refusal.reason == reason
-        assert refusal.detail
-        with pytest.raises(StreamEnded):
-            await reply(stream)
+        refused = await refusal(reply(stream))
+        assert refused.reason == reason
+        assert refused.detail
 
 
 def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:
@@ -110,20 +110,20 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"swarm": bytes(31)}, pb.REASON_WRONG_SWARM),
-        ({"manifest": bytes(32)}, pb.REASON_WRONG_MODEL),
-        ({"span": pb.Span(start=0, end=7)}, pb.REASON_WRONG_SPAN),
-        ({"span": pb.Span(start=2, end=2)}, pb.REASON_WRONG_SPAN),
-        ({"span": pb.Span(start=3, end=1 << 31)}, pb.REASON_WRONG_SPAN),
-        ({"counts": [MAX_POSITIONS, 1]}, pb.REASON_TOO_LONG),
-        ({"counts": [(1 << 32) - 1] * MAX_SEQUENCES}, pb.REASON_TOO_LONG),
-        ({"counts": []}, pb.REASON_PROTOCOL),
-        ({"counts": [4, 0]}, pb.REASON_PROTOCOL),
-        ({"counts": [1] * (MAX_SEQUENCES + 1)}, pb.REASON_PROTOCOL),
-        ({"wire": pb.DTYPE_UNSPECIFIED}, pb.REASON_PROTOCOL),
+        ({"swarm": bytes(31)}, refusal_pb2.REASON_WRONG_SWARM),
+        ({"manifest": bytes(32)}, refusal_pb2.REASON_WRONG_MODEL),
+        ({"span": pb.Span(start=0, end=7)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=2, end=2)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"span": pb.Span(start=3, end=1 << 31)}, refusal_pb2.REASON_WRONG_SPAN),
+        ({"counts": [MAX_POSITIONS, 1]}, refusal_pb2.REASON_TOO_LONG),
+        ({"counts": [(1 << 32) - 1] * MAX_SEQUENCES}, refusal_pb2.REASON_TOO_LONG),
+        ({"counts": []}, refusal_pb2.REASON_PROTOCOL),
+        ({"counts": [4, 0]}, refusal_pb2.REASON_PROTOCOL),
+        ({"counts": [1] * (MAX_SEQUENCES + 1)}, refusal_pb2.REASON_PROTOCOL),
+        ({"wire": pb.DTYPE_UNSPECIFIED}, refusal_pb2.REASON_PROTOCOL),
     ],
 )
-def test_a_pass_that_is_not_offered_is_refused(
+def test_a_pass_that_the_host_does_not_offer_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
@@ -158,7 +158,7 @@ def test_tensors_that_were_not_announced_are_not_computed(
         stream = await stranger.begin(backward=True)
         for message in messages:
             await stream.send(message)
-        await assert_refused(stream, pb.REASON_PROTOCOL)
+        await assert_refused(stream, refusal_pb2.REASON_PROTOCOL)
 
     with_stranger(reference, talk)
 
@@ -166,7 +166,7 @@ def test_tensors_that_were_not_announced_are_not_computed(
 def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         held = [await stranger.begin() for _ in range(3)]
-        await assert_refused(await stranger.begin(), pb.REASON_OUT_OF_MEMORY)
+        await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
         await held[0].send(part(zeros()))
         assert (await reply(held[0])).HasField("part")
         with pytest.raises(StreamEnded):
@@ -178,7 +178,7 @@ def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) 
     with_stranger(reference, talk, limits=HostLimits(passes_per_client=3))
 
 
-def test_passes_of_all_together_are_bounded(reference: Reference) -> None:
+def test_passes_of_all_clients_are_bounded_together(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=2)))
         async with (
@@ -187,12 +187,12 @@ def test_passes_of_all_together_are_bounded(reference: Reference) -> None:
         ):
             for transport in (one, two):
                 await Stranger(lab, transport).begin()
-            await assert_refused(await Stranger(lab, two).begin(), pb.REASON_OUT_OF_MEMORY)
+            await assert_refused(await Stranger(lab, two).begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
 
     simulate(reference, scenario)
 
 
-def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
+def test_a_client_that_does_not_continue_its_pass_loses_it(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         stream = await stranger.begin()
         with pytest.raises(StreamEnded):
@@ -204,7 +204,7 @@ def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
     with_stranger(reference, talk, limits=HostLimits(passes_per_client=2))
 
 
-def test_who_does_not_take_the_answer_loses_the_place(
+def test_a_client_that_does_not_read_the_result_loses_its_pass(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads nothing; one message fits on the way."""
@@ -216,7 +216,7 @@ def test_who_does_not_take_the_answer_loses_the_place(
             stranger = Stranger(lab, transport)
             await (await stranger.begin()).send(part(zeros()))
             await asyncio.sleep(lab.timing.chunk_s - 2)
-            await assert_refused(await stranger.begin(), pb.REASON_OUT_OF_MEMORY)
+            await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
             await asyncio.sleep(4)
             again = await stranger.begin()
             await again.send(part(zeros()))
@@ -225,7 +225,7 @@ def test_who_does_not_take_the_answer_loses_the_place(
     simulate(reference, scenario)
 
 
-def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: Reference) -> None:
+def test_a_host_that_leaves_accepts_no_new_pass_and_finishes_the_running_ones(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         node = await lab.start("a", lab.hosting((0, 6)))
         async with lab.network.transport(lab.peer_id("client")) as transport:
@@ -233,7 +233,7 @@ def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: R
             before = await stranger.begin()
             assert pb.PassReply.FromString((await before.receive()).header).HasField("heartbeat")
             node.finish(grace_s=10.0)
-            await assert_refused(await stranger.begin(), pb.REASON_LEAVING)
+            await assert_refused(await stranger.begin(), refusal_pb2.REASON_LEAVING)
             await before.send(part(zeros()))
             assert (await reply(before)).HasField("part")
             async with asyncio.timeout(1.0):

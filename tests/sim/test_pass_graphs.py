@@ -14,7 +14,9 @@ from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import split_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
@@ -47,14 +49,12 @@ class Watch:
         """Of each backward pass whether it named a graph."""
         self._hosts = {lab.peer_id(name) for name in lab.nodes}
         lab.network.observers.append(self._note)
+        lab.network.refusal_observers.append(lambda _, refusal: self.refusals.append(refusal.reason))
 
     def _note(self, delivery: Delivery) -> None:
         if delivery.protocol.id != PASS.id:
             return
         if delivery.source in self._hosts:
-            reply = pb.PassReply.FromString(delivery.message.header)
-            if reply.HasField("refused"):
-                self.refusals.append(reply.refused.reason)
             return
         self.sent_bytes += len(delivery.message.payload)
         request = pb.PassRequest.FromString(delivery.message.header)
@@ -123,7 +123,7 @@ def test_each_missing_graph_costs_one_refusal(reference: Reference) -> None:
         engine_of(lab, "a").graph_cache.shrink(0)
 
     watch = train(reference, drop)
-    assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS)
+    assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * len(COUNTS)
     assert watch.backwards.count(False) == len(COUNTS)
     # The inputs of two hosts, the gradients of two, and the inputs of one again: who is refused has sent nothing.
     assert watch.sent_bytes == 5 * states(0).nbytes
@@ -137,7 +137,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
         assert not any(buffered_bytes(lab).values())
 
     watch = train(reference, wait)
-    assert watch.refusals == [pb.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
+    assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
 
 
 def test_graphs_of_one_client_take_at_most_its_share(reference: Reference) -> None:
@@ -149,7 +149,7 @@ def test_graphs_of_one_client_take_at_most_its_share(reference: Reference) -> No
         assert buffered_bytes(lab) == {"a": 2 * graph.nbytes, "b": 2 * graph.nbytes}
 
     watch = train(reference, look, max_cache_bytes=room)
-    assert watch.refusals == [pb.REASON_GRAPH_GONE] * 4
+    assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * 4
 
 
 def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
@@ -170,7 +170,7 @@ def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
         monkeypatch.setattr(engine, "compute_pass", slow)
 
     watch = train(reference, prepare)
-    assert pb.REASON_GRAPH_GONE in watch.refusals
+    assert refusal_pb2.REASON_GRAPH_GONE in watch.refusals
 
 
 # ---- strangers -------------------------------------------------------------------------------------------
@@ -197,8 +197,6 @@ class Client:
         request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
         await stream.send(Message(request.SerializeToString()))
         reply = await self._reply(stream)
-        if reply.HasField("refused"):
-            return reply
         for part, payload in split_tensor(values):
             await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
         while reply.HasField("heartbeat"):
@@ -225,11 +223,11 @@ def with_clients(reference: Reference, talk: Callable[[Lab, Client, Client], Awa
 def test_another_client_neither_uses_nor_replaces_a_graph(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, other: Client) -> None:
         assert (await one.ask(states(0, 8))).HasField("part")
-        stolen = await other.ask(states(1, 8), backward=True)
-        assert stolen.refused.reason == pb.REASON_GRAPH_GONE
+        stolen = await refusal(other.ask(states(1, 8), backward=True))
+        assert stolen.reason == refusal_pb2.REASON_GRAPH_GONE
         assert (await other.ask(states(3, 8))).HasField("part")
         assert (await one.ask(states(1, 8), backward=True)).HasField("part")
-        assert (await one.ask(states(1, 8), backward=True)).refused.reason == pb.REASON_GRAPH_GONE
+        assert (await refusal(one.ask(states(1, 8), backward=True))).reason == refusal_pb2.REASON_GRAPH_GONE
 
     with_clients(reference, talk)
 
@@ -238,16 +236,16 @@ def test_another_client_neither_uses_nor_replaces_a_graph(reference: Reference) 
 def test_a_graph_is_of_one_pass(reference: Reference, other: dict[str, Any]) -> None:
     async def talk(lab: Lab, one: Client, _: Client) -> None:
         assert (await one.ask(states(0, 8))).HasField("part")
-        refusal = await one.ask(states(1, sum(other.get("counts", [8]))), backward=True, **other)
-        assert refusal.refused.reason == pb.REASON_GRAPH_GONE
+        refused = await refusal(one.ask(states(1, sum(other.get("counts", [8]))), backward=True, **other))
+        assert refused.reason == refusal_pb2.REASON_GRAPH_GONE
 
     with_clients(reference, talk)
 
 
 def test_the_id_of_a_graph_has_a_fixed_size(reference: Reference) -> None:
     async def talk(lab: Lab, one: Client, _: Client) -> None:
-        refusal = await one.ask(states(0, 8), graph=b"short")
-        assert refusal.refused.reason == pb.REASON_PROTOCOL
+        refused = await refusal(one.ask(states(0, 8), graph=b"short"))
+        assert refused.reason == refusal_pb2.REASON_PROTOCOL
         assert not any(buffered_bytes(lab).values())
 
     with_clients(reference, talk)

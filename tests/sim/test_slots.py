@@ -11,9 +11,12 @@ from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
+from tests.support.refusals import final_refusal, refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 PROMPT = [5, 6, 7]
@@ -34,21 +37,23 @@ class Crowd:
         peer = self.lab.peer_id(f"mallory{self._numbers}")
         return Stranger(self.lab, await self._stack.enter_async_context(self.lab.network.transport(peer)))
 
-    def drain(self, stream: Stream) -> "asyncio.Task[pb.Refused | None]":
+    def drain(self, stream: Stream) -> asyncio.Task[Refused | None]:
         """Read, and beat, until the stream ends; what it was refused with."""
 
-        async def read() -> pb.Refused | None:
+        async def read() -> Refused | None:
             try:
-                reply = await session_reply(stream)
+                await session_reply(stream)
+            except Refused as refused:
+                return refused
             except StreamEnded:
-                return None
-            return reply.refused if reply.HasField("refused") else None
+                pass
+            return None
 
         return asyncio.create_task(read())
 
     async def fill_sessions(
         self, peers: int, each: int, *, positions: int = 0
-    ) -> list["asyncio.Task[pb.Refused | None]"]:
+    ) -> list[asyncio.Task[Refused | None]]:
         """Open sessions; with ``positions``, each has brought one step of so many."""
         ends = []
         for _ in range(peers):
@@ -79,7 +84,7 @@ async def be_served(lab: Lab, name: str = "client") -> None:
         assert clock() - began < SERVED_S
 
 
-def test_empty_sessions_make_way_for_a_client_with_work(reference: Reference) -> None:
+def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
         async with AsyncExitStack() as stack:
@@ -88,13 +93,13 @@ def test_empty_sessions_make_way_for_a_client_with_work(reference: Reference) ->
             await asyncio.sleep(4.0)
             await be_served(lab)
             told = [end.result() for end in ends if end.done()]
-            assert [refused.reason for refused in told if refused] == [pb.REASON_IDLE] * len(told)
+            assert [refused.reason for refused in told if refused] == [refusal_pb2.REASON_IDLE] * len(told)
             assert len(told) == 1
 
     simulate(reference, scenario)
 
 
-def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
+def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
         async with AsyncExitStack() as stack:
@@ -105,7 +110,7 @@ def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_caches_of_idle_sessions_make_way(reference: Reference) -> None:
+def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
@@ -127,16 +132,16 @@ def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
         await lab.start("a", lab.hosting((0, 6), max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
             stranger = await Crowd(lab, stack).stranger()
-            answers = []
+            streams = []
             for number in range(2):
                 session = bytes([number]) * 16
                 stream = await stranger.send_open(session=session, span=pb.Span(start=0, end=6))
                 link = await stranger.link(session=session)
                 await link_reply(link)
                 await stranger.step(link, a_step(1, 0))
-                answers.append(await session_reply(stream))
-            assert answers[0].HasField("output")
-            assert answers[1].refused.reason == pb.REASON_OUT_OF_MEMORY
+                streams.append(stream)
+            assert (await session_reply(streams[0])).HasField("output")
+            assert (await refusal(session_reply(streams[1]))).reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
     simulate(reference, scenario)
 
@@ -158,14 +163,14 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
             heartbeating = asyncio.create_task(heartbeat())
             clock = asyncio.get_running_loop().time
             began = clock()
-            assert (await session_reply(stream)).refused.reason == pb.REASON_IDLE
+            assert (await refusal(session_reply(stream))).reason == refusal_pb2.REASON_IDLE
             assert clock() - began == pytest.approx(lab.timing.first_step_s, abs=1.0)
             heartbeating.cancel()
 
     simulate(reference, scenario, limit_s=400)
 
 
-def test_a_client_whose_session_made_way_goes_on_when_it_has_a_step(reference: Reference) -> None:
+def test_a_client_whose_session_was_evicted_continues_with_its_next_step(reference: Reference) -> None:
     """It opens no other session before that: it would take the place of somebody else."""
 
     async def scenario(lab: Lab) -> None:
@@ -187,7 +192,7 @@ def test_a_client_whose_session_made_way_goes_on_when_it_has_a_step(reference: R
     simulate(reference, scenario, limit_s=400)
 
 
-def test_a_client_that_waits_before_its_first_step_notices_nothing(reference: Reference) -> None:
+def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -198,7 +203,7 @@ def test_a_client_that_waits_before_its_first_step_notices_nothing(reference: Re
     simulate(reference, scenario, limit_s=1000)
 
 
-def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
+def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=4, passes_per_client=2)))
         begin = pb.Begin(
@@ -224,20 +229,14 @@ def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
             await asyncio.sleep(6.0)
             honest = await start(await crowd.stranger())
             assert pb.PassReply.FromString((await honest.receive()).header).HasField("heartbeat")
-            replies = []
-            for stream in held:
-                while (reply := pb.PassReply.FromString((await stream.receive()).header)).HasField(
-                    "heartbeat"
-                ):
-                    if replies:
-                        break
-                replies.append(reply)
-            assert [reply.refused.reason for reply in replies].count(pb.REASON_IDLE) == 1
+            assert (await final_refusal(held[0])).reason == refusal_pb2.REASON_IDLE
+            for stream in held[1:]:
+                assert pb.PassReply.FromString((await stream.receive()).header).HasField("heartbeat")
 
     simulate(reference, scenario)
 
 
-def test_links_to_sessions_that_never_come_make_way(reference: Reference) -> None:
+def test_links_without_a_session_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         limits = HostLimits(early_links=2, early_links_per_client=2)
         await lab.start("a", lab.hosting((0, 6), limits=limits))

@@ -1,4 +1,4 @@
-"""An issuer of a private swarm and its newcomers, in virtual time."""
+"""An issuer of a private swarm, its members and newcomers, in virtual time."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.joining.admission import Admissions, ask
+from swarmnet_protocols.joining.admission import Admissions, request_admission
 from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.net import PeerId
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class World:
-    """An issuer, members and newcomers."""
+    """A simulated network with an issuer, members and newcomers."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02))
@@ -34,7 +34,7 @@ class World:
         return MemoryDirectory(self.board, identity_of(name), self.swarm.rules.swarm)
 
     async def issuer(self, name: str) -> Someone:
-        """A member that is an issuer."""
+        """A member that issues certificates."""
         folder = self.folder / name
         folder.mkdir()
         someone = await self.enter(self.swarm.peer(self.network, name))
@@ -73,7 +73,9 @@ def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
 
 async def redeem(transport: MemoryTransport, invite: Invite) -> pb.Admitted:
     request = pb.AdmissionRequest(redeem=redemption(invite, transport.peer_id))
-    return await ask(transport, invite.bootstrap, request, lambda admitted: admitted, virtual_clock)
+    return await request_admission(
+        transport, invite.bootstrap, request, lambda admitted: admitted, virtual_clock
+    )
 
 
 def address(peer: PeerId) -> str:

@@ -1,4 +1,4 @@
-"""A batcher over a lab's swarm, and requests to it."""
+"""A batcher over the swarm of a lab, and requests to it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +19,7 @@ from tests.support.swarm_lab import Lab
 
 def head_of(local: LocalModel) -> LmHead:
     local_layers = LocalLayers(local, LoadOptions(torch.float32, torch.device("cpu")))
-    return LmHead(local_layers, ThreadPoolExecutor(1))  # in virtual time what it is given runs in place
+    return LmHead(local_layers, ThreadPoolExecutor(1))  # virtual time runs the calls of executors in place
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ def request(ids: list[int], tokens: int, **sampling: Any) -> Request:
 async def answered(
     running: Batcher, wanted: Request, on_token: Callable[[Answer], object] | None = None
 ) -> list[int]:
-    """The tokens of a whole answer."""
+    """All tokens of an answer."""
     tokens = []
     async with running.answer(wanted) as answer:
         async for token in answer:

@@ -1,4 +1,4 @@
-"""``swarmnet`` commands in processes of their own: run to their end, or watched while they run."""
+"""``swarmnet`` commands in processes of their own, run to their end or observed while they run."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ import psutil
 import typer
 
 SWARMNET = (sys.executable, "-m", "swarmnet")
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """For what a process should do or print next: the machine may be busy."""
 LOG_TAIL_CHARS = 2000
 
@@ -32,14 +32,14 @@ LOOPBACK = Place("127.0.0.1")
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A command that has ended."""
+    """Run a command to its end."""
     return subprocess.run(
         [*SWARMNET, *arguments], input=stdin, capture_output=True, text=True, timeout=200, check=False
     )
 
 
 def call(*arguments: str, stdin: str = "") -> Any:
-    """What a command prints with --json. Raises ``RuntimeError`` if it fails."""
+    """The JSON that a command prints with ``--json``. Raises ``RuntimeError`` if the command fails."""
     done = run(*arguments, "--json", stdin=stdin)
     if done.returncode:
         raise RuntimeError(f"{arguments}: {done.stdout}{done.stderr}")
@@ -47,13 +47,13 @@ def call(*arguments: str, stdin: str = "") -> Any:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it started."""
+    """The process ids of a process and all its descendants."""
     main = psutil.Process(pid)
     return [main, *main.children(recursive=True)]
 
 
 class RunningCommand:
-    """A command with --json that runs, and the ``events`` it has printed so far. Stopped with the context, or by ``kill``."""
+    """A running command with ``--json`` and the ``events`` it has printed so far. Leaving the context or ``kill`` stops it."""
 
     def __init__(
         self, arguments: Sequence[str], log: Path, place: Place = LOOPBACK, *, stdin: int = subprocess.DEVNULL
@@ -81,15 +81,15 @@ class RunningCommand:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """It and its children; once it has ended, those it was last seen with."""
+        """The process ids of the command and its descendants; after its end, those that it was last seen with."""
         if self.process.poll() is None:
             self._family = family(self.pid)
         return self._family
 
-    def wait(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
+    def wait(self, kind: str, *, timeout_s: float = TIMEOUT_S, **fields: object) -> dict[str, Any]:
         """The first event of this kind with these fields.
 
-        ``RuntimeError``, with its log, if it ends without it or prints nothing at all for ``timeout_s``.
+        Raises ``RuntimeError`` with the log if the command ends first, or prints nothing for ``timeout_s``.
         """
         wanted = {"event": kind, **fields}.items()
 
@@ -105,26 +105,26 @@ class RunningCommand:
         return event
 
     def wait_for_more(self, *, timeout_s: float) -> None:
-        """Return at its next event, at its end, or after ``timeout_s``."""
+        """Return at the next event, at the end of the command, or after ``timeout_s``."""
         with self._changed:
             if not self._ended:
                 self._changed.wait(timeout_s)
 
-    def wait_for_end(self, *, timeout_s: float = PATIENCE_S) -> int:
-        """Its exit code; then ``events`` has all it printed."""
+    def wait_for_end(self, *, timeout_s: float = TIMEOUT_S) -> int:
+        """The exit code. ``events`` then has everything that the command printed."""
         code = self.process.wait(timeout_s)
         self._reader.join()
         return code
 
     def send_signal(self, number: signal.Signals, *, python: bool = True, children: bool = True) -> None:
-        """Send a signal to the command, to its children, or to both as when the machine fails."""
+        """Send a signal to the command, to its children, or to both, as when the machine fails."""
         for member in self.family:
             if python if member.pid == self.pid else children:
                 with suppress(psutil.NoSuchProcess):
                     member.send_signal(number)
 
     def kill(self) -> None:
-        """End it and its children at once, whatever state they are in."""
+        """Kill the command and its children at once."""
         self.send_signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join()
@@ -151,7 +151,7 @@ class RunningCommand:
 
 
 def every_command() -> list[list[str]]:
-    """What to type for each command and group of commands there is, from none to `swarm create`."""
+    """The words of each command and command group: from none to ``swarm create``."""
     from swarmnet.cli import app
 
     root: Any = typer.main.get_command(app)

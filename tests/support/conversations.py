@@ -1,4 +1,4 @@
-"""What peers of tests do with a stream."""
+"""Stream handlers and readers for tests."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ async def echo(stream: Stream) -> None:
 
 
 async def drain(stream: Stream) -> list[Message]:
-    """What comes until the stream ends."""
+    """The messages that arrive until the stream ends."""
     messages = []
     with contextlib.suppress(StreamEnded):
         while True:
@@ -28,7 +28,7 @@ async def drain(stream: Stream) -> list[Message]:
 
 
 async def collect(b: Transport, protocol: ProtocolSpec) -> "asyncio.Future[list[Message]]":
-    """Serve one stream; gives what came on it, once it has ended."""
+    """Serve one stream; returns its messages once it has ended."""
     result: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
 
     async def handler(stream: Stream) -> None:

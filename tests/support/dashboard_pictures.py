@@ -1,4 +1,4 @@
-"""The pictures of the dashboard in docs/, taken of a recorded swarm: ``python -m tests.support.dashboard_pictures``."""
+"""Takes the pictures of the dashboard in docs/, of a simulated swarm: ``python -m tests.support.dashboard_pictures``."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 SIZE = {"width": 1360, "height": 1130}
 PICTURES = {"dashboard.png": "light", "dashboard-dark.png": "dark"}
 NAMES = dict(zip(SCRIPTS, ("mara", "attic-2", "lab-1"), strict=True))
-"""Harmless ones, for the hosts whose names are attacks."""
+"""Harmless names for the hosts whose names are script attacks."""
 TICKS = 12
 
 

@@ -29,7 +29,7 @@ OPTIONS = (
 
 @dataclass
 class Site:
-    """One dashboard. Its swarm moves only when it is told to."""
+    """One dashboard. Its swarm changes only when a test calls ``move``."""
 
     url: str
     swarm: RecordedSwarm
@@ -38,20 +38,20 @@ class Site:
     _sites: "Sites"
 
     def move(self, seconds: float) -> None:
-        """Let the swarm's clock go on, and tell the viewers what changed."""
+        """Advance the swarm's clock, and send the changes to the viewers."""
         self.now_s[0] += seconds
         self._sites.run(self.feed.tick())
 
     @contextmanager
-    def crowded(self) -> Iterator[None]:
-        """With as many viewers as there are places for."""
+    def full_of_viewers(self) -> Iterator[None]:
+        """With ``MAX_VIEWERS`` viewers connected."""
         viewers = AsyncExitStack()
 
-        async def come() -> None:
+        async def connect() -> None:
             while not self.feed.is_full:
                 await viewers.enter_async_context(self.feed.watching())
 
-        self._sites.run(come())
+        self._sites.run(connect())
         try:
             yield
         finally:
@@ -59,12 +59,12 @@ class Site:
 
     @property
     def state(self) -> Any:
-        """What the page shows."""
+        """The JSON that the page shows."""
         return self.feed.now.body
 
 
 class Sites:
-    """Dashboards by the kind of their swarm, started when first asked for, on a loop of their own."""
+    """Dashboards by the kind of their swarm, started at first use, on an event loop in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,14 +105,14 @@ class Sites:
         with ExitStack() as stack:
             history = stack.enter_context(opened)
             feed = await self._open.enter_async_context(Feed.run(swarm, history))
-            endpoint = await self._open.enter_async_context(server.serve(feed, server.Place(port=0)))
+            endpoint = await self._open.enter_async_context(server.serve(feed, server.ServerConfig(port=0)))
             self._open.push(stack.pop_all())
         return Site(endpoint.url, swarm, feed, now_s, self)
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser without windows that talks to nobody but the pages it is shown."""
+    """A headless Chromium without background traffic."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(OPTIONS))
         try:
@@ -123,7 +123,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def looking(browser: Browser, **options: Any) -> Iterator[Page]:
-    """A fresh page. At the end nothing may have been logged as an error or asked of another host."""
+    """A fresh page. On exit, fails if the console has an error or a request went to another host."""
     with browser.new_context(**{"timezone_id": "UTC", "locale": "en-GB", **options}) as context:
         page = context.new_page()
         wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""``swarmnet dashboard`` in a process of its own, and what its page would show."""
+"""``swarmnet dashboard`` in a process of its own, and the state that it serves."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.commands import PATIENCE_S, RunningCommand
+from tests.support.commands import TIMEOUT_S, RunningCommand
 from tests.support.processes import Swarm
 
 State = dict[str, Any]
@@ -31,28 +31,28 @@ class DashboardProcess(RunningCommand):
 
 
 def state_of(url: str) -> State:
-    """What a dashboard shows now."""
-    state: State = httpx.get(f"{url}/api/v1/state", timeout=PATIENCE_S).raise_for_status().json()
+    """The state that a dashboard serves now."""
+    state: State = httpx.get(f"{url}/api/v1/state", timeout=TIMEOUT_S).raise_for_status().json()
     return state
 
 
 def watch(url: str, holds: Callable[[State], bool]) -> State:
-    """The first state of a dashboard, at each of its changes, that is such. ``TimeoutError`` if none comes."""
+    """Wait for a state for which ``holds`` is true. Raises ``TimeoutError`` if none comes."""
     with _changes(url) as changes:
         for _ in changes:
             state = state_of(url)
             if holds(state):
                 return state
-    raise TimeoutError(f"{url} never showed it: {json.dumps(state_of(url))[:2000]}")
+    raise TimeoutError(f"{url} never had the expected state: {json.dumps(state_of(url))[:2000]}")
 
 
 @contextmanager
 def _changes(url: str) -> Iterator[Iterator[str]]:
-    with httpx.stream("GET", f"{url}/api/v1/events", timeout=PATIENCE_S) as stream:
+    with httpx.stream("GET", f"{url}/api/v1/events", timeout=TIMEOUT_S) as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("event:"))
-        yield (line for line, _ in zip(lines, range(int(PATIENCE_S)), strict=False))
+        yield (line for line, _ in zip(lines, range(int(TIMEOUT_S)), strict=False))
 
 
 def states(state: State) -> dict[str, str]:
-    """What every peer does."""
+    """The state of every peer."""
     return {peer: entry["state"] for peer, entry in state["peers"].items()}

@@ -1,4 +1,4 @@
-"""A hub of datasets on this machine, as far as ``HfFileSystem`` asks one."""
+"""A dataset hub on this machine that answers the requests of ``HfFileSystem``."""
 
 import json
 import threading
@@ -19,14 +19,14 @@ NAME = f"org/name@{REVISION}"
 
 @dataclass
 class DatasetHub:
-    """One repository, ``NAME``, with these ``files``."""
+    """A hub with one repository, ``NAME``, that has these ``files``."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes by file."""
 
     def answer(self, path: str, wanted: str | None) -> bytes | None:
-        """To a GET of ``path`` with this range; None: there is no such thing."""
+        """The answer to a GET of ``path`` with this byte range; None if there is no such file."""
         api, tree, file = (
             f"/api/datasets/org/name/revision/{REVISION}",
             f"/api/datasets/org/name/tree/{REVISION}",
@@ -51,7 +51,7 @@ class DatasetHub:
 
 @contextmanager
 def serving(hub: DatasetHub, folder: Path) -> Iterator[None]:
-    """``hub`` is the one that huggingface_hub asks, which keeps its own files in ``folder``."""
+    """Serve ``hub`` to huggingface_hub, which keeps its own files in ``folder``."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

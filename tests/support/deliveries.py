@@ -1,4 +1,4 @@
-"""Faults on the simulated Internet, injected when a message is about to arrive."""
+"""Faults of the simulated network, injected when a message is about to arrive."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What deploy/ holds, read as its users' programs read it."""
+"""The files of deploy/, parsed as the programs that read them parse them."""
 
 import configparser
 import json
@@ -18,7 +18,7 @@ COMPOSE_SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/data/compose-spec.jso
 
 
 class Unit(configparser.RawConfigParser):
-    """A systemd unit. A key that is there several times has the last value."""
+    """A systemd unit. Of a key that occurs several times, the last value counts."""
 
     def __init__(self, name: str) -> None:
         super().__init__(strict=False)
@@ -38,19 +38,19 @@ def compose() -> dict[str, Any]:
 
 
 def own_services() -> dict[str, Any]:
-    """Those that run our image."""
+    """The services that run the image of this project."""
     return {name: each for name, each in compose()["services"].items() if "build" in each}
 
 
 def shell_commands(service: dict[str, Any]) -> Iterator[list[str]]:
-    """The calls of ``swarmnet`` in an entry point of the shape ``sh -c SCRIPT``, with an address where it reads one."""
+    """The ``swarmnet`` commands in an entry point of the form ``sh -c SCRIPT``, with an address in place of each one it reads."""
     script = service["entrypoint"][2].replace("$$", "$").replace("$(head -n 1 /bootstrap/addresses)", ADDRESS)
     for call in re.findall(r"swarmnet ((?:[^\"&|;]|\"[^\"]*\")+)", script):
         yield shlex.split(call)
 
 
 def instructions(containerfile: str) -> list[tuple[str, str]]:
-    """(instruction, arguments) of a Containerfile, line continuations joined, comments left out."""
+    """(instruction, arguments) of each instruction in a Containerfile: line continuations joined, comments left out."""
     text = re.sub(r"^\s*#.*\n", "", containerfile, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [

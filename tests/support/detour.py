@@ -1,4 +1,4 @@
-"""A way to a peer over TCP on which connections stop to carry anything while new ones are well, as after a link was cut."""
+"""A TCP proxy to a peer whose open connections can be stalled while new ones work, as after a link was cut."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from swarmnet_protocols.machine.aio import cancel, race
 
 
 class Detour:
-    """Made by ``to``. ``address`` leads to the same peer."""
+    """Made by ``to``. Connections to ``address`` reach the peer through the proxy."""
 
     def __init__(self, ip: str, port: str) -> None:
         self.address = ""
@@ -22,7 +22,7 @@ class Detour:
     @classmethod
     @asynccontextmanager
     async def to(cls, address: str) -> AsyncIterator[Self]:
-        """A detour to ``address``, a multiaddr of TCP, for as long as the context."""
+        """A detour to ``address``, a TCP multiaddr, for as long as the context."""
         *_, ip, _, port, p2p, peer = address.split("/")
         detour = cls(ip, port)
         server = await asyncio.start_server(detour._accept, "127.0.0.1", 0)
@@ -34,7 +34,7 @@ class Detour:
             await cancel(*detour._tasks)
 
     def hold(self) -> asyncio.Event:
-        """The connections there are carry nothing, and nobody is told, until what is returned is set."""
+        """Stall the connections that are open, without closing them, until the returned event is set."""
         held, self._carries = self._carries, asyncio.Event()
         held.clear()
         self._carries.set()

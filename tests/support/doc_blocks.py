@@ -1,4 +1,4 @@
-"""The commands of a guide, run as they stand there: what a comment before a fenced block says of it decides how."""
+"""Runs the commands of a guide as they stand; a comment before each fenced block decides how."""
 
 import re
 import subprocess
@@ -13,15 +13,15 @@ from tests.support.commands import family
 
 STARTED = "stop with Ctrl-C"
 """What every command that stays says once it does what it is for."""
-PATIENCE_S = 200
+TIMEOUT_S = 200
 PORT = re.compile(r"(?<=--port )\d+|(?<=--metrics )\d+")
-"""Options that name a port, which somebody else may have."""
+"""Options that name a port, which another process may have taken."""
 LOCAL_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 
 
 @dataclass(frozen=True)
 class Block:
-    """``kind`` is `run`, `background`, `python`, `not run`, or, in the README, a name; ``expected`` has to be printed."""
+    """A fenced block. ``kind`` is `run`, `background`, `python`, `not run` or, in the README, a name; ``expected`` must be printed."""
 
     kind: str
     expected: str
@@ -29,20 +29,20 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page that have a comment, in order."""
+    """The blocks of a page that have such a comment, in order."""
     found = re.findall(r"<!-- ([^:\n]+?)(?:: (.+?))? -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
     return [Block(*each) for each in found]
 
 
 def shell(script: str) -> str:
-    """What a script prints, errors included. It has to succeed."""
+    """The output of a script, errors included. The script must succeed."""
     done = subprocess.run(
         ["bash", "-euc", script],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout}"
@@ -51,10 +51,10 @@ def shell(script: str) -> str:
 
 @contextmanager
 def terminal(script: str) -> Iterator[str]:
-    """A shell in which a command has started to do what it is for, and what it printed; its processes end with the context."""
+    """A shell that runs a command until it prints that it is ready, and the output so far. Its processes end with the context."""
     shell = subprocess.Popen(
         ["bash", "-euc", script],
-        stdin=subprocess.DEVNULL,  # nobody is there to be asked
+        stdin=subprocess.DEVNULL,  # commands must not ask
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,9 +77,9 @@ def terminal(script: str) -> Iterator[str]:
 
 
 def follow(page: Path) -> None:
-    """Do what a guide says, in the directory we are in, and end what it left running.
+    """Run the blocks of a guide in the current directory, then end the processes that they left running.
 
-    Ports are the exception: free ones are taken in place of those that a guide names, and later blocks ask there.
+    Free ports replace the ports that a guide names, in later blocks too.
     """
     ports: dict[str, str] = {}
     with ExitStack() as stack:

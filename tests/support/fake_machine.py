@@ -19,7 +19,7 @@ class FakeMachine:
     released: int = 0
 
     def see(self, **changes: object) -> None:
-        """Change what the next observations return."""
+        """Change the result of the next observations."""
         self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]
 
     def observe(self, limits: Limits) -> Observed:

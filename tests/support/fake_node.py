@@ -1,4 +1,4 @@
-"""A node that says what it is and does nothing, for tests of what stands around a node."""
+"""A node that does nothing, for tests of the code around a node."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ STATUS = NodeStatus(
 
 
 class FakeNode:
-    """Remembers in ``graces_s`` how long it was given to finish, each time it was told to, and in ``asked`` to pause and resume."""
+    """Records in ``graces_s`` the grace period of each ``finish``, and in ``asked`` the calls of pause and resume."""
 
     def __init__(self) -> None:
         self.graces_s: list[float] = []
@@ -67,4 +67,4 @@ class FakeNode:
         self.kept = limits
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
-        """Nothing ever changes."""
+        """Never calls back: nothing changes."""

@@ -1,4 +1,4 @@
-"""What can happen to a node, and how to do it to the node that serves, in the middle of an answer."""
+"""Faults of a node, and how to inflict them on the node that serves, in the middle of an answer."""
 
 import signal
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tests.support.processes import NodeProcess, Swarm
 
 
 class At:
-    """A transformers streamer that does something when the answer has ``count`` tokens, for each (count, action)."""
+    """A transformers streamer that runs each action when the answer has ``count`` tokens, for each (count, action)."""
 
     def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self._actions = dict(actions)
@@ -27,7 +27,7 @@ class At:
 
 
 class Strike:
-    """Does ``fault`` to the node that serves ``block`` to ``model`` when it is called. ``hit`` are the nodes that had it."""
+    """Called, inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that had it."""
 
     def __init__(
         self, lab: Swarm, model: Any, fault: Callable[[NodeProcess], object], block: int = 10
@@ -78,5 +78,5 @@ def stop_python(node: NodeProcess) -> None:
 
 
 def resume(node: NodeProcess) -> None:
-    """Undo a stop."""
+    """Undo ``stop``."""
     node.send_signal(signal.SIGCONT)

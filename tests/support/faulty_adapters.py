@@ -1,4 +1,4 @@
-"""Adapters of the tiny model that no host can compute with."""
+"""Adapters of the tiny model that no host can compute."""
 
 import torch
 
@@ -11,7 +11,7 @@ HUGE = 1e30
 
 
 def pair(down: float, up: float) -> Adapter:
-    """One pair, of rank 1, for block ``BLOCK``."""
+    """One LoRA pair of rank 1 for block ``BLOCK``."""
     name = f"{BLOCK}.self_attn.o_proj"
     return Adapter({f"{name}.down": torch.full((1, HIDDEN), down), f"{name}.up": torch.full((HIDDEN, 1), up)})
 

@@ -12,8 +12,7 @@ import httpx
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
-from swarmnet_client.batching.continuous_batching import Limits
-from swarmnet_client.batching.engine import open_engine
+from swarmnet_client.batching.continuous_batching import Limits, open_engine
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
@@ -163,7 +162,7 @@ def served(
 
 
 def words(ids: list[int]) -> str:
-    """The text of token ids; the ids of the special tokens have none."""
+    """The text of token ids; special tokens have none."""
     return " ".join(f"w{number}" for number in ids if number > 1)
 
 

@@ -8,7 +8,7 @@ from tests.support.processes import Swarm
 
 
 class GatewayProcess(RunningCommand):
-    """A gateway of a lab's swarm."""
+    """A gateway of the swarm of a lab."""
 
     def __init__(self, lab: Swarm, *options: str) -> None:
         where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
@@ -21,7 +21,7 @@ class GatewayProcess(RunningCommand):
         return url
 
     def openai(self, **options: Any) -> Any:
-        """The real client of this gateway, which tries once."""
+        """OpenAI's client for this gateway, without retries."""
         from openai import OpenAI
 
         return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})

@@ -1,4 +1,4 @@
-"""Prompts as a batch, and what a model answers to them greedily."""
+"""Prompts as a batch, and greedy answers to them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def padded(prompts: list[list[int]], *, left: bool = True) -> dict[str, torch.Te
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int, streamer: Any = None) -> list[list[int]]:
-    """Exactly ``count`` greedy tokens after each prompt: no token ends a text."""
+    """Exactly ``count`` greedy tokens after each prompt: end tokens end no text."""
     batch = padded(prompts)
     output = model.generate(
         **batch,

@@ -13,10 +13,12 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import ALL, ENTRANCE, HANDSHAKE, SESSION
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm, Someone, identity_of
+from tests.support.refusals import final_refusal
 
 DEADLINE_S = 5.0
 DELAY_S = 0.02
@@ -65,7 +67,7 @@ def run(scenario: Callable[[World], Awaitable[None]], swarm: PrivateSwarm | None
 
 
 async def hear(transport: Transport, other: Transport, protocol: ProtocolSpec) -> Message:
-    """What the other side answers. Raises whatever keeps it from doing so."""
+    """The answer of the other side. Raises the error that prevents it."""
     stream = await transport.open(other.peer_id, protocol, deadline_s=DEADLINE_S)
     try:
         with contextlib.suppress(StreamEnded):
@@ -82,14 +84,21 @@ def hello(swarm: bytes, certificate: bytes) -> Message:
 
 
 async def send_handshake(stranger: MemoryTransport, victim: Someone, message: Message) -> pb.HandshakeMessage:
-    """Send any message on a handshake stream, and return the answer."""
+    """Send any message on a handshake stream; returns the answer."""
     stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
     await stream.send(message)
     return pb.HandshakeMessage.FromString((await stream.receive()).header)
 
 
+async def refusal_of(stranger: MemoryTransport, victim: Someone, message: Message) -> Refused:
+    """Send any message on a handshake stream, and return the refusal that follows."""
+    stream = await stranger.open(victim.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
+    await stream.send(message)
+    return await final_refusal(stream)
+
+
 async def converse(client: Someone, server: Someone, protocol: ProtocolSpec = SESSION) -> Stream:
-    """A stream that is in use."""
+    """A stream in use."""
     stream = await client.transport.open(server.peer_id, protocol, deadline_s=DEADLINE_S)
     await stream.send(Message(b"hello"))
     assert await stream.receive() == HEARD

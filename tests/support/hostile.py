@@ -1,10 +1,10 @@
-"""Hostile frames at a given rate, from several identities in a process of their own.
+"""Hostile frames at a given rate, from several identities in a process of its own.
 
     python -m tests.support.hostile SECONDS FRAMES_PER_S IDENTITIES ADDRESS
 
-Most are pings without end; the others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in the midst of a message. Streams are
-closed and opened again as fast as it takes to send them all, however slowly they are read. Where less than a third could be sent in
-that time, it goes on until it was. Prints a JSON object with what was sent.
+Most frames are pings. The others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in the middle of a message. Streams are
+closed and opened again as fast as the rate needs, however slowly they are read. If less than a third of the frames could be sent in
+the given time, the process goes on until a third was sent. Prints a JSON object that counts what was sent.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def frame(header: bytes, payload: bytes = b"") -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """Groups within groups, which any protobuf may hold as an unknown field: two bytes each."""
+    """Nested protobuf groups, which any message may hold as an unknown field: two bytes for each level."""
     return b"\x0b" * depth + b"\x0c" * depth
 
 
@@ -77,7 +77,7 @@ class Attacker:
         await self._send(protocol, kind, data, 1)
 
     async def _send(self, protocol: ProtocolSpec, kind: str, data: bytes, frames: int) -> None:
-        """Batches on a stream of their own, until it takes no more."""
+        """Send batches on a new stream until it accepts no more."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 pipe = await self._transport._daemon.open_stream(
@@ -99,7 +99,7 @@ class Attacker:
 
 
 async def attack(seconds: float, frames_per_s: float, identities: int, address: str) -> Counter[str]:
-    """What all of them sent, by kind."""
+    """The number of frames that all attackers sent, by kind."""
     os.nice(19)  # the victim's machine is not the attacker's
     sent: Counter[str] = Counter()
     async with contextlib.AsyncExitStack() as stack:
@@ -122,7 +122,7 @@ async def attack(seconds: float, frames_per_s: float, identities: int, address: 
 
 def main() -> None:
     seconds, frames_per_s, identities, address = sys.argv[1:]
-    # As nodes do; asyncio's own loop may find a p2pd that ended by itself reaped by its own poll, and warns of that.
+    # As nodes do: asyncio's own loop warns when a p2pd that ended was already reaped by a poll.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sent = runner.run(attack(float(seconds), float(frames_per_s), int(identities), address))
     print(json.dumps({"event": "attacked", "sent": dict(sent)}), flush=True)

@@ -1,4 +1,4 @@
-"""An activation log with room of its own."""
+"""An activation log with a memory account of its own."""
 
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog

@@ -1,4 +1,4 @@
-"""Hosts of the simulated swarm that give wrong outputs, all of them finite, or say wrong things about them."""
+"""Hosts of the simulated swarm that give wrong but finite outputs, or report wrong ones."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ THREE_OF_EACH = {
 
 
 def rolled(outputs: torch.Tensor) -> torch.Tensor:
-    """As large as the true ones, and wrong."""
+    """Wrong outputs of the same size as the true ones."""
     return torch.roll(outputs, 1, dims=-1)
 
 
 class LyingStage:
-    """A stage whose every output is what ``lie`` makes of the true one."""
+    """A stage that passes each of its outputs through ``lie``."""
 
     def __init__(self, stage: Any, lie: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._stage = stage
@@ -40,14 +40,14 @@ class LyingStage:
 
 
 def lying(hosting: Hosting, lie: Callable[[torch.Tensor], torch.Tensor] = rolled) -> Hosting:
-    """A node that lies in all it computes."""
+    """A node whose outputs are all wrong."""
     load = hosting.load
     loaded: Any = lambda start, end: LyingStage(load(start, end), lie)  # noqa: E731
     return dataclasses.replace(hosting, load=loaded)
 
 
 async def start(lab: Lab, spans: Mapping[str, tuple[int, int]], liars: Sequence[str] = ()) -> None:
-    """Nodes for these spans; ``liars`` among them lie."""
+    """Start nodes for these spans; the ``liars`` among them lie."""
     for name, span in spans.items():
         hosting = lab.hosting(span)
         await lab.start(name, lying(hosting) if name in liars else hosting)

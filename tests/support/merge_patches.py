@@ -1,10 +1,10 @@
-"""JSON Merge Patches as readers of the dashboard apply them."""
+"""JSON merge patches, applied as readers of the dashboard apply them."""
 
 from typing import Any
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """RFC 7386, as it is written there."""
+    """``MergePatch`` of RFC 7386, section 2."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -17,7 +17,7 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` as it is read where null and missing mean the same."""
+    """``value`` without its null members, for readers to whom null and missing mean the same."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return value

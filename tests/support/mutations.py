@@ -1,6 +1,6 @@
-"""What is nearly what somebody signed, and who takes it all the same.
+"""Mutations of signed data, and which of them a reader accepts.
 
-Hypothesis would need ten times as long for each, and these are so small that there is nothing to shrink.
+Hypothesis would need ten times as long for each, and inputs this small need no shrinking.
 """
 
 import random
@@ -11,9 +11,9 @@ MAX_BYTES = 8
 
 
 def mutations(whole: bytes, count: int) -> Iterator[bytes]:
-    """``whole`` with each one of its bits flipped; then ``count`` others, the same in every run.
+    """``whole`` with each one of its bits flipped, then ``count`` other mutations, the same in every run.
 
-    Of those, half have two or three bits flipped; the others up to 8 bytes cut out, and others, or these twice, put in.
+    Of those, half have two or three bits flipped; in the others up to 8 bytes are cut out, replaced or doubled.
     """
     for bit in range(8 * len(whole)):
         yield _flipped(whole, [bit])
@@ -21,7 +21,7 @@ def mutations(whole: bytes, count: int) -> Iterator[bytes]:
 
 
 def mutated(whole: bytes, count: int) -> Iterator[bytes]:
-    """``count`` times ``whole`` with a few bits flipped or bytes exchanged, the same in every run."""
+    """``count`` copies of ``whole`` with a few bits flipped or bytes replaced, the same in every run."""
     chance = random.Random(len(whole))
     while count > 0:
         changed = _mutated(whole, chance)
@@ -33,7 +33,10 @@ def mutated(whole: bytes, count: int) -> Iterator[bytes]:
 def taken(
     many: Iterable[bytes], read: Callable[[bytes], object], refusals: tuple[type[Exception], ...]
 ) -> list[bytes]:
-    """Those of ``many`` that ``read`` refuses with none of ``refusals``. Any other error of it is raised, with a note of which it was."""
+    """The inputs among ``many`` that ``read`` does not refuse with one of ``refusals``.
+
+    Any other error of ``read`` is raised, with the input in a note.
+    """
     found = []
     for each in many:
         try:

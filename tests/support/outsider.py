@@ -1,4 +1,4 @@
-"""A libp2p peer of a few lines, in no swarm: TCP, multistream, Noise XX, yamux. Its identity costs nothing."""
+"""A small libp2p peer outside the swarm: TCP, multistream, Noise XX, yamux. Its identity costs nothing."""
 
 import asyncio
 import contextlib
@@ -29,17 +29,17 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, data: bytes) -> bytes:
-    """A field of protobuf with bytes in it."""
+    """A protobuf field that holds bytes."""
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def line(text: str) -> bytes:
-    """A line of multistream-select."""
+    """A message of multistream-select."""
     return varint(len(text) + 1) + text.encode() + b"\n"
 
 
 class _Handshake:
-    """Noise_XX_25519_ChaChaPoly_SHA256, of whoever begins."""
+    """The initiator of Noise_XX_25519_ChaChaPoly_SHA256."""
 
     def __init__(self) -> None:
         self._hash = self._chain = b"Noise_XX_25519_ChaChaPoly_SHA256"
@@ -83,7 +83,7 @@ def nonce(number: int) -> bytes:
 
 
 class Outsider:
-    """One connection. It opens streams, and takes none. Made by :meth:`connect`."""
+    """One connection. It opens streams and accepts none. Made by :meth:`connect`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -102,7 +102,7 @@ class Outsider:
 
     @classmethod
     async def connect(cls, address: str, *, source: str | None = None) -> Self:
-        """To a multiaddr of TCP, from an address of this machine."""
+        """Connect to a TCP multiaddr from an address of this machine."""
         _, _, host, _, port, *_ = address.split("/")
         local = (source, 0) if source is not None else None
         peer = cls(*await asyncio.open_connection(host, int(port), local_addr=local))
@@ -120,7 +120,7 @@ class Outsider:
         self._writer.close()
 
     async def open(self, protocol: str, said: bytes = b"") -> int:
-        """A new stream under ``protocol``, and what is said on it at once."""
+        """Open a stream under ``protocol`` and send a first message on it."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.heard[stream] = b""
         await self._write(_FRAME.pack(0, _WINDOW, _SYN, stream, 0))
@@ -208,7 +208,7 @@ class Outsider:
 async def outsiders(
     address: str, number: int, *, sources: tuple[str | None, ...] = (None,)
 ) -> AsyncIterator[list[Outsider]]:
-    """So many connections, of an identity each, from each of ``sources``. Those that were not taken are missing."""
+    """``count`` connections from each of ``sources``, each with an identity of its own. Those that were refused are missing."""
     joined: list[Outsider] = []
 
     async def join(source: str | None) -> None:

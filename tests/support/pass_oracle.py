@@ -1,4 +1,4 @@
-"""What a pass with an adapter must give: transformers and PEFT, whole, in this process, differentiated by autograd."""
+"""The true results of a pass with an adapter: transformers and PEFT in this process, differentiated by autograd."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tests.support.peft_oracle import lora_tensors, with_lora
 
 @dataclass(frozen=True)
 class LocalPass:
-    """An adapter's tensors; outputs and gradients of a pass with it, those at the tensors by name."""
+    """An adapter's tensors, the outputs and input gradients of a pass with it, and the gradients of its tensors by name."""
 
     tensors: dict[str, torch.Tensor]
     outputs: torch.Tensor
@@ -25,7 +25,7 @@ class LocalPass:
 def lora_pass(
     plain: Any, targets: Sequence[str], inputs: torch.Tensor, counts: Sequence[int], wanted: torch.Tensor
 ) -> LocalPass:
-    """Sequences [P, D] through the blocks of ``plain``, which gets random LoRA pairs; ``wanted`` are gradients of the outputs."""
+    """A pass of sequences [P, D] through the blocks of ``plain`` with random LoRA pairs; ``wanted`` are the gradients of the outputs."""
     tuned = with_lora(plain, targets)
     stack = tuned.get_base_model().model
     stack.norm = nn.Identity()
@@ -73,7 +73,7 @@ def prefix_pass(
 
 
 def assert_same(found: Sequence[torch.Tensor], own: dict[str, torch.Tensor], expected: LocalPass) -> None:
-    """Outputs, gradients at the inputs and at every tensor of the adapter, each to 1e-4 of its size.
+    """Compare outputs, input gradients and the gradients of every adapter tensor, each to 1e-4 of its size.
 
     The tiny model of simulations magnifies rounding: plain float32 is 1.3e-5 from float64.
     """

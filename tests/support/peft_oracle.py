@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them, and in the form in which they travel."""
+"""Adapters in the form of PEFT, and in the form in which they travel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from peft.tuners.lora import Linear
 
 
 def with_lora(model: Any, targets: Sequence[str], *, rank: int = 4, seed: int = 0) -> Any:
-    """``model`` with random LoRA pairs in place of its own ``targets``."""
+    """``model`` with random LoRA pairs at ``targets``."""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -39,7 +39,7 @@ def with_prefix(model: Any, positions: int, *, seed: int = 0) -> Any:
 
 
 def lora_tensors(tuned: Any) -> dict[str, torch.Tensor]:
-    """The LoRA pairs of a PEFT model, by our names."""
+    """The LoRA pairs of a PEFT model under the names of this project."""
     tensors = {}
     for name, module in tuned.named_modules():
         if isinstance(module, Linear):
@@ -51,7 +51,7 @@ def lora_tensors(tuned: Any) -> dict[str, torch.Tensor]:
 
 
 def prefix_tensors(tuned: Any) -> dict[str, torch.Tensor]:
-    """The prefix of a PEFT model, by our names."""
+    """The prefix of a PEFT model under the names of this project."""
     config = tuned.active_peft_config
     cached = tuned.prompt_encoder["default"].embedding.weight.detach()
     states = cached.view(config.num_virtual_tokens, 2 * config.num_layers, config.num_attention_heads, -1)
@@ -67,7 +67,7 @@ def random_tensors(
     rank: int = 4,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """LoRA pairs for ``modules``, (path, outputs, inputs), of ``blocks``."""
+    """LoRA pairs for ``modules``, given as (path, outputs, inputs), of ``blocks``."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for block in blocks:

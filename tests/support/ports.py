@@ -1,4 +1,4 @@
-"""Ports that count who connects to them."""
+"""Listening ports that count connections."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections import Counter
 
 
 class Ports:
-    """Ports of this machine, and how often somebody connected to each."""
+    """Ports of this machine with the number of connections to each."""
 
     def __init__(self, stack: contextlib.ExitStack, count: int, banner: bytes) -> None:
         self.connections: Counter[int] = Counter()

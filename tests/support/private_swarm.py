@@ -1,4 +1,4 @@
-"""A private swarm on a simulated network: an authority, and members with whatever certificate a test wants."""
+"""A private swarm on a simulated network: an authority, and members with the certificates that a test chooses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-from swarmnet_protocols.membership.handshake import Handshakes
+from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -24,7 +23,7 @@ LIFETIME_S = 24 * 3600.0
 
 
 def virtual_clock() -> float:
-    """Unix time that passes with the loop's."""
+    """Unix time that advances with the loop's clock."""
     return EPOCH + asyncio.get_running_loop().time()
 
 
@@ -34,7 +33,7 @@ def identity_of(name: str) -> Identity:
 
 @dataclass
 class Someone:
-    """A peer of the swarm, or one who would be: with its handshakes and the transport below them."""
+    """A peer, member or not, with its handshakes and the transport below them."""
 
     identity: Identity
     raw: MemoryTransport
@@ -49,7 +48,7 @@ class Someone:
 
 @dataclass
 class PrivateSwarm:
-    """What its authority does."""
+    """The authority of a private swarm, and its network."""
 
     rules: Rules = field(
         default_factory=lambda: Rules(bytes(32), Admission.CERTIFICATE, keys={AUTHORITY.public_key: inf})
@@ -77,7 +76,7 @@ class PrivateSwarm:
         )
 
     def revocation(self, *peers: PeerId, invites: tuple[bytes, ...] = (), serial: int = 1) -> bytes:
-        """A sealed list by the authority."""
+        """A sealed revocation list of the authority."""
         named = RevokedIds(peers=frozenset(peers), invites=frozenset(invites))
         return sign_list(named, serial=serial, swarm=self.rules.swarm, key=AUTHORITY)
 
@@ -85,7 +84,7 @@ class PrivateSwarm:
     async def peer(
         self, network: MemoryNetwork, name: str, certificate: bytes = b""
     ) -> AsyncIterator[Someone]:
-        """A peer that shows ``certificate``, whatever it is worth."""
+        """A peer that presents ``certificate``, valid or not."""
         identity = identity_of(name)
         membership = Membership(self.rules, identity.peer_id, virtual_clock)
         membership.certificate = certificate
@@ -99,6 +98,6 @@ class PrivateSwarm:
     async def member(
         self, network: MemoryNetwork, name: str, roles: frozenset[Role]
     ) -> AsyncIterator[Someone]:
-        """A peer with a good certificate."""
+        """A peer with a valid certificate."""
         async with self.peer(network, name, self.certificate(name, *roles)) as someone:
             yield someone

@@ -1,4 +1,4 @@
-"""Real nodes in real processes on this machine, for tests and benchmarks. Everything started here is stopped here."""
+"""Real nodes in processes on this machine, for tests and benchmarks. All processes started here are stopped here."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ class NodeProcess(RunningCommand):
 
     def __init__(self, arguments: Sequence[str], data_dir: Path, place: Place = LOOPBACK) -> None:
         self.data_dir = data_dir
-        # If we are killed it sees its stdin end.
+        # If this process is killed, the node sees its stdin end.
         where = ("--data-dir", str(data_dir), "--listen", f"/ip4/{place.ip}/tcp/0", "--stop-on-eof")
-        where += ("--priority", "normal")  # a busy machine is no excuse for a slow test
+        where += ("--priority", "normal")  # a node at low priority would be slow on a busy machine
         log = data_dir.with_suffix(".log")
         super().__init__(("join", *arguments, *where), log, place, stdin=subprocess.PIPE)
 
@@ -37,13 +37,13 @@ class NodeProcess(RunningCommand):
 
     @property
     def status(self) -> NodeStatus:
-        """What the node says of itself now, over its control socket."""
+        """The status that the node reports over its control socket."""
         return control.status(self.data_dir)
 
 
 @dataclass
 class Swarm:
-    """A private corner of this machine: a swarm file, a cache, and nodes."""
+    """A swarm file, a cache and nodes, in a directory of their own."""
 
     directory: Path
     cache_dir: Path
@@ -68,19 +68,19 @@ class Swarm:
         return [option for address in self.bootstrap for option in ("--bootstrap", address)]
 
     def launch(self, name: str, *options: str, place: Place = LOOPBACK) -> NodeProcess:
-        """Start a node without waiting for it; the first one is everybody's bootstrap."""
+        """Start a node without waiting for it. The first node is the bootstrap peer of all."""
         arguments = (str(self.file), "--model", self.model, "--cache-dir", str(self.cache_dir), *options)
         self.nodes[name] = NodeProcess((*arguments, *self.bootstrap_options), self.directory / name, place)
         return self.nodes[name]
 
     def relaunch(self, name: str) -> NodeProcess:
-        """Start a node that ``start`` had started again, in place of what is left of it, with the same identity."""
+        """Start a node again that ``start`` had started, with the same identity, after killing what is left of it."""
         self.nodes[name].kill()
         start, end, _ = name.split("-")
         return self.launch(name, "--blocks", f"{start}:{end}")
 
     def start(self, *spans: tuple[int, int]) -> list[NodeProcess]:
-        """Nodes for these spans, all ready; they are named after their span and place."""
+        """Start nodes for these spans and wait until all are ready; they are named after their span and place."""
         nodes = []
         for start, end in spans:
             node = self.launch(f"{start}-{end}-{len(self.nodes)}", "--blocks", f"{start}:{end}")
@@ -92,7 +92,7 @@ class Swarm:
         return nodes
 
     def connect(self, *, bootstrap: Sequence[str] | None = None) -> Any:
-        """A client of this swarm: a transformers model. It knows every node that runs, or those of ``bootstrap``."""
+        """A client of this swarm: a transformers model that knows every running node, or those of ``bootstrap``."""
         from swarmnet import AutoSwarmModelForCausalLM
 
         known = self.bootstrap if bootstrap is None else bootstrap
@@ -106,7 +106,7 @@ class Swarm:
 
 
 class RunProcess(RunningCommand):
-    """``swarmnet run --stream`` with a prompt: tokens are seen as they come."""
+    """``swarmnet run --stream`` with a prompt: tokens are seen as they arrive."""
 
     def __init__(self, lab: Swarm, prompt: str, tokens: int = 200, place: Place = LOOPBACK) -> None:
         arguments = ("run", lab.model, prompt, "--raw", "--stream", "-n", str(tokens))
@@ -114,7 +114,7 @@ class RunProcess(RunningCommand):
         super().__init__((*arguments, *where), lab.directory / "run.log", place)
 
     def finish(self) -> tuple[int, dict[str, Any]]:
-        """Its exit code and the last thing it printed."""
+        """The exit code and the last event that it printed."""
         code = self.wait_for_end()
         errors = self.log.read_text()
         if "Traceback" in errors or not self.events:

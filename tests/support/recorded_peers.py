@@ -1,4 +1,4 @@
-"""Who is in a recorded swarm: hosts, the chains of sessions over them, workers of a job; and what each of them reports."""
+"""The parts of a recorded swarm: hosts, chains of sessions over them, workers of a job, and the reports of each."""
 
 import hashlib
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from swarmnet.dashboard.observing.sightings import Announced, JobSighting, Reported, Sighting
+from swarmnet.dashboard.observations import Announcement, JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
@@ -24,7 +24,7 @@ SCRIPTS = (
 
 @dataclass
 class Host:
-    """One host: what it is, and its counters, which move with the swarm's clock."""
+    """One host with its counters, which grow as the swarm's clock advances."""
 
     peer: PeerId
     model: CatalogModel
@@ -45,12 +45,12 @@ class Host:
     tokens: Histogram = field(default_factory=lambda: node_histogram("tokens", "", BOUNDS_S))
     flows: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     died_s: float | None = None
-    before: Reported | None = None
-    newest: Reported | None = None
+    before: TimedReport | None = None
+    newest: TimedReport | None = None
 
-    def tell(self, now_s: float) -> None:
-        """Report its counters as they are now."""
-        report = report_pb2.HostReport(
+    def report(self, now_s: float) -> None:
+        """Make a report of the present counters."""
+        host = report_pb2.HostReport(
             manifest=self.model.manifest,
             model=self.model.name,
             total_blocks=self.model.blocks,
@@ -78,14 +78,14 @@ class Host:
         )
         uptime_s = now_s - self.born_s
         node = report_pb2.NodeReport(
-            version=self.version, public_name=self.name, uptime_s=uptime_s, host=report
+            version=self.version, public_name=self.name, uptime_s=uptime_s, host=host
         )
         check(node)
-        self.before, self.newest = self.newest, Reported(node, now_s)
+        self.before, self.newest = self.newest, TimedReport(node, now_s)
 
-    def seen(self, began_s: float, now_s: float, delay_s: float) -> Sighting:
-        """What an observer knows of it who has looked since ``began_s``."""
-        announced = Announced(
+    def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
+        """What an observer that started at ``began_s`` knows of the host."""
+        announced = Announcement(
             self.model.manifest,
             *self.span,
             state=self.state,
@@ -96,7 +96,7 @@ class Host:
             cache_bytes_free=0,
             is_relayed=self.relayed,
         )
-        return Sighting(
+        return PeerObservation(
             self.peer,
             max(self.born_s, began_s),
             announced if self.died_s is None else None,
@@ -110,14 +110,14 @@ class Host:
 
 @dataclass
 class Chain:
-    """A client's session: its hops and how fast it goes."""
+    """A client's session: its hops and its speed."""
 
     hops: list[Host]
     tokens_per_s: float
     ends_s: float
 
     def flow(self, elapsed_s: float, rng: random.Random) -> None:
-        """Tokens go through its hops for so long."""
+        """Add the tokens of ``elapsed_s`` to the counters of its hops."""
         count = self.tokens_per_s * elapsed_s * rng.uniform(0.8, 1.2)
         sides = ["", *(hop.peer for hop in self.hops), ""]
         for index, hop in enumerate(self.hops):
@@ -131,11 +131,11 @@ class Chain:
             last.tokens.observe(rng.lognormvariate(math.log(1 / self.tokens_per_s), 0.35))
 
 
-def training(count: int, began_s: float, now_s: float) -> tuple[list[JobSighting], list[Sighting]]:
-    """A job of so many workers, and what is seen of each."""
+def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservation], list[PeerObservation]]:
+    """A job with ``count`` workers, and the observation of each."""
     if not count:
         return [], []
-    job, sightings = hash_of("job"), []
+    job, observations = hash_of("job"), []
     round_number = 212 + int((now_s - began_s) / 20)
     peers = [Identity.from_seed(f"worker {number}".encode()).peer_id for number in range(count)]
     for number, peer in enumerate(peers):
@@ -159,14 +159,14 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobSighting
         age_s = 5000.0 + 700 * number + now_s - began_s
         name = SCRIPTS[0] if number == 0 else ""
         report = report_pb2.NodeReport(version="0.1.0", public_name=name, uptime_s=age_s, worker=worker)
-        newest = Reported(report, now_s)
-        sightings.append(Sighting(peer, began_s, newest=newest, delay_s=0.02))
-    known = JobSighting(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
-    return [known], sightings
+        newest = TimedReport(report, now_s)
+        observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02))
+    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
+    return [known], observations
 
 
 def loss_after(round_number: int) -> float:
-    """What the job has learned by then."""
+    """The loss of the job after a round."""
     return 1.9 + 6 * math.exp(-round_number / 60) + 0.03 * math.sin(round_number * 1.7)
 
 

@@ -1,6 +1,6 @@
-"""A lively swarm that does not exist, seen by the real dashboard: ``python -m tests.support.recorded_swarm --port 8090 --kind full``.
+"""A simulated swarm, shown by the real dashboard: ``python -m tests.support.recorded_swarm --port 8090 --kind full``.
 
-Its peers come and go, its tokens flow and its job learns as the clock is moved on, from one seed; nothing is computed.
+Peers join and fail, tokens flow and a job makes progress as its clock advances. All of it follows from one seed; nothing is computed.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from prometheus_client import Histogram
 
 from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard import server
+from swarmnet.dashboard.counts import Counts, Totals
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import (
     DAY_S,
@@ -28,8 +29,7 @@ from swarmnet.dashboard.history import (
     ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.observing.sightings import Look, Sighting, SwarmAbout
-from swarmnet.dashboard.observing.tally import Counts, Tallies
+from swarmnet.dashboard.observations import PeerObservation, Snapshot, SwarmInfo
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
@@ -57,14 +57,14 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """How a swarm is made up: hosts of a large and of a small model, blocks of the large one, workers of a job."""
+    """The size of a swarm: hosts of a large and of a small model, blocks of the large one, workers of a job."""
 
     hosts: int
     small_hosts: int = 0
     blocks: int = 126
     workers: int = 0
     gap: tuple[int, int] | None = None
-    """Blocks of the large model that nobody hosts."""
+    """Blocks of the large model that have no host."""
 
 
 SHAPES = {
@@ -76,14 +76,14 @@ SHAPES = {
 
 
 class RecordedSwarm:
-    """A ``Source`` for a ``Feed``. ``advance`` moves everything on to what the clock says."""
+    """A ``SnapshotSource``. Each snapshot first advances the simulation to the clock."""
 
     def __init__(self, kind: str, clock: Clock, *, seed: int = 0) -> None:
         self.shape = SHAPES[kind]
         self._clock = clock
         self._rng = random.Random(f"{kind}/{seed}")
         self._began_s = self._now_s = clock()
-        self._tallies = Tallies()
+        self._totals = Totals()
         self.large = CatalogModel(hash_of("large"), "meta-llama/Llama-3.1-405B-Instruct", self.shape.blocks)
         self.small = CatalogModel(hash_of("small"), "smollm2-135m-instruct", 30)
         self.hosts: dict[PeerId, Host] = {}
@@ -100,16 +100,16 @@ class RecordedSwarm:
         for step in range(3):
             self._move(self._began_s - 6 + 2 * step, 2.0)
 
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """What an observer would know now."""
         now_s = self._clock()
         if now_s - self._now_s >= 1.0:
             self._move(now_s, now_s - self._now_s)
         jobs, workers = training(self.shape.workers, self._began_s, now_s)
-        return Look(
+        return Snapshot(
             now_s,
             self._began_s,
-            SwarmAbout(
+            SwarmInfo(
                 "neighbours", hash_of("swarm").hex(), "certificate", Identity.from_seed(b"observer").peer_id
             ),
             models=tuple(
@@ -117,17 +117,17 @@ class RecordedSwarm:
                 for model in (self.large, self.small)
                 if any(host.model == model for host in self.hosts.values())
             ),
-            peers=[*(self._seen(host) for host in self.hosts.values()), *workers],
+            peers=[*(self._observation(host) for host in self.hosts.values()), *workers],
             jobs=jobs,
-            totals=dict(self._tallies.models),
-            peer_positions=dict(self._tallies.peers),
+            totals=dict(self._totals.models),
+            peer_positions=dict(self._totals.peers),
         )
 
     def kill(self, peer: PeerId) -> None:
-        """A host dies, and its sessions go on elsewhere."""
+        """Crash a host; its sessions continue on other hosts."""
         host = self.hosts[peer]
         host.died_s = self._now_s
-        self._tallies.lost(host.model.manifest)
+        self._totals.add_failure(host.model.manifest)
         for chain in [chain for chain in self._chains if host in chain.hops]:
             chain.ends_s = self._now_s
             for hop in chain.hops:
@@ -137,10 +137,10 @@ class RecordedSwarm:
                     break
 
     def add(self, name: str = "") -> PeerId:
-        """Somebody joins now."""
+        """Add a host that starts now."""
         return self._join(self.large, age_s=0.0, name=name).peer
 
-    # ---- how it moves -----------------------------------------------------------------------------------
+    # ---- the simulation ----------------------------------------------------------------------------------
 
     def _join(self, model: CatalogModel, *, age_s: float, name: str | None = None) -> Host:
         rng, number = self._rng, next(self._numbers)
@@ -208,10 +208,10 @@ class RecordedSwarm:
         for chain in self._chains:
             chain.flow(elapsed_s, self._rng)
         for host in alive:
-            host.tell(now_s)
+            host.report(now_s)
             if host.before is not None and host.newest is not None:
                 before, newest = host.before, host.newest
-                self._tallies.add(host.peer, before.report, newest.report, newest.at_s - before.at_s)
+                self._totals.add(host.peer, before.report, newest.report, newest.at_s - before.at_s)
 
     def _begin(self, model: CatalogModel) -> bool:
         """A client opens a session; False if no chain covers the model."""
@@ -234,27 +234,27 @@ class RecordedSwarm:
         hops[-1].firsts.observe(len(hops) / rate * self._rng.uniform(2, 9))
         return True
 
-    def _seen(self, host: Host) -> Sighting:
+    def _observation(self, host: Host) -> PeerObservation:
         delay_s = round(host.delay_s * self._rng.uniform(0.97, 1.03), 4)
-        return host.seen(self._began_s, self._now_s, delay_s)
+        return host.observation(self._began_s, self._now_s, delay_s)
 
 
 @contextmanager
 def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterator[History]:
-    """A month of that swarm, as its dashboard would remember it."""
+    """A month of history of that swarm."""
     rng = random.Random(7)
     with History.open(folder) as history:
-        look = swarm.look()
-        if look.models:
+        snapshot = swarm.snapshot()
+        if snapshot.models:
             for step_s, kept_s in (
                 (MODELS.coarse_s, MONTH_S),
                 (MODELS.fine_s, DAY_S),
             ):
                 times = range(int(now_s - kept_s), int(now_s), step_s)
-                for model in ("", *(each.manifest.hex() for each in look.models)):
+                for model in ("", *(each.manifest.hex() for each in snapshot.models)):
                     samples = [_model_sample(model, at_s, step_s, swarm, rng) for at_s in times]
                     _add_samples(history, samples, step_s)
-            peers = [seen.peer for seen in look.peers][:40]
+            peers = [seen.peer for seen in snapshot.peers][:40]
             of_peers = [
                 PeerSample(
                     peer,
@@ -269,7 +269,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
                 for at_s in range(int(now_s - DAY_S), int(now_s), PEERS.fine_s)
             ]
             history.add(peers=of_peers)
-        for job in look.jobs:
+        for job in snapshot.jobs:
             history.add(
                 jobs=[
                     JobPoint(
@@ -285,7 +285,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
                     for number in range(212)
                 ]
             )
-        history.thin(now_s)
+        history.downsample(now_s)
         yield history
 
 
@@ -320,10 +320,13 @@ def _each(histogram: Histogram) -> tuple[int, ...]:
 
 
 async def serve_recorded(kind: str, port: int) -> None:
-    """Until cancelled."""
+    """Serve a swarm until cancelled."""
     swarm = RecordedSwarm(kind, wall_clock)
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
-        async with Feed.run(swarm, history) as feed, server.serve(feed, server.Place(port=port)) as endpoint:
+        async with (
+            Feed.run(swarm, history) as feed,
+            server.serve(feed, server.ServerConfig(port=port)) as endpoint,
+        ):
             print(endpoint.url, flush=True)
             await asyncio.Event().wait()
 

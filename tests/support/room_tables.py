@@ -1,6 +1,6 @@
-"""The table of modules in the README of each folder, made from the first lines of their docstrings.
+"""The table of modules in the README of each folder, made from the first paragraphs of their docstrings.
 
-``python -m tests.support.room_tables`` writes them anew.
+``python -m tests.support.room_tables`` writes the tables.
 """
 
 import ast
@@ -14,12 +14,12 @@ _HEADER = "| | |\n|---|---|\n"
 
 
 def rooms() -> list[Path]:
-    """Every folder of code that a person wrote."""
+    """Every folder of hand-written code."""
     return sorted({path.parent for _, path in sources()})
 
 
 def page(room: Path) -> Path:
-    """The README of a folder. Those of packages in a folder of their own are beside them."""
+    """The README of a folder. A package in a folder of its own has it beside the package."""
     is_beside = room in PACKAGES.values() and room.parent != ROOT
     return (room.parent if is_beside else room) / "README.md"
 
@@ -29,7 +29,7 @@ def modules(room: Path) -> list[Path]:
 
 
 def table(room: Path) -> str:
-    """One row for each module of ``room`` and each folder in it."""
+    """One row for each module and folder of ``room``."""
     rows = [f"| `{path.name}` | {_summary(path)} |\n" for path in modules(room)]
     for folder in (each for each in rooms() if each.parent == room):
         name = f"`{folder.name}/`"
@@ -39,7 +39,7 @@ def table(room: Path) -> str:
 
 
 def told(room: Path) -> str:
-    """The table that the README of ``room`` has; empty without one."""
+    """The table in the README of ``room``; empty without one."""
     _, header, rest = page(room).read_text().partition(_HEADER)
     rows = rest[: rest.find("\n\n") + 1] if "\n\n" in rest else rest
     return header + rows

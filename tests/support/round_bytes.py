@@ -1,4 +1,4 @@
-"""What a round of a job costs in all: every message of every worker, framing included."""
+"""The total cost of a training round: every message of every worker, framing included."""
 
 import random
 import tempfile
@@ -25,8 +25,10 @@ class CountingNetwork(MemoryNetwork):
 
 
 def bytes_of_a_round(workers: int, steps: int, *, delay_s: float = 0.02) -> int:
-    """What all ``workers`` of a job with ``zo`` send from the end of a round of ``steps`` to that of the next, matchmaking included,
-    no worker joining; the most of all but the first."""
+    """The most bytes that all ``workers`` of a ``zo`` job send between the ends of two rounds of ``steps``.
+
+    Matchmaking is included; newcomers and the first round are not.
+    """
     network = CountingNetwork(random.Random(0), LinkProfile(delay_s=delay_s))
     names = [f"worker-{number}" for number in range(workers)]
     ends = []

@@ -1,9 +1,9 @@
-"""How much memory rounds of training take: two whole workers in one process, over simulated links.
+"""Memory of training rounds: two whole workers in one process, over simulated links.
 
     python -m tests.support.round_memory
 
-Prints the peak of five ``diloco`` rounds in float32, above what Python and its libraries take, in vectors a worker: one is as large as
-the parameters. Slices are so large that malloc maps each by itself, so what is freed is gone at once.
+Prints the peak memory of three ``diloco`` rounds in float32, above that of Python and its libraries, in vectors per worker: one vector is
+as large as the parameters. Slices are so large that malloc maps each separately, so freed memory returns to the system at once.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from tests.support.virtual_time import run
 NAMES = ("anna", "boris")
 LARGE = {"hidden_size": 576, "intermediate_size": 1664, "num_hidden_layers": 4}
 """17 million parameters: half of them are just more than the 32 MiB that malloc may keep."""
-ROUNDS = 5
+ROUNDS = 3
 
 
 def status_bytes(field: str, process: int | str = "self") -> int:
-    """A field of /proc/PROCESS/status: "VmRSS", or "VmHWM", the most it has been."""
+    """A field of /proc/PROCESS/status: "VmRSS", or "VmHWM", its maximum."""
     status = Path(f"/proc/{process}/status").read_text()
     (found,) = re.findall(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found) * 1024
@@ -38,7 +38,7 @@ def forget_peak() -> None:
 
 
 def train(folder: Path, changes: dict[str, int]) -> tuple[int, int]:
-    """The parameters of the model, and the most memory that was taken after the first round."""
+    """The parameters of the model, and the peak memory after the first round."""
     toml = write_job(folder, "diloco", "sync_every = 1", "min_workers = 2", rounds=1000)
     for name, value in (changes | {"every_rounds": 1000}).items():
         toml = re.sub(rf"^{name} = .*$", f"{name} = {value}", toml, flags=re.MULTILINE)

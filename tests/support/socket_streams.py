@@ -1,4 +1,4 @@
-"""Streams of the libp2p transport over a socket pair in place of p2pd."""
+"""Streams of the libp2p transport over a socket pair instead of p2pd."""
 
 import asyncio
 import socket
@@ -60,7 +60,7 @@ async def inbound_stream(link: LinkLimiter | None = None) -> AsyncIterator[tuple
 
 @asynccontextmanager
 async def two_ends(link: LinkLimiter | None = None) -> AsyncIterator[tuple[End, End]]:
-    """Both ends of a stream: the one that serves it, with ``link``, and the one that opened it."""
+    """Both ends of a stream: the end that serves it, limited by ``link``, and the end that opened it."""
     async with inbound_stream(link) as (one, theirs):
         other = End(await connect(theirs.dup()), LinkLimiter(), is_outbound=True)
         theirs.close()

@@ -1,4 +1,4 @@
-"""The code of the project, as data: what it imports, calls and asserts."""
+"""The source code of the project as data: its imports, calls and assertions."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ PACKAGES = {
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Every module of the four packages that a person wrote, with its package."""
+    """Every hand-written module of the four packages, with its package."""
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             if not path.stem.endswith(("_pb2", "_pb2_grpc")):
@@ -22,7 +22,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every import anywhere in the module, at the top or inside a function, with its line."""
+    """Every import in the module, at the top or inside a function, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -35,7 +35,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` of such an expression; of another one, what of it has names."""
+    """``a.b.c`` of such an expression; of another expression, the part of it that has names."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

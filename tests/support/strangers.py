@@ -1,4 +1,4 @@
-"""Somebody whom nobody invited, and what it sends to a real process."""
+"""A peer outside the swarm, and hostile input that it sends to a real process."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ Scenario = Callable[[P2pdTransport], Awaitable[None]]
 
 
 def run_stranger(bootstrap: list[str], scenario: Scenario, directory: Path) -> None:
-    """Run a scenario over a transport of a peer that only knows these addresses."""
+    """Run a scenario over the transport of a peer that knows only these addresses."""
 
     async def main() -> None:
         config = P2pdConfig(
@@ -47,7 +47,7 @@ async def opened(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec)
 
 
 async def await_end(stream: Stream) -> None:
-    """The other side ends the stream, whatever it says before."""
+    """Wait until the other side ends the stream, whatever messages come before."""
     async with asyncio.timeout(DEADLINE_S):
         with contextlib.suppress(StreamEnded):
             while True:
@@ -55,7 +55,7 @@ async def await_end(stream: Stream) -> None:
 
 
 async def send_garbage(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec) -> None:
-    """Forty streams of garbage, each of which must end."""
+    """Send forty streams of garbage, each of which must end."""
     rng = random.Random(protocol.id)
     for _ in range(40):
         header = b"\xff" + rng.randbytes(rng.randrange(min(200, protocol.max_header_bytes)))
@@ -69,7 +69,7 @@ async def send_garbage(transport: P2pdTransport, peer: PeerId, protocol: Protoco
 async def send_oversized(
     transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec, sizes: tuple[int, int]
 ) -> None:
-    """Frames that announce a header and a payload of ``sizes``; their streams must end before all of it has come."""
+    """Send frames that announce a header and a payload of ``sizes``; their streams must end before all of it was sent."""
     for _ in range(4):
         pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
         reader, writer = pipe.reader, pipe.writer

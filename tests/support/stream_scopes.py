@@ -1,4 +1,4 @@
-"""Stream scopes for tests of what is below a transport."""
+"""Stream scopes for tests of the layers below a transport."""
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.resources import ResourceManager

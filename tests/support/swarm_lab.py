@@ -19,8 +19,7 @@ from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
-from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-from swarmnet_protocols.membership.handshake import Handshakes
+from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
@@ -41,7 +40,7 @@ EPOCH = 1_800_000_000.0
 
 
 class Reference:
-    """The whole model in this process: what every answer must equal."""
+    """The whole model in this process: every answer must equal its own."""
 
     def __init__(self, local: LocalModel) -> None:
         self.local = local
@@ -60,7 +59,7 @@ class Reference:
     def train(
         self, inputs: torch.Tensor, counts: Sequence[int], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What sequences give after all blocks, and what ``gradients`` of that come to at the inputs: [P, D] each."""
+        """The outputs of sequences after all blocks, and the gradients at their inputs for ``gradients`` at the outputs: [P, D] each."""
         whole = self.stage(0, self.local.manifest.blocks)
         _, graph = whole.record_sequences(inputs, counts)
         return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)[0]
@@ -89,14 +88,14 @@ def peer(name: str) -> Identity:
 
 @dataclass
 class Lab:
-    """The simulated Internet and who is on it."""
+    """The simulated network with its nodes and clients."""
 
     reference: Reference
     seed: int = 0
     link: LinkProfile = field(default_factory=lambda: LinkProfile(delay_s=0.01))
     timing: Timing = field(default_factory=Timing)
     private: PrivateSwarm | None = None
-    """Whose members everybody is, each with its handshakes; without one there are none."""
+    """The private swarm of all peers, each with its handshakes; None for an open swarm."""
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -126,14 +125,14 @@ class Lab:
         )
 
     async def start(self, name: str, hosting: Hosting) -> Node:
-        """A node that runs until the lab ends or the network crashes it; returns when it serves."""
+        """Start a node that runs until the lab ends or the network crashes it; returns when it serves."""
         serving: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
         self._tasks[name] = asyncio.create_task(self._live(name, hosting, serving))
         self.nodes[name] = await serving
         return self.nodes[name]
 
     async def stop(self, name: str) -> None:
-        """End a node's process: the network sees its streams end, nothing is said in the directory."""
+        """End a node's process: the network sees its streams end, the directory learns nothing."""
         self.network.crash(self.peer_id(name))
         self._tasks[name].cancel()
         await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
@@ -164,7 +163,7 @@ class Lab:
         async with self._transport(name, identity, Role.HOST) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             rng = random.Random(f"{self.seed}/{name}")
-            # Virtual time runs what is given to an executor in place.
+            # Virtual time runs the calls of executors in place.
             stopwatch = asyncio.get_running_loop().time
             yield Dependencies(
                 transport,
@@ -208,7 +207,7 @@ class Lab:
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None
     ) -> list[int]:
-        """Greedy tokens through the chain, one step a token."""
+        """Greedy tokens through the chain, one step per token."""
         tokens: list[int] = []
         fed, new = 0, list(ids)
         for number in range(count):
@@ -226,12 +225,12 @@ class Lab:
         return once(self.network, matches, action)
 
     def cache_bytes(self) -> dict[str, int]:
-        """Bytes of keys and values that nodes hold now, of those that hold any."""
+        """Bytes of keys and values on each node that holds any."""
         held = {name: node.status().cache_bytes for name, node in self.nodes.items()}
         return {name: size for name, size in held.items() if size}
 
     def sessions(self) -> dict[str, int]:
-        """Sessions open on nodes now, of those that have any."""
+        """Open sessions on each node that has any."""
         counts = {name: node.status().sessions for name, node in self.nodes.items()}
         return {name: number for name, number in counts.items() if number}
 
@@ -263,9 +262,9 @@ def simulate(
     limit_s: float = 120.0,
     **options: Any,
 ) -> T:
-    """Run a scenario in a lab, in virtual time; what fails says when, and under which seed.
+    """Run a scenario in a lab, in virtual time; errors name the virtual time and the seed.
 
-    A scenario that takes more than ``limit_s`` virtual seconds fails: one that is stuck would beat for ever.
+    A scenario fails after ``limit_s`` virtual seconds: a stuck one would exchange heartbeats for ever.
     """
 
     async def within() -> T:

@@ -8,14 +8,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 97
 BLOCKS = 6
 LIVELY = 0.4
-"""So large a spread that greedy tokens differ from each other and from one another's rounding."""
+"""A spread of the weights so large that greedy tokens differ, and that rounding does not decide them."""
 CALM = 0.1
-"""With this one rounding is hardly magnified: gradients of plain float32 are within 3e-6 of float64's. With the other they are up to
-3e-5 away, on every kind of processor, and 1e-5 can be promised of nobody's."""
+"""A spread that hardly magnifies rounding: float32 gradients are within 3e-6 of those in float64. With ``LIVELY`` they are up to
+3e-5 away, on every kind of processor, so no test can ask for 1e-5."""
 
 
 def save_tiny_llama(directory: Path, *, blocks: int = BLOCKS, spread: float = LIVELY) -> Path:
-    """A random Llama with a byte-sized vocabulary, the same for everybody, in HF layout; ``spread`` is that of its weights."""
+    """Save the same random Llama with a byte-sized vocabulary each time, in HF layout; ``spread`` is that of its weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,

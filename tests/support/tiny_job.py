@@ -1,4 +1,4 @@
-"""A training job that is small enough for a test: a byte-level Llama of 23 thousand parameters on a page of text."""
+"""A small training job: a byte-level Llama of 23 thousand parameters on a page of text."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
 
 
 def for_others(job: Job, manifest: bytes | None = None) -> Job:
-    """``job`` in its published form, with data that no machine has."""
+    """``job`` as published, with data that no machine has."""
     return job.about("00" * 32, 1, manifest)
 
 

@@ -1,4 +1,4 @@
-"""Models of several families, small enough to build in a test, saved as a person would have them on disk."""
+"""Small models of several families, built in a test and saved in the layout that users have on disk."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
-    """A model with random weights, large enough that its tokens differ; ``changes`` go into its config."""
+    """Save a model with random weights, large enough that its tokens differ; ``changes`` go into its config."""
     import transformers
 
     name, extra = (FAMILIES | REFUSED)[family]
@@ -108,7 +108,7 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
 
 
 def write_gguf(path: Path, architecture: str) -> Path:
-    """A random model in gguf, 3 blocks of width 64, weights quantised to Q8_0."""
+    """Write a random model as gguf: 3 blocks of width 64, weights quantised to Q8_0."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(3)

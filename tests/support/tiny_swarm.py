@@ -28,7 +28,7 @@ FORM = LoadOptions(torch.float32, torch.device("cpu"))
 
 @dataclass
 class TinySwarm:
-    """A swarm model, the same model whole, and the nodes between them."""
+    """A swarm model, the same model whole, and the nodes of the swarm."""
 
     model: Any
     reference: Reference
@@ -36,7 +36,7 @@ class TinySwarm:
 
     @contextmanager
     def another_client(self, name: str) -> Iterator[Any]:
-        """The model as another peer has it open, who shares this one's loop."""
+        """The model opened by another peer, on the same loop."""
         shared: Any = self.model._runtime
         stack = AsyncExitStack()
         swarm = self.model.run(stack.enter_async_context(self.lab.client(name)))
@@ -49,7 +49,7 @@ class TinySwarm:
 
     @property
     def status(self) -> NodeStatus:
-        """What the first node says of itself now."""
+        """The status that the first node reports."""
 
         async def ask() -> NodeStatus:
             return self.lab.nodes["0"].status()
@@ -59,7 +59,7 @@ class TinySwarm:
 
 
 def load_tiny(directory: Path, **options: float) -> Reference:
-    """The tiny Llama, as ``load_reference`` has it, with a tokenizer whose words are ``w0`` to ``w96``."""
+    """The tiny Llama of ``load_reference`` with a tokenizer whose words are ``w0`` to ``w96``."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -73,7 +73,7 @@ def load_tiny(directory: Path, **options: float) -> Reference:
 def tiny_swarm(
     reference: Reference, spans: Sequence[tuple[int, int]] = SPANS, *, labels: int | None = None
 ) -> Iterator[TinySwarm]:
-    """A swarm of one node for each of ``spans`` and a client of it, with ``labels`` as a classifier."""
+    """A swarm with one node for each of ``spans``, and a client of it; with ``labels``, a classifier."""
     labs: list[Lab] = []
 
     @asynccontextmanager

@@ -1,8 +1,8 @@
-"""Children that are killed in the middle of writing a checkpoint.
+"""Child processes that are killed while they write a checkpoint.
 
     python -m tests.support.torn_writes ROOT KILLS
 
-Prints one JSON object: ``torn`` (how many kills left a write unfinished), and ``rounds``: for each child, the round of the newest
+Prints one JSON object: ``torn``, the number of kills that left an unfinished write, and ``rounds``: for each child, the round of the newest
 whole checkpoint before and after it.
 """
 
@@ -41,7 +41,7 @@ def plain_model(folder: Path, parameters: torch.Tensor) -> None:
 
 
 def checkpoint_of(round_number: int, job_id: str = JOB) -> WorkerCheckpoint:
-    """Its parameters are those of one model, but for the first, which is the round."""
+    """A checkpoint with the parameters of one model, except that the first one is the round."""
     parameters = flat_copy(_model())
     parameters[0] = round_number
     moments = {name: torch.full_like(parameters, round_number) for name in ("exp_avg", "exp_avg_sq")}
@@ -52,7 +52,7 @@ def checkpoint_of(round_number: int, job_id: str = JOB) -> WorkerCheckpoint:
 
 
 def _count_calls(action: Callable[[], object]) -> int:
-    """How many calls, of Python and of C, ``action`` makes."""
+    """The number of Python and C calls that ``action`` makes."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -68,7 +68,7 @@ def _count_calls(action: Callable[[], object]) -> int:
 
 
 def _kill_before(number: int) -> None:
-    """SIGKILL this process before its ``number``-th call from now on."""
+    """SIGKILL this process before its ``number``-th call from here on."""
     left = number
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -94,12 +94,12 @@ def main() -> None:
     root, kills = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)  # a forked child has no other threads
     checkpoints = CheckpointStore(root)
-    for number in (1, 2):  # imports happen in the first, and the second has something to remove from then on
+    for number in (1, 2):  # the first imports, the second removes an old checkpoint: later calls are alike
         checkpoints.save(checkpoint_of(number), plain_model)
     calls = _count_calls(lambda: checkpoints.save(checkpoint_of(3), plain_model))
     chance = random.Random(0)
     newest, killed, torn, rounds = 3, 0, 0, []
-    while killed < kills:  # one that is quicker than its point just finishes
+    while killed < kills:  # a child that makes fewer calls finishes alive
         killed += _killed_while_saving(root, checkpoint_of(newest + 1), chance.randrange(1, calls))
         torn += any(path.name.startswith(".new-") for path in root.iterdir())
         found = checkpoints.load_newest(JOB)

@@ -1,4 +1,4 @@
-"""Sixteen replicas of one job that average over simulated links, some of them lying about what they learned."""
+"""Sixteen replicas of one job that average over simulated links, some of them sending false contributions."""
 
 import asyncio
 import math
@@ -56,7 +56,10 @@ def stale_replay(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:
 
 
 def a_little_is_enough(honest: Tensor, bad: int, past: Sequence[Tensor], z: float | None = None) -> Tensor:
-    """Baruch et al. 2019, "A Little Is Enough", section 3: ``z`` spreads from the mean, or as far as half of the honest vouch for."""
+    """Baruch et al. 2019, "A Little Is Enough", section 3: ``z`` standard deviations from the mean.
+
+    By default the largest ``z`` that enough honest workers exceed to form a majority with the bad ones.
+    """
     good = honest[bad:]
     if z is None:
         needed = len(honest) // 2 + 1 - bad
@@ -78,7 +81,7 @@ ATTACKS: Mapping[str, Attack] = MappingProxyType(
 
 
 class Unchecked(FloatCodec):
-    """Writes float32 values as they are, where an honest worker would refuse to send what is not finite."""
+    """Encodes float32 values that an honest worker refuses to send: those that are not finite."""
 
     def encode(self, values: Tensor) -> bytes:
         return values.numpy().astype("<f4").tobytes()
@@ -89,7 +92,7 @@ UNCHECKED = Unchecked("float32", torch.float32, biased=False)
 
 @dataclass(frozen=True)
 class Trained:
-    """``excluded``: of every round, whom the others left out, and why."""
+    """The result. ``excluded`` names, for every round, the workers that the others left out, and why."""
 
     loss: float
     excluded: tuple[Mapping[PeerId, str], ...]
@@ -106,7 +109,7 @@ def attack_job(folder: Path, aggregator: str, *, rounds: int, steps: int, eval_b
 
 
 def train(job: Job, folder: Path, bad: int, attack: Attack, *, rules: Rules | None = None) -> Trained:
-    """Train ``job`` to its last round, the first ``bad`` workers altering all that they contribute. ``rules``: not the job's."""
+    """Train ``job`` to its last round; the first ``bad`` workers alter all their contributions. ``rules`` replace those of the job."""
     return run(_train(job, folder, bad, attack, rules or averaging_rules(job)))
 
 
@@ -146,7 +149,7 @@ async def _exchange(lab: TrainingLab, number: int, sent: Tensor, bad: int) -> li
 
 
 def _replicas(job: Job, folder: Path) -> list[Replica]:
-    """At the job's first parameters, with one copy of the data."""
+    """Replicas at the job's first parameters that share one copy of the data."""
     corpus = open_corpus(job.data, folder / "cache")
     steps, device = job.make_method().steps_per_round, torch.device("cpu")
     models = [build_model(job.model, job.job.seed, folder / "cache") for _ in range(WORKERS)]

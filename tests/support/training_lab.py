@@ -1,4 +1,4 @@
-"""Workers that average, in one process and in virtual time, and what must hold whatever happens to them."""
+"""Workers that average in one process and in virtual time, and the invariants of their rounds."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ Outcomes = dict[PeerId, Outcome]
 
 @dataclass
 class TrainingLab:
-    """``count`` workers with exchanges that are open, until ``crash``; ``average`` is one round of them all."""
+    """``count`` workers with open exchanges, until ``crash``; ``average`` runs one round of them all."""
 
     count: int
     seed: int = 0
@@ -102,7 +102,7 @@ class TrainingLab:
             await cancel(*self._calls.values())
 
     def crash(self, peer: PeerId) -> None:
-        """The process of ``peer`` is gone."""
+        """Crash the process of ``peer``."""
         self.crashed.append(peer)
         self.network.crash(peer)
         self._calls[peer].cancel()
@@ -113,7 +113,7 @@ class TrainingLab:
 
 @dataclass
 class Work:
-    """What workers bring to a round."""
+    """The contributions of workers to a round."""
 
     values: dict[PeerId, torch.Tensor]
     weights: dict[PeerId, float]
@@ -127,7 +127,7 @@ class Work:
         return cls(values, weights, get_codec(codec))
 
     def mean(self, outcome: Outcome) -> torch.Tensor:
-        """What the average must be, to the bit, given who contributed to which slice."""
+        """The exact mean, bit for bit, given the contributors of each slice."""
         pieces = []
         for (start, end), contributors in zip(outcome.slices, outcome.contributors, strict=True):
             rows = [
@@ -142,7 +142,7 @@ class Work:
 
 
 def check_agreement(work: Work, outcomes: Outcomes) -> None:
-    """All decisions are equal; all members that committed have the same bits, which are the mean of the named contributors."""
+    """Assert that all decisions are equal, and that all members that committed have the same bits: the mean of the named contributors."""
     known = [outcome for outcome in outcomes.values() if not outcome.behind]
     assert len({outcome.committed for outcome in known}) <= 1
     committed = [outcome for outcome in known if outcome.committed]
@@ -160,7 +160,7 @@ def check_agreement(work: Work, outcomes: Outcomes) -> None:
 
 
 def kind_of(delivery: Delivery) -> str:
-    """The kind of message a delivery carries: "hello", "report", ...; "heartbeat" for messages of the accepting side."""
+    """The kind of message that a delivery carries: "hello", "report", ...; "heartbeat" for messages of the accepting side."""
     return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "heartbeat"
 
 

@@ -1,4 +1,4 @@
-"""Workers that only form groups and serve states, over simulated links."""
+"""Workers that only do matchmaking and state transfer, over simulated links."""
 
 import asyncio
 import random

@@ -1,7 +1,7 @@
 """The published update rules in float64, as their papers write them, for a whole swarm at once.
 
 Shapes: W workers, N parameters. ``inner(worker, step, x)`` is one inner step of one worker. Every function returns the
-parameters that workers hold at the end of each round, after any outer step: a list of [W, N].
+parameters of the workers at the end of each round, after any outer step: a list of [W, N].
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ WORD = 1 << 32
 
 @dataclass(frozen=True)
 class Run:
-    """What every rule is given: the common start [N], the inner step, and how long to go on."""
+    """The input of every rule: the common start [N], the inner step, and the number of steps."""
 
     start: Vector
     inner: Inner

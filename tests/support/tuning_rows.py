@@ -1,4 +1,7 @@
-"""Files of rows for the tiny model. Its words are w0 to w96; the special w1 would be seen in w10 as well, so none begins so."""
+"""Files of rows for the tiny model, in its words w0 to w96.
+
+No word begins with w1: the tokenizer would find the special token w1 in w10.
+"""
 
 import json
 import random
@@ -13,14 +16,14 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def counting_rows(count: int, *, length: int = 8) -> list[dict[str, Any]]:
-    """Texts in which every word is followed by the next number: there is something to learn."""
+    """Texts in which each word is followed by the next number: a pattern to learn."""
     rng = random.Random(5)
     starts = [rng.randrange(20, 80) for _ in range(count)]
     return [{"text": " ".join(f"w{start + offset}" for offset in range(length))} for start in starts]
 
 
 def labelled_rows(count: int) -> list[dict[str, Any]]:
-    """Texts whose label tells whether their words are low or high numbers."""
+    """Texts labelled by whether their words are low or high numbers."""
     rng = random.Random(6)
     rows = []
     for number in range(count):

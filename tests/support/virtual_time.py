@@ -16,7 +16,7 @@ class DeadlockError(RuntimeError):
 
 
 class _VirtualSelector(selectors.SelectSelector):
-    """Where a real selector would wait, moves the clock."""
+    """Moves the clock where a real selector would wait."""
 
     now_s = 0.0
 
@@ -42,7 +42,7 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class TimedExecutor(ThreadPoolExecutor):
-    """In virtual time, everything it is given takes ``takes_s``."""
+    """An executor whose every call takes ``takes_s`` of virtual time."""
 
     def __init__(self, takes_s: float) -> None:
         super().__init__(1)
@@ -50,7 +50,7 @@ class TimedExecutor(ThreadPoolExecutor):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0. Work for executors runs in place, at once or after the time a ``TimedExecutor`` takes."""
+    """Starts at time 0. Work for executors runs in place, at once or after the time of a ``TimedExecutor``."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def hold_up(self, seconds: float) -> None:
-        """Time goes by, and this loop does nothing, as of a process that is stopped."""
+        """Let time pass while this loop does nothing, like a stopped process."""
         self._virtual.now_s += seconds
 
     def run_in_executor(  # type: ignore[override]
@@ -91,6 +91,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end in virtual time. Raises ``DeadlockError`` when nothing can ever happen again."""
+    """Run ``main`` to its end in virtual time. Raises ``DeadlockError`` when no event can happen any more."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,9 +1,9 @@
-"""A small Internet on this machine: hosts with delay, loss and rate between them, and cuts that nobody is told of.
+"""A small internet on this machine: hosts with delay, loss and rate between them, and silent cuts.
 
     python -m tests.support.wan [--hosts 3] [--delay-ms 25] [--loss 0.01] [--rate-mbit 100] [-- COMMAND ...]
 
-Each host is a network namespace with one TUN interface; a router in this process carries packets between them, so TCP
-and QUIC alike see what it does to them. Needs root and /dev/net/tun; the kernel's own netem is not needed.
+Each host is a network namespace with one TUN interface; a router in this process carries the packets between them, so TCP
+and QUIC are treated alike. Needs root and /dev/net/tun; the kernel's netem is not needed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ QUEUE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Uplink:
-    """How a host is connected. Between two hosts the delays add up, the worse loss counts, and the rates of both."""
+    """The connection of a host. Between two hosts the delays add up, and the worse loss and the lower rate count."""
 
     delay_s: float = 0.0125
     """One way, to the middle of the Internet: the round trip between two such hosts takes four times this."""
@@ -59,7 +59,7 @@ class WanHost:
         self.down_free_at = 0.0
 
     def cut(self) -> None:
-        """From now on its packets vanish, and nobody is told."""
+        """Drop its packets from here on, without a notice to any host."""
         self.is_cut = True
 
     def heal(self) -> None:
@@ -67,7 +67,7 @@ class WanHost:
 
 
 class Router:
-    """Carries packets between hosts, late and not always."""
+    """Carries packets between hosts with their delay and loss."""
 
     def __init__(self, hosts: Sequence[WanHost], rng: random.Random) -> None:
         self._hosts = {host.number: host for host in hosts}
@@ -127,7 +127,7 @@ class Router:
 
 
 def why_not() -> str:
-    """Why there can be no lab here; empty if there can."""
+    """The reason why namespaces cannot be used here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not TUN.exists():
@@ -151,7 +151,7 @@ def wan(*uplinks: Uplink, seed: int = 0) -> Iterator[list[WanHost]]:
 
 @dataclass(frozen=True)
 class WanSwarm:
-    """A swarm with every node on a host of its own, and one more host for a client."""
+    """A swarm with each node on a host of its own, and one more host for a client."""
 
     swarm: Swarm
     hosts: dict[str, WanHost]
@@ -162,7 +162,7 @@ class WanSwarm:
 def wan_swarm(
     directory: Path, cache_dir: Path, uplink: Uplink, *spans: tuple[int, int]
 ) -> Iterator[WanSwarm]:
-    """A swarm of nodes with these spans, all behind such uplinks, ready to answer."""
+    """A swarm of nodes with these spans behind these uplinks, ready to answer."""
     lab = Swarm(directory, cache_dir)
     with wan(*[uplink] * (len(spans) + 1)) as (client, *places):
         try:

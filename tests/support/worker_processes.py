@@ -39,7 +39,7 @@ class WorkerProcess(RunningCommand):
 
 
 def create_job(folder: Path, toml: str) -> str:
-    """Create a swarm and a job, stored by the worker ``anna``; returns the id of the job."""
+    """Create a swarm and a job stored by the worker ``anna``; returns the id of the job."""
     (folder / "job.toml").write_text(toml)
     call("swarm", "create", "lab", "--open", "--out", str(folder))
     kept = ("--swarm", str(folder / "swarm.toml"), "--data-dir", str(folder / "anna"))
@@ -49,7 +49,7 @@ def create_job(folder: Path, toml: str) -> str:
 
 @contextmanager
 def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
-    """Start workers and wait until they are ready; those in the dictionary at the end are killed."""
+    """Start workers and wait until they are ready. Those in the dictionary at the end are killed."""
     running: dict[str, WorkerProcess] = {}
     try:
         for name in names:

@@ -12,9 +12,9 @@ from swarmnet_node.engine.kernels.backend import LoraLayers
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource, ResourceManager, Scope
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 from tests.support.virtual_time import run
 
 ALICE, BOB, CAROL = PeerId("alice"), PeerId("bob"), PeerId("carol")
@@ -61,9 +61,9 @@ def with_store(talk: Callable[[BoundedStore], Awaitable[None]]) -> None:
 
 
 def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> None:
-    with pytest.raises(Refused) as caught, store.room(store.scope(owner), nbytes):
+    with pytest.raises(Refusal) as caught, store.room(store.scope(owner), nbytes):
         pass
-    assert caught.value.reason == pb.REASON_OUT_OF_MEMORY
+    assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
 
 def test_the_least_recently_used_of_an_owner_makes_way() -> None:
@@ -153,7 +153,7 @@ def test_an_adapter_that_is_larger_than_announced_is_refused() -> None:
     async def talk(store: BoundedStore) -> None:
         with store.room(store.scope(ALICE), SIZE):
             pass
-        with pytest.raises(Refused):
+        with pytest.raises(Refusal):
             store.put(ALICE, store.scope(ALICE), digest(0), adapter(6 * SIZE))
         assert store.nbytes == 0
 
@@ -164,9 +164,9 @@ def test_an_adapter_is_its_owners_alone() -> None:
     async def talk(store: BoundedStore) -> None:
         put(store, ALICE, 0)
         assert not store.renew(BOB, digest(0))
-        with pytest.raises(Refused) as caught, store.use(BOB, digest(0)):
+        with pytest.raises(Refusal) as caught, store.use(BOB, digest(0)):
             pass
-        assert caught.value.reason == pb.REASON_UNKNOWN_ADAPTER
+        assert caught.value.reason == refusal_pb2.REASON_UNKNOWN_ADAPTER
 
     with_store(talk)
 

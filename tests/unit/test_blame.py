@@ -1,12 +1,12 @@
 """Of hosts that say it is the client's own fault: who may still be lying, all on its own."""
 
-from swarmnet_client.chain.blame import Suspects
+from swarmnet_client.chain.failures import Suspects
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 ONE, TWO, THREE = PeerId("one"), PeerId("two"), PeerId("three")
 NOBODY: frozenset[PeerId] = frozenset()
-REASON = pb.REASON_NOT_FINITE
+REASON = refusal_pb2.REASON_NOT_FINITE
 
 
 def hosts(*peers: PeerId) -> frozenset[PeerId]:
@@ -35,5 +35,5 @@ def test_who_was_there_each_time_may_be_behind_it() -> None:
 
 def test_two_that_say_different_things_clear_nobody() -> None:
     suspects = Suspects()
-    suspects.narrow(pb.REASON_PROTOCOL, hosts(ONE))
-    assert suspects.narrow(pb.REASON_TOO_LONG, hosts(TWO)) == (hosts(TWO), NOBODY)
+    suspects.narrow(refusal_pb2.REASON_PROTOCOL, hosts(ONE))
+    assert suspects.narrow(refusal_pb2.REASON_TOO_LONG, hosts(TWO)) == (hosts(TWO), NOBODY)

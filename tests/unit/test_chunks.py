@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_client.chain.chunks import CHUNK, cut
+from swarmnet_client.chain.chain import CHUNK, cut
 from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard remembers, for how long, and through what."""
+"""The dashboard's history: what it stores, for how long, and what happens when its file is damaged or full."""
 
 import sqlite3
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from swarmnet.dashboard import charts, history
+from swarmnet.dashboard.counts import NO_TIMES, Counts
 from swarmnet.dashboard.history import (
     DAY_S,
     FILE_NAME,
@@ -18,7 +19,6 @@ from swarmnet.dashboard.history import (
     ModelSample,
     PeerSample,
 )
-from swarmnet.dashboard.observing.tally import NO_TIMES, Counts
 from swarmnet_protocols.net import PeerId
 
 NOW_S = 1_800_000_000
@@ -54,7 +54,7 @@ def event(number: int, peer: str | None = None) -> dict[str, Any]:
     return {"at_s": number, "kind": "joined", "peer_id": peer, "model": None, "text": str(number)}
 
 
-def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
+def test_the_history_survives_a_restart(tmp_path: Path) -> None:
     with History.open(tmp_path) as before:
         before.add(
             models=[sample(NOW_S, counts=Counts(answered=60, token_times=times(4, 9)))],
@@ -68,13 +68,13 @@ def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
         assert chart["token_p50_s"][0] == pytest.approx(0.075)
         assert chart["first_token_p50_s"] == [None]
         assert charts.peer_chart(after, "p", NOW_S)["online"] == [1.0]
-        assert charts.job_chart(after.curve("j"))["loss"] == [2.5]
+        assert charts.job_chart(after.job_points("j"))["loss"] == [2.5]
         assert [each["text"] for each in after.events(10)] == ["2", "1"]
         assert [each["text"] for each in after.events(10, "p")] == ["2"]
 
 
 def test_a_month_is_kept_coarsely_and_a_day_finely(tmp_path: Path) -> None:
-    """Two days of samples: the first is coarse only, its sums and quantiles are the same."""
+    """Of two days of samples the first is kept coarsely, with the same sums and quantiles."""
     with History.open(tmp_path) as kept:
         start_s = NOW_S // MODELS.coarse_s * MODELS.coarse_s - 2 * DAY_S
         for at_s in range(start_s + MODELS.fine_s, start_s + 2 * DAY_S + 1, MODELS.fine_s):
@@ -83,18 +83,18 @@ def test_a_month_is_kept_coarsely_and_a_day_finely(tmp_path: Path) -> None:
                 models=[sample(at_s, counts=Counts(answered=60, failures=failures, first_tokens=times(5, 2)))]
             )
             if at_s % 7200 == 0:
-                kept.thin(at_s)
+                kept.downsample(at_s)
         now_s = start_s + 2 * DAY_S
-        kept.thin(now_s)
-        fine = kept.model_rows("m", 0, coarse=False)
-        coarse = kept.model_rows("m", 0, coarse=True)
+        kept.downsample(now_s)
+        fine = kept.model_samples("m", 0, coarse=False)
+        coarse = kept.model_samples("m", 0, coarse=True)
         assert len(fine) == DAY_S // MODELS.fine_s
         assert len(coarse) == 2 * DAY_S // MODELS.coarse_s
         assert sum(row.counts.answered for row in coarse) == 60 * 2 * DAY_S // MODELS.fine_s
         assert sum(row.counts.failures for row in coarse) == 1
         assert set(charts.model_chart(kept, "m", "30d", now_s)["tokens_per_s"]) == {2.0}
-        kept.thin(now_s + MONTH_S + MODELS.coarse_s)
-        assert not kept.model_rows("m", 0, coarse=True)
+        kept.downsample(now_s + MONTH_S + MODELS.coarse_s)
+        assert not kept.model_samples("m", 0, coarse=True)
 
 
 def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
@@ -103,29 +103,29 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
         for at_s in range(start_s + PEERS.fine_s, start_s + 2 * DAY_S + PEERS.fine_s + 1, PEERS.fine_s):
             kept.add(peers=[of_peer(at_s), of_peer(at_s, "q", positions=1, online_s=150.0)])
             if at_s % PEERS.coarse_s == 0:
-                kept.thin(at_s)
+                kept.downsample(at_s)
         now_s = start_s + 2 * DAY_S + PEERS.fine_s
-        everybody = charts.contributions(kept, now_s, "30d")
-        assert [each["peer_id"] for each in everybody] == ["p", "q"]
-        assert everybody[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
-        assert everybody[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
+        shares = charts.contributions(kept, now_s, "30d")
+        assert [each["peer_id"] for each in shares] == ["p", "q"]
+        assert shares[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
+        assert shares[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
         of_q = charts.contribution(kept, "q", now_s)
         assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
 
 
-def test_contributions_of_a_month_have_what_is_not_thinned_yet(tmp_path: Path) -> None:
+def test_contributions_of_a_month_include_samples_that_are_not_downsampled_yet(tmp_path: Path) -> None:
     start_s = NOW_S // PEERS.coarse_s * PEERS.coarse_s
     with History.open(tmp_path) as kept:
         for at_s in range(start_s + PEERS.fine_s, start_s + 2 * PEERS.coarse_s + 1, PEERS.fine_s):
             kept.add(peers=[of_peer(at_s)])
         now_s = start_s + 2 * PEERS.coarse_s + PEERS.fine_s
         before = charts.contributions(kept, now_s, "30d")
-        kept.thin(now_s)
+        kept.downsample(now_s)
         assert before[0]["tokens"] == 600 * 2 * PEERS.coarse_s // PEERS.fine_s
         assert charts.contributions(kept, now_s, "30d") == before
 
 
-def test_no_line_is_drawn_through_a_time_when_nobody_looked(tmp_path: Path) -> None:
+def test_a_gap_in_the_samples_is_a_gap_in_the_chart(tmp_path: Path) -> None:
     with History.open(tmp_path) as kept:
         kept.add(models=[sample(at_s) for at_s in (NOW_S - 300, NOW_S - 270, NOW_S - 30)])
         chart = charts.model_chart(kept, "m", "24h", NOW_S)
@@ -134,7 +134,9 @@ def test_no_line_is_drawn_through_a_time_when_nobody_looked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["garbage", "torn", "other version"])
-def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_renamed_and_replaced(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / FILE_NAME
     with History.open(tmp_path) as kept:
         kept.add(models=[sample(NOW_S + number, f"{number}") for number in range(2000)])
@@ -148,45 +150,45 @@ def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog: pyte
         connection.execute("PRAGMA user_version = 99")
         connection.close()
     with History.open(tmp_path) as fresh:
-        assert fresh.model_rows("1", 0, coarse=False) == []
+        assert fresh.model_samples("1", 0, coarse=False) == []
         fresh.add(models=[sample(NOW_S)])
-        assert len(fresh.model_rows("m", 0, coarse=False)) == 1
+        assert len(fresh.model_samples("m", 0, coarse=False)) == 1
     assert path.with_suffix(".damaged").exists()
-    assert "cannot be used" in caplog.text
+    assert "cannot use the history" in caplog.text
 
 
-def test_a_full_history_loses_samples_and_nothing_else(
+def test_a_full_history_drops_new_samples_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(history, "MAX_BYTES", 256 << 10)
     with History.open(tmp_path) as kept:
         for number in range(40):
             kept.add(models=[sample(NOW_S + each, f"{number}") for each in range(500)])
-        assert "misses a sample" in caplog.text
-        assert kept.model_rows("0", 0, coarse=False), "what was there is there"
+        assert "cannot store samples" in caplog.text
+        assert kept.model_samples("0", 0, coarse=False), "earlier samples are kept"
     assert (tmp_path / FILE_NAME).stat().st_size <= 256 << 10
 
 
-def test_what_grows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_peers_and_jobs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_EVENTS", 10)
     monkeypatch.setattr(history, "MAX_PEERS", 5)
     monkeypatch.setattr(history, "MAX_JOBS", 2)
-    monkeypatch.setattr(history, "MAX_CURVE_POINTS", 8)
+    monkeypatch.setattr(history, "MAX_JOB_POINTS", 8)
     with History.open(tmp_path) as kept:
         kept.add(
             events=[event(number) for number in range(50)],
             peers=[of_peer(NOW_S + number, f"p{number}") for number in range(20)],
             jobs=[JobPoint(job, NOW_S, number, 1, 1, 1.0, None, 1) for job in "abc" for number in range(30)],
         )
-        kept.thin(NOW_S + 50)
+        kept.downsample(NOW_S + 50)
         assert len(kept.events(100)) == 10
         assert len(kept.contributions(NOW_S + 50, DAY_S)) == 5
-        assert sum(bool(kept.curve(job)) for job in "abc") == 2
-        assert all(len(kept.curve(job)) <= 9 for job in "abc")
-        assert kept.curve("a")[-1].round == 29 if kept.curve("a") else True
+        assert sum(bool(kept.job_points(job)) for job in "abc") == 2
+        assert all(len(kept.job_points(job)) <= 9 for job in "abc")
+        assert kept.job_points("a")[-1].round == 29 if kept.job_points("a") else True
 
 
-def test_the_most_sessions_of_a_day_are_known(tmp_path: Path) -> None:
+def test_the_peak_of_sessions_of_a_day(tmp_path: Path) -> None:
     with History.open(tmp_path) as kept:
         assert kept.peak_sessions("m", 0) is None
         kept.add(

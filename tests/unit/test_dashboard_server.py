@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from swarmnet.dashboard import feed as feeds
-from swarmnet.dashboard.feed import MAX_BEHIND, MAX_VIEWERS, RECENT, Feed
-from swarmnet.dashboard.files import FOLDER
+from swarmnet.dashboard.feed import MAX_QUEUED, MAX_VIEWERS, RECENT_STATES, Feed
 from swarmnet.dashboard.history import DAY_S, History
-from swarmnet.dashboard.server import Place, create_app, serve
+from swarmnet.dashboard.server import STATIC, ServerConfig, create_app, serve
 from swarmnet.web.server import serve_http
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from tests.support.merge_patches import merged, without_nulls
@@ -34,7 +33,7 @@ class Clock:
 
 
 class Site:
-    """A feed that ticks when it is told to."""
+    """A feed that ticks only when a test calls ``tick``."""
 
     def __init__(self, swarm: RecordedSwarm, feed: Feed, clock: Clock) -> None:
         self.swarm = swarm
@@ -63,7 +62,7 @@ async def client_of(site: Site, **headers: str) -> AsyncIterator[httpx.AsyncClie
         yield client
 
 
-def test_the_state_is_sent_once_and_small(tmp_path: Path) -> None:
+def test_the_state_is_compressed_and_sent_only_if_changed(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with client_of(site) as client:
             first = await client.get("/api/v1/state")
@@ -81,7 +80,7 @@ def test_the_state_is_sent_once_and_small(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
-def test_pages_are_one_and_the_same(tmp_path: Path) -> None:
+def test_all_paths_of_the_page_serve_the_same_file(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with client_of(site) as client:
             pages = [await client.get(path) for path in ("/", "/peers/x", "/jobs/y")]
@@ -97,7 +96,7 @@ def test_pages_are_one_and_the_same(tmp_path: Path) -> None:
             assert script.headers["content-encoding"] == "gzip"
             plain = await client.get("/static/main.js", headers={"accept-encoding": "identity"})
             assert "content-encoding" not in plain.headers
-            assert plain.text == script.text == (FOLDER / "main.js").read_text()
+            assert plain.text == script.text == (STATIC / "main.js").read_text()
             for path in (
                 "/static/../server.py",
                 "/static/%2e%2e/server.py",
@@ -111,9 +110,9 @@ def test_pages_are_one_and_the_same(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
-def test_peers_jobs_and_history_are_told(tmp_path: Path) -> None:
+def test_peers_jobs_and_history_are_served(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
-        site.swarm.look()
+        site.swarm.snapshot()
         async with client_of(site) as client:
             for _ in range(20):
                 await site.tick(20.0)
@@ -128,9 +127,9 @@ def test_peers_jobs_and_history_are_told(tmp_path: Path) -> None:
             assert len(chart["at_s"]) == len(chart["tokens_per_s"]) == 9
             assert any(chart["token_p50_s"])
             (job,) = site.feed.now.body["jobs"]
-            told = (await client.get(f"/api/v1/jobs/{job}")).json()
-            assert told["curve"]["loss"]
-            assert told["rounds"][0]["round"] == told["round"]
+            body = (await client.get(f"/api/v1/jobs/{job}")).json()
+            assert body["curve"]["loss"]
+            assert body["rounds"][0]["round"] == body["round"]
             shares = (await client.get("/api/v1/contributions?window=24h")).json()
             assert shares[0]["tokens"] >= shares[-1]["tokens"]
 
@@ -140,14 +139,14 @@ def test_peers_jobs_and_history_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("/api/v1/peers/nobody", 404),
+        ("/api/v1/peers/unknown", 404),
         ("/api/v1/jobs/nothing", 404),
         ("/api/v1/history?window=1y", 422),
         ("/api/v1/history?model=';DROP TABLE events", 422),
         ("/api/v1/contributions?window=", 422),
     ],
 )
-def test_what_is_not_there_is_said_to_be(tmp_path: Path, path: str, status: int) -> None:
+def test_unknown_peers_jobs_and_windows_are_refused(tmp_path: Path, path: str, status: int) -> None:
     async def scenario(site: Site) -> None:
         async with client_of(site) as client:
             assert (await client.get(path)).status_code == status
@@ -155,11 +154,11 @@ def test_what_is_not_there_is_said_to_be(tmp_path: Path, path: str, status: int)
     with_site(tmp_path, scenario, "empty")
 
 
-def test_viewers_share_one_patch_and_slow_ones_start_anew(tmp_path: Path) -> None:
+def test_viewers_share_one_patch_and_slow_ones_get_the_whole_state(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with site.feed.watching() as quick, site.feed.watching() as slow:
             assert (await quick.next(site.feed))[0] == (await slow.next(site.feed))[0] == "state"
-            for _ in range(MAX_BEHIND + 1):
+            for _ in range(MAX_QUEUED + 1):
                 await site.tick()
                 name, patch = await quick.next(site.feed)
                 assert name == "patch"
@@ -172,13 +171,13 @@ def test_viewers_share_one_patch_and_slow_ones_start_anew(tmp_path: Path) -> Non
     with_site(tmp_path, scenario)
 
 
-def test_who_has_the_state_is_sent_what_changed_since(tmp_path: Path) -> None:
+def test_a_viewer_with_a_recent_state_gets_a_patch(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         old = site.feed.now
         async with site.feed.watching(old.etag) as viewer:
             assert await viewer.next(site.feed) == ("patch", "{}")
         newcomer = site.swarm.add("newcomer")
-        for _ in range(RECENT):
+        for _ in range(RECENT_STATES):
             await site.tick()
         async with site.feed.watching(old.etag) as viewer:
             name, patch = await viewer.next(site.feed)
@@ -194,21 +193,21 @@ def test_who_has_the_state_is_sent_what_changed_since(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
-def test_the_page_asks_at_once_for_every_module_it_begins_with() -> None:
-    text = (FOLDER / "index.html").read_text()
-    listed = {FOLDER / path for path in re.findall(r'modulepreload" href="/static/([^"]+)"', text)}
+def test_every_imported_module_is_preloaded() -> None:
+    text = (STATIC / "index.html").read_text()
+    listed = {STATIC / path for path in re.findall(r'modulepreload" href="/static/([^"]+)"', text)}
     needed: set[Path] = set()
-    coming = [FOLDER / "main.js"]
+    coming = [STATIC / "main.js"]
     while coming:
         module = coming.pop()
         needed.add(module)
         imports = re.findall(r'^import .* from "([^"]+)"', module.read_text(), re.MULTILINE)
         coming += [path for each in imports if (path := (module.parent / each).resolve()) not in needed]
-    assert needed - listed == {FOLDER / "main.js"}
+    assert needed - listed == {STATIC / "main.js"}
     assert listed <= needed
 
 
-def test_there_is_an_end_to_viewers(tmp_path: Path) -> None:
+def test_the_number_of_viewers_is_limited(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         stack = [site.feed.watching() for _ in range(MAX_VIEWERS)]
         for each in stack:
@@ -228,7 +227,7 @@ def test_there_is_an_end_to_viewers(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
-def test_events_come_as_they_happen_and_an_open_stream_keeps_nobody(tmp_path: Path) -> None:
+def test_events_are_sent_at_once_and_an_open_stream_does_not_delay_the_shutdown(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with (
             asyncio.timeout(50),
@@ -260,12 +259,12 @@ async def _events(stream: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
             yield name, json.loads(value)
 
 
-def test_others_need_a_key_and_pages_of_other_sites_get_nothing(tmp_path: Path) -> None:
+def test_other_machines_need_a_key_and_other_origins_are_refused(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         with pytest.raises(ConfigError, match="without a key"):
-            Place("0.0.0.0", 0).check()
+            ServerConfig("0.0.0.0", 0).api_keys()
         async with (
-            serve(site.feed, Place(port=0, key="correct-horse")) as served,
+            serve(site.feed, ServerConfig(port=0, key="correct-horse")) as served,
             httpx.AsyncClient() as client,
         ):
             state = f"{served.url}/api/v1/state"
@@ -289,38 +288,38 @@ def test_a_tick_that_fails_is_followed_by_the_next(
 ) -> None:
     monkeypatch.setattr(feeds, "TICK_S", 0.0)
 
-    class Trouble:
+    class FailingSource:
         def __init__(self, swarm: RecordedSwarm) -> None:
             self.swarm = swarm
-            self.looks = 0
+            self.snapshots = 0
             self.recovered = asyncio.Event()
 
-        def look(self) -> Any:
-            self.looks += 1
-            if self.looks == 2:
-                raise RuntimeError("a state that cannot be")
-            if self.looks > 2:
+        def snapshot(self) -> Any:
+            self.snapshots += 1
+            if self.snapshots == 2:
+                raise RuntimeError("no snapshot")
+            if self.snapshots > 2:
                 self.recovered.set()
-            return self.swarm.look()
+            return self.swarm.snapshot()
 
     async def run() -> None:
-        source = Trouble(RecordedSwarm("empty", Clock()))
+        source = FailingSource(RecordedSwarm("empty", Clock()))
         with History.open(tmp_path) as history:
             async with Feed.run(source, history), asyncio.timeout(50):
                 await source.recovered.wait()
 
     asyncio.run(run())
-    assert "could not be brought up to date" in caplog.text
+    assert "cannot update the dashboard" in caplog.text
 
 
-def test_what_a_restart_finds_is_what_was_left(tmp_path: Path) -> None:
+def test_a_restart_continues_events_and_history(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         await site.tick(20.0)
-        newcomer = site.swarm.add("somebody")
+        newcomer = site.swarm.add("newcomer")
         await site.tick(40.0)
         with History.open(tmp_path) as again:
             feed = Feed(RecordedSwarm("empty", Clock()), again)
             assert newcomer in [event["peer_id"] for event in feed.now.body["events"]]
-            assert len(again.model_rows("", START_S - DAY_S, coarse=False)) == 1
+            assert len(again.model_samples("", START_S - DAY_S, coarse=False)) == 1
 
     with_site(tmp_path, scenario)

@@ -1,4 +1,4 @@
-"""The dashboard's state and what it says that happened, from what was seen."""
+"""The dashboard's state and events, derived from snapshots."""
 
 import json
 from dataclasses import replace
@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.observing.sightings import (
-    Announced,
-    JobSighting,
-    Look,
-    Reported,
-    Sighting,
-    SwarmAbout,
+from swarmnet.dashboard.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
+from swarmnet.dashboard.models import advice, quantiles, replicas_of
+from swarmnet.dashboard.observations import (
+    Announcement,
+    JobObservation,
+    PeerObservation,
+    Snapshot,
+    SwarmInfo,
+    TimedReport,
 )
-from swarmnet.dashboard.observing.tally import MAX_PER_SECOND, NO_TIMES, Tallies, between, quantile
-from swarmnet.dashboard.state.coverage import advice, quantiles, replicas_of
-from swarmnet.dashboard.state.state import State, derive, merge_patch
+from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
@@ -49,17 +49,19 @@ def report(
     return report_pb2.NodeReport(uptime_s=uptime_s, host=host)
 
 
-def seen(name: str, span: tuple[int, int] = (0, 12), at_s: float = NOW_S, **fields: Any) -> Sighting:
-    return replace(Sighting(peer(name), NOW_S, newest=Reported(report(span), at_s)), **fields)
+def seen(name: str, span: tuple[int, int] = (0, 12), at_s: float = NOW_S, **fields: Any) -> PeerObservation:
+    return replace(PeerObservation(peer(name), NOW_S, newest=TimedReport(report(span), at_s)), **fields)
 
 
-def announced(state: str = "online") -> Announced:
-    return Announced(MODEL.manifest, 0, 12, state, "0.1.0", "", 0.1, 0, 0, None)
+def announcement(state: str = "online") -> Announcement:
+    return Announcement(MODEL.manifest, 0, 12, state, "0.1.0", "", 0.1, 0, 0, None)
 
 
-def look(*peers: Sighting, now_s: float = NOW_S, jobs: tuple[JobSighting, ...] = ()) -> Look:
-    about = SwarmAbout("lab", "ab" * 32, "open", peer("observer"))
-    return Look(now_s, NOW_S - 500.0, about, models=(MODEL,), peers=peers, jobs=jobs)
+def snapshot(
+    *peers: PeerObservation, now_s: float = NOW_S, jobs: tuple[JobObservation, ...] = ()
+) -> Snapshot:
+    about = SwarmInfo("lab", "ab" * 32, "open", peer("observer"))
+    return Snapshot(now_s, NOW_S - 500.0, about, models=(MODEL,), peers=peers, jobs=jobs)
 
 
 def kinds(state: State) -> list[str]:
@@ -72,10 +74,10 @@ def entry(state: State, name: str) -> Any:
 
 def test_blocks_have_as_many_replicas_as_hosts_that_are_online() -> None:
     state = derive(
-        look(
+        snapshot(
             seen("a", (0, 6)),
             seen("b", (4, 12)),
-            seen("c", (4, 12), newest=Reported(report((4, 12), state="joining"), NOW_S)),
+            seen("c", (4, 12), newest=TimedReport(report((4, 12), state="joining"), NOW_S)),
         )
     )
     model = state.body["models"][KEY]
@@ -89,16 +91,16 @@ def test_a_span_beyond_the_model_counts_within_it() -> None:
     assert replicas_of(4, [{"blocks": [2, 9]}, {"blocks": [7, 9]}]) == [0, 0, 1, 1]
 
 
-def test_an_empty_swarm_is_not_healthy_and_says_what_to_host() -> None:
-    model = derive(look()).body["models"][KEY]
+def test_an_empty_swarm_is_unhealthy_and_has_advice() -> None:
+    model = derive(snapshot()).body["models"][KEY]
     assert not model["healthy"]
     assert model["advice"]["blocks"] == [0, 4]
     assert model["advice"]["command"] == "swarmnet join swarm.toml --model org/name --blocks 0:4"
 
 
-def test_what_a_newcomer_types_is_told_even_of_a_swarm_without_models() -> None:
-    about = SwarmAbout("a name; reboot", "id", "open", peer("me"), ("swarm.toml", "--bootstrap", "ADDR"))
-    state = derive(replace(look(), swarm=about, models=()))
+def test_a_swarm_without_models_has_a_join_command() -> None:
+    about = SwarmInfo("a name; reboot", "id", "open", peer("me"), ("swarm.toml", "--bootstrap", "ADDR"))
+    state = derive(replace(snapshot(), swarm=about, models=()))
     assert state.body["swarm"]["join"] == "swarm.toml --bootstrap ADDR"
 
 
@@ -121,51 +123,51 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
         ([3, 2, 2, 3], "blocks 1:3 have the fewest peers: 2"),
     ],
 )
-def test_advice_says_why(replicas: list[int], reason: str) -> None:
+def test_the_reason_of_advice(replicas: list[int], reason: str) -> None:
     hosts = [("p", {"blocks": [0, 4], "step_s": None, "state": "online"})]
     assert advice(replace(MODEL, blocks=4), ("swarm.toml",), hosts, replicas)["reason"] == reason
 
 
 @pytest.mark.parametrize("name", ["x; rm -rf ~", "$(reboot)", "--help", "a b", "`id`", "x\u202ey"])
-def test_nobody_pastes_what_a_stranger_calls_a_model(name: str) -> None:
+def test_a_model_name_that_is_unsafe_in_a_shell_is_not_in_the_command(name: str) -> None:
     found = advice(replace(MODEL, name=name), ("swarm.toml",), [], [0] * 12)
     assert found["command"] == "swarmnet join swarm.toml --model MODEL --blocks 0:4"
 
 
-def test_rates_are_what_happened_between_two_reports() -> None:
+def test_rates_are_measured_between_two_reports() -> None:
     before, newest = report(positions=100, answered=10), report(positions=300, answered=20, uptime_s=1004.0)
-    host = seen("a", newest=Reported(newest, NOW_S), before=Reported(before, NOW_S - 4.0))
-    state = derive(look(host))
+    host = seen("a", newest=TimedReport(newest, NOW_S), before=TimedReport(before, NOW_S - 4.0))
+    state = derive(snapshot(host))
     assert entry(state, "a")["tokens_per_s"] == 50.0
     assert state.body["models"][KEY]["tokens_per_s"] == 2.5
-    later = derive(look(host, now_s=NOW_S + 60.0))
-    assert entry(later, "a")["tokens_per_s"] == 0.0, "that is long ago"
+    later = derive(snapshot(host, now_s=NOW_S + 60.0))
+    assert entry(later, "a")["tokens_per_s"] == 0.0, "the report is stale"
 
 
-def test_a_node_that_was_started_again_counts_from_nothing() -> None:
-    counts = between(report(positions=1000, uptime_s=500.0), report(positions=30, uptime_s=2.0), 4.0)
+def test_counts_restart_at_zero_with_a_node() -> None:
+    counts = counts_between(report(positions=1000, uptime_s=500.0), report(positions=30, uptime_s=2.0), 4.0)
     assert counts.positions == 30
 
 
-def test_nobody_drowns_the_others_with_what_cannot_be() -> None:
-    counts = between(report(positions=0), report(positions=1 << 50, uptime_s=1001.0), 2.0)
+def test_impossible_rates_and_decreasing_counters_are_limited() -> None:
+    counts = counts_between(report(positions=0), report(positions=1 << 50, uptime_s=1001.0), 2.0)
     assert counts.positions == 2 * MAX_PER_SECOND
-    assert between(report(positions=50), report(positions=20, uptime_s=1001.0), 2.0).positions == 0
+    assert counts_between(report(positions=50), report(positions=20, uptime_s=1001.0), 2.0).positions == 0
 
 
-def test_tallies_only_grow() -> None:
-    tallies = Tallies()
-    tallies.add(
+def test_totals_only_grow() -> None:
+    totals = Totals()
+    totals.add(
         peer("a"),
         report(positions=10, links_lost=1),
         report(positions=30, links_lost=3, uptime_s=1002.0),
         2.0,
     )
-    tallies.lost(MODEL.manifest)
-    assert tallies.models[MODEL.manifest].positions == 20
-    assert tallies.models[MODEL.manifest].failures == 3
-    tallies.keep_only({peer("b")})
-    assert not tallies.peers
+    totals.add_failure(MODEL.manifest)
+    assert totals.models[MODEL.manifest].positions == 20
+    assert totals.models[MODEL.manifest].failures == 3
+    totals.keep_only({peer("b")})
+    assert not totals.peers
 
 
 @pytest.mark.parametrize(
@@ -186,59 +188,59 @@ def test_quantiles_lie_within_their_bucket(
     assert (quantiles(times) is None) == (not counts)
 
 
-def test_who_does_not_answer_any_more_is_lost() -> None:
-    here = derive(look(seen("a"), seen("b")))
+def test_a_peer_that_stops_answering_is_lost_and_recovers() -> None:
+    here = derive(snapshot(seen("a"), seen("b")))
     gone = derive(
-        look(seen("a"), seen("b", failed_at_s=NOW_S + 1, announced=announced()), now_s=NOW_S + 2), here
+        snapshot(seen("a"), seen("b", failed_at_s=NOW_S + 1, announced=announcement()), now_s=NOW_S + 2), here
     )
     assert entry(gone, "b")["state"] == "gone"
     assert kinds(gone) == ["lost", "weak"]
-    back = derive(look(seen("a"), seen("b", at_s=NOW_S + 4), now_s=NOW_S + 4), gone)
+    back = derive(snapshot(seen("a"), seen("b", at_s=NOW_S + 4), now_s=NOW_S + 4), gone)
     assert kinds(back) == ["recovered", "healed"]
     assert [event["kind"] for event in back.body["events"]] == ["healed", "recovered", "weak", "lost"]
 
 
-def test_who_said_goodbye_is_not_lost() -> None:
-    here = derive(look(seen("a")))
+def test_a_peer_that_announced_its_leave_is_not_lost() -> None:
+    here = derive(snapshot(seen("a")))
     gone = derive(
-        look(seen("a", failed_at_s=NOW_S + 1, announced=announced("leaving")), now_s=NOW_S + 2), here
+        snapshot(seen("a", failed_at_s=NOW_S + 1, announced=announcement("leaving")), now_s=NOW_S + 2), here
     )
     assert kinds(gone) == ["left", "weak"]
 
 
-def test_who_pauses_is_paused_and_hosts_nothing() -> None:
-    here = derive(look(seen("a")))
+def test_a_paused_peer_hosts_no_blocks() -> None:
+    here = derive(snapshot(seen("a")))
     paused = derive(
-        look(seen("a", failed_at_s=NOW_S + 1, announced=announced("paused")), now_s=NOW_S + 2), here
+        snapshot(seen("a", failed_at_s=NOW_S + 1, announced=announcement("paused")), now_s=NOW_S + 2), here
     )
     assert entry(paused, "a")["state"] == "paused"
     assert paused.body["models"][KEY]["replicas"] == [0] * 12
     assert kinds(paused) == ["weak"]
 
 
-def test_who_is_out_of_our_reach_but_announces_itself_is_silent_not_gone() -> None:
-    never_reached = Sighting(peer("a"), NOW_S, announced(), NOW_S, failed_at_s=NOW_S)
-    state = derive(look(never_reached))
+def test_an_unreachable_peer_that_announces_itself_is_silent_not_gone() -> None:
+    never_reached = PeerObservation(peer("a"), NOW_S, announcement(), NOW_S, failed_at_s=NOW_S)
+    state = derive(snapshot(never_reached))
     assert (entry(state, "a")["state"], entry(state, "a")["silent"]) == ("online", True)
-    lost_but_alive = seen("a", failed_at_s=NOW_S, announced=announced(), announced_at_s=NOW_S + 10)
-    assert entry(derive(look(lost_but_alive, now_s=NOW_S + 11)), "a")["state"] == "online"
+    lost_but_alive = seen("a", failed_at_s=NOW_S, announced=announcement(), announced_at_s=NOW_S + 10)
+    assert entry(derive(snapshot(lost_but_alive, now_s=NOW_S + 11)), "a")["state"] == "online"
 
 
-def test_only_who_came_after_us_joined() -> None:
-    before = derive(look())
-    old = derive(look(seen("a", newest=Reported(report(uptime_s=5000.0), NOW_S))), before)
-    new = derive(look(seen("a", newest=Reported(report(uptime_s=5.0), NOW_S))), before)
+def test_only_a_peer_that_started_after_the_observer_joins() -> None:
+    before = derive(snapshot())
+    old = derive(snapshot(seen("a", newest=TimedReport(report(uptime_s=5000.0), NOW_S))), before)
+    new = derive(snapshot(seen("a", newest=TimedReport(report(uptime_s=5.0), NOW_S))), before)
     assert kinds(old) == ["healed"]
     assert kinds(new) == ["joined", "healed"]
 
 
-def test_what_is_gone_for_long_is_not_shown() -> None:
+def test_a_peer_that_is_gone_is_hidden_after_ten_minutes() -> None:
     lost = seen("a", failed_at_s=NOW_S)
-    assert derive(look(lost, now_s=NOW_S + 500)).body["peers"]
-    assert not derive(look(lost, now_s=NOW_S + 700)).body["peers"]
+    assert derive(snapshot(lost, now_s=NOW_S + 500)).body["peers"]
+    assert not derive(snapshot(lost, now_s=NOW_S + 700)).body["peers"]
 
 
-def test_flows_are_told_by_who_receives_and_name_no_client() -> None:
+def test_edges_come_from_the_receiver_and_name_no_client() -> None:
     one, two = peer("a"), peer("b")
     flows = {
         "a": [report_pb2.Flow(downstream=two, sessions=2, positions=100)],
@@ -247,15 +249,15 @@ def test_flows_are_told_by_who_receives_and_name_no_client() -> None:
             report_pb2.Flow(upstream=peer("stranger"), sessions=1),
         ],
     }
-    sightings = [
+    observations = [
         seen(
             name,
-            newest=Reported(report(flows=each, uptime_s=1002.0), NOW_S),
-            before=Reported(report(), NOW_S - 2.0),
+            newest=TimedReport(report(flows=each, uptime_s=1002.0), NOW_S),
+            before=TimedReport(report(), NOW_S - 2.0),
         )
         for name, each in flows.items()
     ]
-    found = derive(look(*sightings)).body["flows"]
+    found = derive(snapshot(*observations)).body["flows"]
     assert {edge: flow["sessions"] for edge, flow in found.items()} == {
         f"client>{one}": 2,
         f"{one}>{two}": 2,
@@ -263,13 +265,13 @@ def test_flows_are_told_by_who_receives_and_name_no_client() -> None:
     }
 
 
-def test_a_job_is_what_its_workers_say() -> None:
-    job = JobSighting("cd" * 32, "stories", "diloco", 100, (peer("w"), peer("v"), peer("gone")), 7)
+def test_a_job_is_summed_from_the_reports_of_its_workers() -> None:
+    job = JobObservation("cd" * 32, "stories", "diloco", 100, (peer("w"), peer("v"), peer("gone")), 7)
     workers = [
-        Sighting(
+        PeerObservation(
             peer(name),
             NOW_S,
-            newest=Reported(
+            newest=TimedReport(
                 report_pb2.NodeReport(
                     uptime_s=10.0,
                     worker=report_pb2.WorkerReport(
@@ -290,30 +292,30 @@ def test_a_job_is_what_its_workers_say() -> None:
         )
         for name, loss in (("w", 2.0), ("v", 3.0))
     ]
-    state = derive(look(*workers, jobs=(job,)))
+    state = derive(snapshot(*workers, jobs=(job,)))
     shown = state.body["jobs"][job.id]
     assert (shown["round"], shown["loss"], shown["val_loss"], shown["tokens"]) == (8, 2.5, None, 50)
     assert [each["share"] for each in shown["contributors"]] == [0.75, 0.25]
     assert entry(state, "w")["role"] == "trainer"
     assert entry(state, "w")["job"] == job.id
-    assert shown["bytes_sent"] == MAX_NUMBER, "more is no number that the history or a page can hold"
+    assert shown["bytes_sent"] == MAX_NUMBER, "the largest number that history and page can store"
 
 
 @pytest.mark.parametrize("kind", ["full", "empty", "broken"])
-def test_patches_lead_from_state_to_state(kind: str) -> None:
+def test_patches_turn_each_state_into_the_next(kind: str) -> None:
     now_s = NOW_S
     swarm = RecordedSwarm(kind, lambda: now_s)
-    state = derive(swarm.look())
+    state = derive(swarm.snapshot())
     copy = json.loads(json.dumps(state.body))
     for _ in range(20):
         now_s += 4.0
-        after = derive(swarm.look(), state)
+        after = derive(swarm.snapshot(), state)
         copy = merged(copy, json.loads(json.dumps(merge_patch(state.body, after.body))))
         state = after
         assert without_nulls(copy) == without_nulls(json.loads(json.dumps(state.body)))
 
 
-def test_nothing_about_the_place_of_anybody_is_in_the_state() -> None:
-    text = json.dumps(derive(RecordedSwarm("full", lambda: NOW_S).look()).body)
+def test_the_state_has_no_addresses() -> None:
+    text = json.dumps(derive(RecordedSwarm("full", lambda: NOW_S).snapshot()).body)
     assert "/ip4/" not in text
     assert "/tcp/" not in text

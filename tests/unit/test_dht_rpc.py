@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import pytest
@@ -11,15 +10,17 @@ from swarmnet_protocols.directory.dht_contacts import Contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
-from swarmnet_protocols.net import PeerId, ProtocolSpec
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import (
     PEER_LIMITS,
     SYSTEM_LIMITS,
     Resource,
     ResourceLimitReached,
     ResourceManager,
+    Scope,
 )
 from tests.support.virtual_time import run
 
@@ -30,14 +31,36 @@ class Call(Protocol):
     async def __call__(self, request: bytes, caller: PeerId = CALLER) -> bytes: ...
 
 
-class Handed:
-    """As much of ``Calls`` as is needed to hand calls over."""
+class HandlersOnly:
+    """A transport of which only the handlers are used."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Any] = {}
+        self.peer_id = Identity.from_seed(b"answerer").peer_id
+        self.resources = ResourceManager()
+        self.handlers: dict[str, Handler] = {}
 
-    async def serve(self, protocol: ProtocolSpec, answer: Any) -> None:
-        self.answers[protocol.id] = answer
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self.handlers[protocol.id] = handler
+
+
+class OneCall:
+    """A stream with one request; records the reply."""
+
+    address = "/ip4/203.0.113.9/tcp/1"
+
+    def __init__(self, request: bytes, caller: PeerId, scope: Scope) -> None:
+        self.peer, self.scope = caller, scope
+        self.reply: bytes | None = None
+        self._request = request
+
+    async def receive(self) -> Message:
+        return Message(self._request)
+
+    async def send(self, message: Message) -> None:
+        self.reply = message.header
+
+    def refuse(self, refusal: Refusal) -> None:
+        """The handler raises the reason too."""
 
 
 class SlowHandshakes:
@@ -62,15 +85,14 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
         from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
         prepare_hivemind()
-        from hivemind.p2p import PeerID
         from hivemind.proto import dht_pb2
 
         from swarmnet_protocols.directory.dht_rpc import GuardedP2P
 
-        handed, handshakes, resources = Handed(), SlowHandshakes(), ResourceManager()
+        transport, handshakes = HandlersOnly(), SlowHandshakes()
+        resources = transport.resources
         contacts = Contacts(Publisher(Identity.from_seed(b"answerer"), bytes(32), wall_clock), tuple)
-        me = PeerID.from_base58(Identity.from_seed(b"answerer").peer_id)
-        guard = GuardedP2P(me, cast(Any, handed), cast(Any, handshakes), resources, contacts)
+        guard = GuardedP2P(cast(Any, transport), cast(Any, handshakes), contacts)
 
         async def answer(_request: Any, _context: Any) -> Any:
             return dht_pb2.FindResponse()
@@ -78,10 +100,10 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
         await guard.add_protobuf_handler(DHT_FIND.id, answer, dht_pb2.FindRequest)
 
         async def call(request: bytes, caller: PeerId = CALLER) -> bytes:
-            answer: bytes = await handed.answers[DHT_FIND.id](
-                request, SimpleNamespace(peer=caller, address="/ip4/203.0.113.9/tcp/1")
-            )
-            return answer
+            stream = OneCall(request, caller, resources.peer(caller, 0.0))
+            await transport.handlers[DHT_FIND.id](cast(Stream, stream))
+            assert stream.reply is not None
+            return stream.reply
 
         await talk(call, handshakes, resources)
         assert not any(resources.system.used.values())
@@ -89,7 +111,7 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
     run(main())
 
 
-def test_calls_that_wait_at_the_door_are_few() -> None:
+def test_calls_that_wait_for_a_handshake_are_few() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         calls = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS] + 1)]
         await asyncio.sleep(0)

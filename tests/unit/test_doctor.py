@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: each thing that can be wrong is found, named, and comes with what mends it."""
+"""The doctor's checks: every fault is found, and its finding says what to do next."""
 
 import json
 import tomllib
@@ -12,10 +12,9 @@ from packaging.requirements import Requirement
 from swarmnet import cli
 from swarmnet.doctor import facts
 from swarmnet.doctor.checks import GIB, PYTHON, TESTED, Finding, Level, examine, worst
-from swarmnet.doctor.local import disk, secrets
-from swarmnet.doctor.peers import tcp_ports
+from swarmnet.doctor.gather import examine_disk, secret_files, tcp_ports
+from swarmnet_protocols.joining.probes import Probed
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.probes import Probed
 
 PEER = PeerId("12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p")
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
@@ -25,8 +24,8 @@ DAY_S = 86400.0
 
 def peer(
     observed_ip: str = "8.8.8.8", reached: tuple[int, ...] = (31337,), behind_s: float = 0.1
-) -> facts.Peer:
-    return facts.Peer(ADDRESS, Probed(PEER, observed_ip, reached, behind_s, 0.05))
+) -> facts.BootstrapPeer:
+    return facts.BootstrapPeer(ADDRESS, Probed(PEER, observed_ip, reached, behind_s, 0.05))
 
 
 HEALTHY = facts.Facts(
@@ -40,7 +39,7 @@ HEALTHY = facts.Facts(
     compiler="/usr/bin/cc",
     secrets=[facts.SecretFile(Path("/data/identity.key"), 0o600, is_ours=True)],
     node="online",
-    listening=[facts.Listening("/ip4/0.0.0.0/tcp/31337")],
+    listening=[facts.ListenAddress("/ip4/0.0.0.0/tcp/31337")],
     swarm=facts.Swarm(
         "lab", not_after=NOW + 300 * DAY_S, needs_certificate=True, certificate_until=NOW + 5 * DAY_S
     ),
@@ -49,12 +48,12 @@ HEALTHY = facts.Facts(
 )
 
 
-def found(sick: facts.Facts) -> list[Finding]:
+def problems(sick: facts.Facts) -> list[Finding]:
     return [finding for finding in examine(sick) if finding.level is not Level.OK]
 
 
-def test_a_healthy_machine_has_nothing_to_mend() -> None:
-    assert found(HEALTHY) == []
+def test_a_healthy_machine_has_no_findings() -> None:
+    assert problems(HEALTHY) == []
     assert worst(examine(HEALTHY)) is Level.OK
 
 
@@ -69,7 +68,7 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ({"installed": {**HEALTHY.installed, "torch": "odd"}}, "torch", "fail", "pip install 'torch"),
         ({"compiler": ""}, "compiler", "warn", "apt install gcc"),
         ({"device": facts.Device("RTX", usable=False)}, "device", "warn", "pip install"),
-        ({"memory": facts.Memory(GIB // 4), "node": ""}, "memory", "fail", "close"),
+        ({"memory": facts.Memory(GIB // 4), "node": ""}, "memory", "fail", "end other programs"),
         ({"node_warning": "another process is on the network"}, "node", "warn", "swarmnet finish"),
         ({"memory": facts.Memory(16 * GIB, GIB), "node": ""}, "memory", "warn", "--num-blocks"),
         ({"disks": [facts.Disk("models", Path("/c d"), GIB // 4)]}, "disk", "fail", "du -sh '/c d'"),
@@ -78,7 +77,12 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
         ({"secrets": [facts.SecretFile(Path("/k.key"), 0o640, True)]}, "keys", "fail", "chmod 600 /k.key"),
         ({"secrets": [facts.SecretFile(Path("/data"), 0o755, True)]}, "keys", "fail", "chmod 700 /data"),
         ({"secrets": [facts.SecretFile(Path("/k.key"), 0o600, False)]}, "keys", "fail", "chown"),
-        ({"listening": [facts.Listening("/x", "in use", "take another")]}, "listen", "fail", "take another"),
+        (
+            {"listening": [facts.ListenAddress("/x", "in use", "take another")]},
+            "listen",
+            "fail",
+            "take another",
+        ),
         ({"swarm": None, "peers": []}, "swarm", "skip", "doctor --swarm"),
         ({"swarm": facts.Swarm("lab", "it is changed", "get it again")}, "swarm", "fail", "get it again"),
         ({"swarm": facts.Swarm("lab", not_after=NOW + DAY_S)}, "swarm", "warn", "the person who runs"),
@@ -95,64 +99,70 @@ def test_a_healthy_machine_has_nothing_to_mend() -> None:
             "issuer",
         ),
         ({"peers": []}, "bootstrap", "warn", "sign SWARM --bootstrap"),
-        ({"peers": [facts.Peer(ADDRESS, error="refused")]}, "bootstrap", "fail", "--bootstrap"),
-        ({"peers": [peer(), facts.Peer(ADDRESS, error="refused")]}, "bootstrap", "warn", ""),
+        ({"peers": [facts.BootstrapPeer(ADDRESS, error="refused")]}, "bootstrap", "fail", "--bootstrap"),
+        (
+            {"peers": [peer(), facts.BootstrapPeer(ADDRESS, error="refused")]},
+            "bootstrap",
+            "warn",
+            "ask for a swarm file",
+        ),
         ({"peers": [peer(behind_s=60.0)]}, "clock", "warn", "timedatectl"),
         ({"peers": [peer(behind_s=-900.0)] * 2 + [peer()]}, "clock", "fail", "timedatectl"),
         ({"peers": [peer(reached=())]}, "reachable", "warn", "--listen"),
         ({"peers": [peer(observed_ip="", reached=())]}, "reachable", "warn", "--listen"),
-        ({"not_gathered": {"device": "it took more than 6 s"}}, "device", "warn", ""),
+        ({"not_gathered": {"device": "it took more than 6 s"}}, "device", "warn", "swarmnet doctor"),
     ],
 )
-def test_what_is_wrong_is_found_alone_and_can_be_mended(
+def test_each_fault_gives_one_finding_with_a_fix(
     sick: dict[str, object], check: str, level: str, fix: str
 ) -> None:
-    (finding,) = found(replace(HEALTHY, **sick))  # type: ignore[arg-type]
+    (finding,) = problems(replace(HEALTHY, **sick))  # type: ignore[arg-type]
     assert (finding.check, finding.level) == (check, level)
+    assert finding.fix
     assert fix in finding.fix
     assert worst([finding]) == ("ok" if level == "skip" else level)
 
 
-def test_one_peer_with_a_wrong_clock_does_not_blame_ours() -> None:
-    assert found(replace(HEALTHY, peers=[peer(), peer(), peer(behind_s=5000.0)])) == []
+def test_one_peer_with_a_wrong_clock_gives_no_finding() -> None:
+    assert problems(replace(HEALTHY, peers=[peer(), peer(), peer(behind_s=5000.0)])) == []
 
 
-def test_the_clock_is_said_to_be_behind_or_ahead() -> None:
+def test_the_direction_of_a_clock_error() -> None:
     for behind_s, text in ((600.0, "10 minutes behind"), (-600.0, "10 minutes ahead of")):
-        (finding,) = found(replace(HEALTHY, peers=[peer(behind_s=behind_s)]))
+        (finding,) = problems(replace(HEALTHY, peers=[peer(behind_s=behind_s)]))
         assert text in finding.text
 
 
-def test_peers_of_the_same_network_prove_nothing_about_others() -> None:
+def test_peers_in_the_same_network_prove_no_reachability_from_outside() -> None:
     (finding,) = [
         each for each in examine(replace(HEALTHY, peers=[peer("192.168.1.5")])) if each.check == "reachable"
     ]
     assert "your own network" in finding.text
 
 
-def test_what_counts_as_tested_is_what_is_installed_and_demanded() -> None:
+def test_tested_versions_begin_where_the_requirements_do() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    demanded = {Requirement(each).name: str(Requirement(each).specifier) for each in project["dependencies"]}
+    required = {Requirement(each).name: str(Requirement(each).specifier) for each in project["dependencies"]}
     assert {name: tested.partition(",")[0] for name, tested in TESTED.items()} == {
-        name: demanded[name] for name in TESTED
+        name: required[name] for name in TESTED
     }
     assert project["requires-python"] == f">={PYTHON[0][0]}.{PYTHON[0][1]}"
 
 
-def test_files_are_looked_at_as_they_are(tmp_path: Path) -> None:
+def test_modes_of_key_files_and_the_disk_of_a_directory_to_be_made(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o755)
     (data_dir / "identity.key").touch(mode=0o644)
     (data_dir / "identity.key").chmod(0o644)
-    assert [(each.path.name, each.mode) for each in secrets(data_dir)] == [
+    assert [(each.path.name, each.mode) for each in secret_files(data_dir)] == [
         ("data", 0o755),
         ("identity.key", 0o644),
     ]
-    assert secrets(tmp_path / "absent") == []
-    assert disk("models", tmp_path / "a" / "b" / "c").path == tmp_path
+    assert secret_files(tmp_path / "absent") == []
+    assert examine_disk("models", tmp_path / "a" / "b" / "c").path == tmp_path
 
 
-def test_only_own_tcp_ports_are_asked_for() -> None:
+def test_ports_of_relays_and_of_udp_are_left_out() -> None:
     addresses = [
         "/ip4/10.0.0.1/tcp/4001/p2p/X",
         "/ip4/127.0.0.1/tcp/4001/p2p/X",
@@ -163,15 +173,15 @@ def test_only_own_tcp_ports_are_asked_for() -> None:
     assert tcp_ports(addresses) == [4001, 4003]
 
 
-def test_the_command_tells_all_in_json_and_by_its_exit_code(
+def test_the_command_prints_all_findings_and_exits_with_1_on_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o700)
     command = ["doctor", "--data-dir", str(data_dir), "--cache-dir", str(tmp_path), "--json"]
     cli.execute(command)
-    said = json.loads(capsys.readouterr().out)
-    assert {finding["check"] for finding in said["findings"]} >= {
+    output = json.loads(capsys.readouterr().out)
+    assert {finding["check"] for finding in output["findings"]} >= {
         "python",
         "packages",
         "disk",
@@ -180,9 +190,9 @@ def test_the_command_tells_all_in_json_and_by_its_exit_code(
     }
     data_dir.chmod(0o755)
     assert cli.execute(command) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["worst"] == "fail"
-    assert f"chmod 700 {data_dir}" in [finding["fix"] for finding in said["findings"]]
+    output = json.loads(capsys.readouterr().out)
+    assert output["worst"] == "fail"
+    assert f"chmod 700 {data_dir}" in [finding["fix"] for finding in output["findings"]]
 
 
 def test_an_invite_is_not_redeemed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,9 @@ from swarmnet_protocols.directory.duplicate_identity import (
 )
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.records import Record
-from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net import Transport, TransportWrapper
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import MemoryNetwork
-from swarmnet_protocols.net.wrappers import TransportWrapper
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support import virtual_time

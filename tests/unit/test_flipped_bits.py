@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet.swarm_file.folder import folder_of, remember
+from swarmnet.swarm_file.entry import store_file, swarm_dir
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
@@ -105,16 +105,16 @@ def a_file_of_an_adapter(name: str) -> Callable[[Path], Kept]:
 def swarm_file(folder: Path) -> Kept:
     path = folder / "swarm.toml"
     swarm_writer.create(folder, NewSwarm("lab"), now=EPOCH)
-    remember(folder / "data", path.read_bytes())
-    return Kept(path, lambda: remember(folder / "data", path.read_bytes()))
+    store_file(folder / "data", path.read_bytes())
+    return Kept(path, lambda: store_file(folder / "data", path.read_bytes()))
 
 
 def known_swarm_file(folder: Path) -> Kept:
     file = swarm_writer.create(folder, NewSwarm("lab"), now=EPOCH)
     data = (folder / "swarm.toml").read_bytes()
-    remember(folder / "data", data)
-    path = folder_of(folder / "data", file.swarm_id) / "swarm.toml"
-    return Kept(path, lambda: remember(folder / "data", data))
+    store_file(folder / "data", data)
+    path = swarm_dir(folder / "data", file.swarm_id) / "swarm.toml"
+    return Kept(path, lambda: store_file(folder / "data", data))
 
 
 def certificate(folder: Path) -> Kept:

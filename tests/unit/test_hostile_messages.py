@@ -10,8 +10,7 @@ import pytest
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
-from swarmnet_protocols.net import messages as talking
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, typed_stream
 from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
@@ -54,7 +53,7 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
 @pytest.mark.parametrize("kind", FIRST_MESSAGES, ids=lambda kind: kind.DESCRIPTOR.name)
 def test_messages_nested_without_end_are_not_parsed(kind: type[Protobuf]) -> None:
     with pytest.raises(ProtocolViolation):
-        talking.parse(kind, nested(NESTED))
+        typed_stream.parse(kind, nested(NESTED))
 
 
 @pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1 << 31, 1 << 29), ((1 << 32) - 1,) * 64])

@@ -15,9 +15,9 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from swarmnet_client.model import lora, prefix
-from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
+from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.placeholders import stand_ins
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_models import FAMILIES, save_tiny
 from tests.unit.test_models import load
@@ -54,7 +54,7 @@ def randomised(peft_model: Any) -> Any:
 
 
 def found(model: Any) -> dict[str, torch.Tensor]:
-    return lora.tensors_of(lora.active_pairs(model.model.layers))
+    return ClientAdapter.found(model.model.layers, {}).tensors()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,10 +201,10 @@ def test_what_needs_the_blocks_weights_is_refused(options: dict[str, Any], model
 
 def test_an_adapter_is_made_once_for_each_version_of_the_parameters(model: Any) -> None:
     tuned = randomised(get_peft_model(model, config()))
-    maker = AdapterMaker()
+    blocks = RemoteBlocks(None, None, None)  # type: ignore[arg-type]  # neither is used
 
     def adapter() -> Any:
-        return maker.adapter(ClientAdapter.found(model.model.layers, {}))
+        return blocks.adapter(ClientAdapter.found(model.model.layers, {}))
 
     first = adapter()
     assert adapter() is first
@@ -237,7 +237,7 @@ def test_a_prefix_of_peft_becomes_keys_and_values_of_every_block(family: str, tm
             num_virtual_tokens=3, task_type="CAUSAL_LM", token_dim=2 * size, num_attention_heads=2
         ),
     )
-    tensors = prefix.tensors_of(tuned.get_prompt(2), model.config)
+    tensors = prefix_tensors(tuned.get_prompt(2), model.config)
     assert len(tensors) == 10
     assert tensors["4.prefix.value"].shape == (2, 3, size)
     sum(tensor.sum() for tensor in tensors.values()).backward()  # type: ignore[union-attr]
@@ -251,16 +251,16 @@ def test_a_prefix_that_is_not_every_rows_is_refused(model: Any) -> None:
         cache.layers[3].keys = cache.layers[3].keys.clone()
         cache.layers[3].keys[1, 0, 0, 0] += 1
     with pytest.raises(ConfigError, match="rows differ"):
-        prefix.tensors_of(cache, model.config)
+        prefix_tensors(cache, model.config)
 
 
 def test_a_cache_that_is_no_prefix_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="past_key_values"):
-        prefix.tensors_of(DynamicCache(), model.config)
+        prefix_tensors(DynamicCache(), model.config)
     cache = prefix_cache(model)
     cache.layers[2].values = cache.layers[2].values[:, :, :2]
     with pytest.raises(ConfigError, match=r"values of block 2 are \[2, 2, 8\]"):
-        prefix.tensors_of(cache, model.config)
+        prefix_tensors(cache, model.config)
     del cache.layers[4]
     with pytest.raises(ConfigError, match="4 blocks"):
-        prefix.tensors_of(cache, model.config)
+        prefix_tensors(cache, model.config)

@@ -1,4 +1,4 @@
-"""What a node tells over HTTP: probes while it starts, serves and ends, and metrics that are true."""
+"""A node's monitoring endpoints: probes while it starts, serves and stops, and the values of its metrics."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def monitored(use: Callable[[Monitor, httpx.AsyncClient], Any], host: str = "127
 
 
 def values(node: Measured) -> dict[str, float]:
-    """Every sample by its name and labels, as a scrape reads them."""
+    """All samples of a scrape by name and labels."""
     families = text_string_to_metric_families(generate_latest(registry_of(node)).decode())
     return {
         sample.name + "".join(f" {key}={value}" for key, value in sample.labels.items()): sample.value
@@ -78,8 +78,8 @@ def test_metrics_are_text_for_prometheus() -> None:
 
 
 @pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 421), ("0.0.0.0", 200)])
-def test_only_on_the_own_address_a_name_has_to_be_right(host: str, status: int) -> None:
-    """A page under a name of its own could read the one; Prometheus asks the other by the name of a container."""
+def test_host_names_are_checked_on_loopback_only(host: str, status: int) -> None:
+    """DNS rebinding reaches loopback addresses; on others Prometheus uses names such as that of a container."""
 
     async def ask(_monitor: Monitor, client: httpx.AsyncClient) -> int:
         return (await client.get("/livez", headers={"host": "node-1:9400"})).status_code
@@ -87,8 +87,8 @@ def test_only_on_the_own_address_a_name_has_to_be_right(host: str, status: int) 
     assert monitored(ask, host) == status
 
 
-def test_what_a_node_did_is_counted(tmp_path: Path) -> None:
-    """A whole swarm of two nodes in virtual time: the first hop computes the prompt, then each token but the last."""
+def test_metrics_count_the_work_of_a_node(tmp_path: Path) -> None:
+    """Two nodes in virtual time: the first hop computes the prompt, then each token except the last."""
     reference = load_reference(tmp_path / "model", tmp_path / "cache")
 
     async def scenario(lab: Lab) -> tuple[dict[str, float], dict[str, float]]:
@@ -124,10 +124,8 @@ def test_what_a_node_did_is_counted(tmp_path: Path) -> None:
         assert 0 < seen["swarmnet_node_cache_bytes"] <= seen["swarmnet_node_cache_limit_bytes"]
 
 
-def test_refusals_are_counted_by_their_reason_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A client that still comes to a host which is about to stop."""
+def test_refusals_are_counted_by_reason_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A client opens a session on a host that is about to stop."""
     reference = load_reference(tmp_path / "model", tmp_path / "cache")
 
     async def scenario(lab: Lab) -> dict[str, float]:
@@ -166,7 +164,7 @@ def test_a_histogram_counts_cumulatively() -> None:
         ("localhost:1", ("localhost", 1)),
     ],
 )
-def test_endpoints_are_understood(text: str, endpoint: tuple[str, int]) -> None:
+def test_endpoints_are_parsed(text: str, endpoint: tuple[str, int]) -> None:
     assert parse_endpoint(text) == endpoint
 
 

@@ -11,15 +11,16 @@ import pytest
 
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting import reports
-from swarmnet_node.hosting.host_counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded, StreamRefused
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.resources import PEER_LIMITS, Resource, ResourceManager
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
@@ -115,7 +116,7 @@ def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
             await ask(stream, reply_s=5.0)
-        with pytest.raises(StreamRefused, match="overloaded"):
+        with pytest.raises(Refused, match="overloaded"):
             await ask(streams[-1], reply_s=5.0)
         await asyncio.sleep(reports.IDLE_S + 1.0)
         with pytest.raises(StreamEnded):

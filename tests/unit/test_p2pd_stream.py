@@ -4,15 +4,17 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.errors import StreamEnded, StreamRefused
-from swarmnet_protocols.net import Message, Refusal
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.p2pd.pipe import LINGER_BYTES
 from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from tests.support.socket_streams import inbound_stream, two_ends
 from tests.support.virtual_time import run
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SOON_S = 0.5
 SOCKET_BYTES = 1 << 20
 """More than a socket and one read of it ever hold."""
@@ -45,9 +47,9 @@ def test_who_is_refused_is_told_so_although_it_goes_on_speaking() -> None:
         async with two_ends() as (one, other):
             await other.stream.send(Message(b"what nobody reads", bytes(50_000)))
             waiting = asyncio.create_task(one.stream.receive())
-            one.stream.refuse(Refusal("no", 2.0))
+            one.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
             await asyncio.gather(waiting, return_exceptions=True)
-            with pytest.raises(StreamRefused, match="no"):
+            with pytest.raises(Refused, match="no"):
                 await other.stream.receive()
             other.stream.close()
             async with asyncio.timeout(SOON_S):
@@ -101,7 +103,7 @@ def test_half_a_message_is_followed_by_nothing() -> None:
         async with inbound_stream(link) as (end, theirs):
             sending = asyncio.create_task(end.stream.send(Message(b"", b"x" * 1_000_000)))
             await asyncio.sleep(SOON_S)
-            end.stream.refuse(Refusal("no", 2.0))
+            end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
             with pytest.raises(StreamEnded):
                 await sending
             async with asyncio.timeout(SOON_S):
@@ -118,8 +120,8 @@ def test_half_a_message_is_followed_by_nothing() -> None:
 def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, _):
-            end.stream.refuse(Refusal("no", 2.0))
-            async with asyncio.timeout(PATIENCE_S):
+            end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
+            async with asyncio.timeout(TIMEOUT_S):
                 await asyncio.gather(*end.flushes)
             assert end.streams == 0
 
@@ -155,7 +157,7 @@ def test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds() -> None:
 def test_who_goes_on_speaking_is_not_listened_to_for_ever() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, theirs):
-            end.stream.refuse(Refusal("no", 2.0))
+            end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
             taken_bytes = 0
             try:
                 while taken_bytes < 8 * SOCKET_BYTES:

@@ -2,18 +2,23 @@
 
 import pytest
 
-from swarmnet_client.chain.retry_policy import ATTEMPTS, PAUSE_S, RetryPolicy, explain
-from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised, StreamRefused
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, explain
+from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
+
+
+def refused(reason: refusal_pb2.Reason, detail: str, retry_after_s: float = 0.0) -> Refused:
+    return Refused("one", Refusal(reason, detail, retry_after_s).to_wire())
 
 
 def test_the_error_says_why_hosts_refuse() -> None:
-    error = explain(StreamRefused("one refused the stream: no member", hint="ask"))
+    error = explain(refused(refusal_pb2.REASON_NOT_AUTHORISED, "no member"))
     assert isinstance(error, NotAuthorised)
-    assert (str(error), error.hint) == ("one refused the stream: no member", "ask")
-    error = explain(StreamRefused("one refused the stream: no room", retry_after_s=2.0))
+    assert str(error) == "one refused the stream: no member"
+    assert "owner of the swarm" in error.hint
+    error = explain(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 2.0))
     assert isinstance(error, ResourceLimitReached)
     assert error.retry_after_s == 2.0
 
@@ -41,13 +46,13 @@ def test_an_answer_begins_the_count_anew() -> None:
 
 def test_a_full_host_is_asked_again_after_the_time_it_named() -> None:
     retries = RetryPolicy(recover_s=12.0)
-    full = Refused(pb.REASON_OUT_OF_MEMORY, "no room", 3.0)
+    full = refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 3.0)
     pauses = []
     for number in range(4):
         retries.is_given_up(float(number), idle=False)
         pauses.append((retries.pause_s(full), retries.pause_s(None)))
     assert pauses == [(0.0, 0.0), (0.0, 0.0), (3.0, PAUSE_S), (3.0, PAUSE_S)]
-    assert retries.pause_s(Refused(pb.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
+    assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
 
 
 @pytest.mark.parametrize("idle", [True, False])

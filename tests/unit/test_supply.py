@@ -1,4 +1,4 @@
-"""Nothing that comes from a file or from the network becomes code, nor more bytes than somebody has allowed."""
+"""No module runs data from a file or the network as code, or decompresses it without a limit."""
 
 import ast
 import os
@@ -17,17 +17,17 @@ MODULES = {
     "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy",
     "zlib", "gzip", "bz2", "lzma", "zstandard", "tarfile", "zipfile", "yaml", "torch.hub",
 }  # fmt: skip
-"""Never imported: they run what they read, or unpack it to whatever size it says."""
+"""Modules that may not be imported: they run what they read, or decompress it without a limit."""
 EXCEPT = {
     "protocols/swarmnet_protocols/models/resolver.py": {
         "zipfile"
-    },  # the one file of a wheel, up to its known size
+    },  # reads one file of a wheel, up to its known size
     "protocols/swarmnet_protocols/machine/lean_imports.py": {
         "<computed>"
-    },  # parts of a package that we import
-    "swarmnet/cli/lazy.py": {"<computed>"},  # commands of ours, by the table in cli/__init__.py
-    "swarmnet/dashboard/feed.py": {"gzip"},  # packs only
-    "swarmnet/dashboard/files.py": {"gzip"},
+    },  # imports parts of a package by their names
+    "swarmnet/cli/lazy.py": {"<computed>"},  # imports commands that cli/__init__.py lists
+    "swarmnet/dashboard/feed.py": {"gzip"},  # compresses only
+    "swarmnet/dashboard/server.py": {"gzip"},
 }
 CALLS = {
     "eval", "exec", "compile", "__import__",
@@ -60,7 +60,7 @@ def faults(tree: ast.AST, allowed: Collection[str] = ()) -> Iterator[tuple[int, 
 
 
 def _aliases(tree: ast.AST) -> dict[str, str]:
-    """What imported modules are called here."""
+    """The names under which modules are imported."""
     return {
         alias.asname: alias.name
         for node in ast.walk(tree)
@@ -74,7 +74,7 @@ def _narrows_a_type(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
 
 
-def test_no_module_makes_code_of_data_or_unpacks_without_a_limit() -> None:
+def test_no_module_runs_data_or_decompresses_without_a_limit() -> None:
     files = [path for _, path in sources()] + sorted((ROOT / "deploy").rglob("*.py"))
     found = [
         f"{name}:{line}: {what}"
@@ -107,7 +107,7 @@ def test_no_module_makes_code_of_data_or_unpacks_without_a_limit() -> None:
         "assert isinstance(size, int)",
     ],
 )
-def test_what_is_forbidden_is_found(code: str) -> None:
+def test_forbidden_code_is_found(code: str) -> None:
     assert list(faults(ast.parse(code)))
 
 
@@ -122,7 +122,7 @@ def test_what_is_forbidden_is_found(code: str) -> None:
         "assert process.stdout is not None",
     ],
 )
-def test_what_is_allowed_is_not(code: str) -> None:
+def test_allowed_code_is_not_found(code: str) -> None:
     assert list(faults(ast.parse(code))) == []
 
 
@@ -142,8 +142,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_process_of_the_tests_that_makes_code_of_data_ends(planted: str) -> None:
-    """So every test that runs real nodes shows that they do not."""
+def test_a_test_process_that_runs_data_as_code_ends(planted: str) -> None:
+    """Every test that runs real nodes thereby shows that they do not run data as code."""
     ended = subprocess.run(
         [sys.executable, "-c", PLANTED[planted]], capture_output=True, text=True, check=False
     )
@@ -156,7 +156,7 @@ def test_a_test_that_unpickles_fails() -> None:
         pickle.loads(pickle.dumps(Path))
 
 
-def test_the_processes_of_the_tests_are_watched() -> None:
+def test_test_processes_run_with_the_audit_hook() -> None:
     watched = "import sys; print(sys.modules['sitecustomize'].__file__)"
     done = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).parent == Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])

@@ -1,4 +1,4 @@
-"""The commands of whoever runs a swarm, as far as they go without a network."""
+"""The commands of a swarm's owner (`swarmnet swarm …`), without a network."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet import cli, swarm_file
-from swarmnet.swarm_file.folder import folder_of
+from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import load_key
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
@@ -22,7 +22,7 @@ ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{ALICE}"
 
 
 class Owner:
-    """Somebody at a terminal, in the directory of a swarm of theirs."""
+    """The owner of a swarm at a terminal, in the directory of the swarm file."""
 
     def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.directory = directory
@@ -43,10 +43,10 @@ class Owner:
         path.write_text(text.replace(old, new, 1))
         self.swarm("sign")
 
-    def let_in(self, invite: str, peer: PeerId, data_dir: Path) -> None:
-        """What a node with --issuer does when ``peer`` redeems ``invite``."""
+    def admit(self, invite: str, peer: PeerId, data_dir: Path) -> None:
+        """Redeem ``invite`` for ``peer``, as an issuer does."""
         file, now = swarm_file.load(self.directory), wall_clock()
-        folder = folder_of(data_dir, file.swarm_id)
+        folder = swarm_dir(data_dir, file.swarm_id)
         folder.mkdir(parents=True, exist_ok=True)
         with IssuedCertificates.open(folder) as ledger:
             issuer = Issuer(load_key(self.directory / "authority.key"), file.rules(), ledger, now=now)
@@ -61,7 +61,7 @@ def owner(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return owner
 
 
-def test_an_invite_says_what_was_asked_for(owner: Owner) -> None:
+def test_an_invite_has_the_requested_roles_and_limits(owner: Owner) -> None:
     printed = owner.swarm("invite", "--role", "host", "--role", "client", "--expires", "12h", "--uses", "5")
     invite = read_invite(printed["invite"], now=wall_clock())
     assert (sorted(invite.grant.terms.roles), invite.grant.terms.uses) == (["client", "host"], 5)
@@ -70,7 +70,7 @@ def test_an_invite_says_what_was_asked_for(owner: Owner) -> None:
     assert invite.grant.id.hex() == printed["id"]
 
 
-def test_the_invite_is_all_of_stdout(owner: Owner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stdout_holds_only_the_invite(owner: Owner, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["swarm", "invite"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("swn1")
@@ -78,7 +78,7 @@ def test_the_invite_is_all_of_stdout(owner: Owner, capsys: pytest.CaptureFixture
     assert "1 peer as client" in shown.err
 
 
-def test_an_issuer_that_the_file_lists_invites_too(owner: Owner, tmp_path: Path) -> None:
+def test_a_listed_issuer_can_invite(owner: Owner, tmp_path: Path) -> None:
     key = str(tmp_path / "issuer.key")
     public = owner.swarm("new-key", key)["public_key"]
     assert owner.swarm("invite", "--key", key, code=3)["error"] == "config"
@@ -86,13 +86,13 @@ def test_an_issuer_that_the_file_lists_invites_too(owner: Owner, tmp_path: Path)
     assert owner.swarm("invite", "--key", key)["invite"].startswith("swn1")
 
 
-def test_whoever_is_approved_gets_an_invite_for_nobody_else(owner: Owner) -> None:
+def test_an_approved_peer_gets_an_invite_for_itself_only(owner: Owner) -> None:
     printed = owner.swarm("approve", ALICE, "--role", "trainer")
     terms = read_invite(printed["invite"], now=wall_clock()).grant.terms
     assert (terms.peer, terms.uses, terms.roles) == (ALICE, 1, {"trainer"})
 
 
-def test_with_an_allow_list_the_file_says_who_is_in(owner: Owner) -> None:
+def test_approve_adds_to_an_allow_list(owner: Owner) -> None:
     owner.edit('admission = "certificate"', 'admission = "allow-list"')
     assert owner.swarm("invite", code=3)["hint"].endswith("approve PEER --role ROLE")
     assert owner.swarm("approve", ALICE, "--role", "host", "--role", "client")["roles"] == ["client", "host"]
@@ -102,19 +102,19 @@ def test_with_an_allow_list_the_file_says_who_is_in(owner: Owner) -> None:
     ]
 
 
-def test_members_are_those_the_issuer_let_in(owner: Owner, tmp_path: Path) -> None:
+def test_members_are_those_that_the_issuer_admitted(owner: Owner, tmp_path: Path) -> None:
     data = str(tmp_path / "data")
     assert owner.swarm("members", "--data-dir", data, code=3)["error"] == "config"
     printed = owner.swarm("invite", "--role", "host")
-    owner.let_in(printed["invite"], ALICE, tmp_path / "data")
+    owner.admit(printed["invite"], ALICE, tmp_path / "data")
     (member,) = owner.swarm("members", "--data-dir", data)["members"]
     assert (member["peer_id"], member["state"], member["invite"]) == (ALICE, "member", printed["id"])
     assert member["roles"] == ["host"]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The lists that were brought to the swarm."""
+def sent_lists(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The revocation lists that were sent to the swarm."""
     lists: list[bytes] = []
 
     async def push_revocations(sealed: bytes, addresses: list[str], **_: object) -> list[str]:
@@ -126,11 +126,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return lists
 
 
-def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
-    owner: Owner, told: list[bytes], tmp_path: Path
+def test_revoke_adds_to_the_list_and_sends_it_to_the_swarm(
+    owner: Owner, sent_lists: list[bytes], tmp_path: Path
 ) -> None:
     printed = owner.swarm("invite", "--role", "host")
-    owner.let_in(printed["invite"], ALICE, tmp_path / "data")
+    owner.admit(printed["invite"], ALICE, tmp_path / "data")
     bob = Identity.from_seed(b"bob").peer_id
     assert owner.swarm("revoke", ALICE)["told"] == [ALICE]
     owner.swarm("revoke", bob)
@@ -138,7 +138,7 @@ def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
     owner.swarm("revoke", "ab" * 16)
 
     file = swarm_file.load(owner.directory)
-    lists = [open_list(sealed, rules=file.rules(), now=wall_clock()) for sealed in told]
+    lists = [open_list(sealed, rules=file.rules(), now=wall_clock()) for sealed in sent_lists]
     assert [each.serial for each in lists] == sorted({each.serial for each in lists})
     assert lists[-1].revoked.peers == {ALICE, bob}
     assert lists[-1].revoked.invites == {bytes.fromhex(printed["id"]), b"\xab" * 16}
@@ -146,11 +146,11 @@ def test_revoking_adds_to_the_list_and_brings_it_to_the_swarm(
     assert member["state"] == "revoked"
 
     owner.swarm("approve", ALICE)
-    assert open_list(told[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {bob}
+    assert open_list(sent_lists[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {bob}
 
 
-def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
-    owner: Owner, told: list[bytes], monkeypatch: pytest.MonkeyPatch
+def test_old_revocations_leave_the_list_at_the_next_one(
+    owner: Owner, sent_lists: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = Identity.from_seed(b"bob").peer_id
     owner.swarm("revoke", ALICE)
@@ -159,20 +159,20 @@ def test_what_was_revoked_long_ago_leaves_the_list_at_the_next_revocation(
     owner.swarm("revoke", bob)
     owner.swarm("revoke", ALICE)
     file = swarm_file.load(owner.directory)
-    named = [open_list(sealed, rules=file.rules(), now=wall_clock()).revoked for sealed in told]
+    named = [open_list(sealed, rules=file.rules(), now=wall_clock()).revoked for sealed in sent_lists]
     assert [len(each.in_order()) for each in named] == [1, 2, 1, 2]
     assert named[-1].peers == {ALICE, bob}
 
 
-def test_revoking_takes_a_peer_off_an_allow_list(owner: Owner, told: list[bytes]) -> None:
+def test_revoke_removes_a_peer_from_an_allow_list(owner: Owner, sent_lists: list[bytes]) -> None:
     owner.edit('admission = "certificate"', 'admission = "allow-list"')
     owner.swarm("approve", ALICE, "--role", "host")
     owner.swarm("revoke", ALICE)
     assert swarm_file.load(owner.directory).allow == {}
-    assert len(told) == 1
+    assert len(sent_lists) == 1
 
 
-def test_what_was_revoked_stays_revoked_under_a_new_key(owner: Owner, told: list[bytes]) -> None:
+def test_revocations_survive_a_key_rotation(owner: Owner, sent_lists: list[bytes]) -> None:
     owner.swarm("revoke", ALICE)
     first = owner.swarm("show", ".")
     rotated = owner.swarm("rotate-key", "--overlap", "now")
@@ -182,10 +182,10 @@ def test_what_was_revoked_stays_revoked_under_a_new_key(owner: Owner, told: list
     kept = open_list((owner.directory / "revocations").read_bytes(), rules=file.rules(), now=wall_clock())
     assert kept.revoked.peers == {ALICE}
     owner.swarm("revoke", Identity.from_seed(b"bob").peer_id)
-    assert len(open_list(told[-1], rules=file.rules(), now=wall_clock()).revoked.peers) == 2
+    assert len(open_list(sent_lists[-1], rules=file.rules(), now=wall_clock()).revoked.peers) == 2
 
 
-def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revocation_that_reaches_no_peer_is_an_error(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def push_revocations(*_: object, **__: object) -> list[str]:
         return []
 
@@ -195,8 +195,8 @@ def test_nobody_told_is_an_error_that_says_so(owner: Owner, monkeypatch: pytest.
     assert (owner.directory / "revocations").exists()
 
 
-def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
-    owner: Owner, told: list[bytes], monkeypatch: pytest.MonkeyPatch
+def test_approval_of_a_revoked_peer_succeeds_though_no_peer_is_reached(
+    owner: Owner, sent_lists: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.swarm("revoke", ALICE)
 
@@ -210,7 +210,9 @@ def test_whoever_is_approved_again_gets_an_invite_though_nobody_can_be_told(
 
 
 @pytest.mark.parametrize("command", ["invite", "revoke", "approve"])
-def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path: Path) -> None:
+def test_an_open_swarm_has_no_authority_for_these_commands(
+    command: str, owner: Owner, tmp_path: Path
+) -> None:
     owner.swarm("create", "all", "--open", "--out", str(tmp_path / "all"))
     who = [] if command == "invite" else [ALICE]
     failed = owner.swarm(command, *who, str(tmp_path / "all"), code=3)
@@ -231,7 +233,9 @@ def test_an_open_swarm_has_nobody_who_could(command: str, owner: Owner, tmp_path
         (["create", "x", "--out", "x", "--open", "--like", "y"], "--like"),
     ],
 )
-def test_what_is_typed_wrong_is_said(arguments: list[str], words: str, owner: Owner) -> None:
+def test_invalid_arguments_are_named_and_change_nothing(
+    arguments: list[str], words: str, owner: Owner
+) -> None:
     before = {path.name: path.read_bytes() for path in owner.directory.iterdir()}
     assert words in owner.swarm(*arguments, code=2)["message"]
     assert {path.name: path.read_bytes() for path in owner.directory.iterdir()} == before
@@ -241,8 +245,10 @@ def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path
     old = (owner.directory / "swarm.toml").read_bytes()
     owner.swarm("sign")
     data = ("--data-dir", str(tmp_path / "data"))
-    new = str(shutil.copy("swarm.toml", tmp_path / "new.toml"))  # away from the key, which lets its owner in
-    # Refused for want of a certificate, which is after the file was taken.
+    new = str(
+        shutil.copy("swarm.toml", tmp_path / "new.toml")
+    )  # away from the key, with which the peer would certify itself
+    # Refused for lack of a certificate, after the file was stored.
     assert owner.run("train", "status", "0" * 64, "--swarm", new, *data, code=4)["error"] == "not_authorised"
     (tmp_path / "old.toml").write_bytes(old)
     arguments = ("train", "status", "0" * 64, "--swarm", str(tmp_path / "old.toml"), *data)
@@ -252,7 +258,7 @@ def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path
     )
 
 
-def test_an_invite_that_ended_or_is_damaged_is_refused(owner: Owner, tmp_path: Path) -> None:
+def test_a_damaged_invite_is_refused(owner: Owner, tmp_path: Path) -> None:
     invite = owner.swarm("invite")["invite"]
     data = ("--data-dir", str(tmp_path / "data"))
     damaged = owner.run("run", "m", "hi", "--swarm", invite[:-3], *data, code=3)

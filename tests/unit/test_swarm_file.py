@@ -1,4 +1,4 @@
-"""The swarm file: what is accepted, what is refused, and in which words."""
+"""The swarm file: what is accepted, what is refused, and the error messages."""
 
 import re
 import stat
@@ -26,7 +26,7 @@ def _create(directory: Path, *, is_open: bool = False) -> SwarmFile:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_what_is_written_is_what_is_read(tmp_path: Path, is_open: bool) -> None:
+def test_a_created_file_is_read_back(tmp_path: Path, is_open: bool) -> None:
     created = _create(tmp_path, is_open=is_open)
 
     assert swarm_file.load(tmp_path / "swarm.toml") == created
@@ -36,7 +36,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, is_open: bool) -> None:
     assert created.is_open is is_open
 
 
-def test_only_a_private_swarm_has_a_key_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+def test_only_a_private_swarm_has_a_key_with_mode_600(tmp_path: Path) -> None:
     _create(tmp_path / "private")
     _create(tmp_path / "open", is_open=True)
 
@@ -86,16 +86,16 @@ def test_overwriting_replaces_a_damaged_file_of_the_same_swarm(
 
     assert swarm_file.load(path) == second
     assert second.swarm_id == first.swarm_id
-    assert second.serial > 99, "higher than any that was given away"
+    assert second.serial > 99, "higher than that of any published file"
 
 
-def test_swarms_of_one_name_are_different(tmp_path: Path) -> None:
+def test_swarms_with_one_name_have_different_ids(tmp_path: Path) -> None:
     ids = {_create(tmp_path / str(n), is_open=n < 2).swarm_id for n in range(4)}
     assert len(ids) == 4
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden", 'quo"te', "line\nbreak", "x" * 65, "ünï"])
-def test_a_name_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+def test_an_invalid_name_is_refused_before_files_are_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a swarm"):
         swarm_writer.create(tmp_path / "out", NewSwarm(name), now=NOW)
     assert not (tmp_path / "out").exists()
@@ -124,7 +124,7 @@ def test_a_changed_private_file_is_refused(tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["name", "serial", "created", "not_after"])
-def test_of_an_open_file_only_the_bootstrap_list_may_change(tmp_path: Path, change: str) -> None:
+def test_only_the_bootstrap_list_of_an_open_file_may_change(tmp_path: Path, change: str) -> None:
     created = _create(tmp_path, is_open=True)
     path = tmp_path / "swarm.toml"
     text = path.read_text()
@@ -157,7 +157,7 @@ def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
         ("[authority]", "[extra]\n[authority]", 16, "unknown key 'extra'"),
         ("serial = 1\n", "", 1, "'serial' is missing"),
         ("[network]\nbootstrap", "[network]\nbootstraps", 12, "unknown key 'bootstraps'"),
-        ("serial = 1", "serial = true", 6, "'serial' must be a int"),
+        ("serial = 1", "serial = true", 6, "'serial' must be an integer"),
         ("serial = 1", "serial = 0", 6, "'serial' must be a positive number"),
         ("format = 2", "format = 1", 3, "'format' must be 2"),
         ('name = "lab"', 'name = "a b"', 4, "'name' must be"),
@@ -182,9 +182,7 @@ def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
         ("[signature]", "[[rotation]]\nkeys = []\n[signature]", 31, "'keys' must list public keys"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(
-    tmp_path: Path, old: str, new: str, line: int, words: str
-) -> None:
+def test_errors_name_line_and_key(tmp_path: Path, old: str, new: str, line: int, words: str) -> None:
     _create(tmp_path)
     path = tmp_path / "swarm.toml"
     text = path.read_text()
@@ -201,7 +199,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(
     [b"", b"\xff\xfe", b"[" * 5000, b"a = " + b"[" * 5000, b"a = " + b"9" * 10_000],
     ids=["empty", "not text", "headers", "nesting", "long number"],
 )
-def test_what_is_no_swarm_file_is_refused(data: bytes) -> None:
+def test_other_data_is_refused(data: bytes) -> None:
     with pytest.raises(ConfigError):
         swarm_file.parse(data)
 
@@ -227,7 +225,7 @@ def test_a_bootstrap_list_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_file_cannot_claim_to_be_of_another_swarm(tmp_path: Path, is_open: bool) -> None:
+def test_a_file_with_the_id_of_another_swarm_is_refused(tmp_path: Path, is_open: bool) -> None:
     _create(tmp_path / "a", is_open=is_open)
     other = _create(tmp_path / "b", is_open=is_open)
     path = tmp_path / "a" / "swarm.toml"
@@ -236,13 +234,13 @@ def test_a_file_cannot_claim_to_be_of_another_swarm(tmp_path: Path, is_open: boo
         swarm_file.load(path)
 
 
-def test_a_file_that_is_not_there_says_how_to_get_one(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read") as caught:
         swarm_file.load(tmp_path / "swarm.toml")
     assert "swarm create" in caught.value.hint
 
 
-def test_an_expired_file_may_be_shown_but_not_used(tmp_path: Path) -> None:
+def test_an_expired_file_is_loaded_but_not_valid(tmp_path: Path) -> None:
     end = datetime.fromtimestamp(NOW + 60, UTC)
     swarm_writer.create(tmp_path, NewSwarm("lab", not_after=end), now=NOW)
 

@@ -1,4 +1,4 @@
-"""Changing a swarm file: signed again, with new keys, with other members; and what a data directory remembers."""
+"""Changes of a swarm file: signing, key rotation, members; and the swarm files that a data directory stores."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import pytest
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.swarm_file.folder import find, folder_of, remember
+from swarmnet.swarm_file.entry import find_swarm, store_file, swarm_dir
 from swarmnet.swarm_file.keys import create_key, load_key
 from swarmnet.swarm_file.reader import Reader
 from swarmnet.swarm_file.writer import NewSwarm
@@ -74,7 +74,7 @@ def test_an_open_swarm_gets_an_address_without_a_key(tmp_path: Path) -> None:
         ("[policy]", "[polizei]", "toml:24: unknown key 'polizei'"),
     ],
 )
-def test_an_edit_that_will_not_do_is_not_signed(tmp_path: Path, old: str, new: str, why: str) -> None:
+def test_an_invalid_edit_is_not_signed(tmp_path: Path, old: str, new: str, why: str) -> None:
     create(tmp_path)
     edit(tmp_path, old, new)
     before = (tmp_path / "swarm.toml").read_bytes()
@@ -83,10 +83,10 @@ def test_an_edit_that_will_not_do_is_not_signed(tmp_path: Path, old: str, new: s
     assert (tmp_path / "swarm.toml").read_bytes() == before
 
 
-def test_a_key_of_somebody_else_signs_nothing(tmp_path: Path) -> None:
+def test_the_key_of_another_swarm_cannot_sign(tmp_path: Path) -> None:
     create(tmp_path / "a")
     create(tmp_path / "b")
-    with pytest.raises(ConfigError, match="not of the authority"):
+    with pytest.raises(ConfigError, match="does not belong to the authority"):
         swarm_writer.sign(tmp_path / "a", now=NOW, key_path=tmp_path / "b" / "authority.key")
 
 
@@ -96,7 +96,7 @@ def test_any_of_several_keys_signs(tmp_path: Path) -> None:
     assert swarm_writer.sign(tmp_path / "a", now=NOW, key_path=tmp_path / "backup.key").serial == 2
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
     create(tmp_path)
     (tmp_path / "authority.key").chmod(0o640)
     with pytest.raises(ConfigError, match="read by others") as caught:
@@ -104,7 +104,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert caught.value.hint.startswith("chmod 600")
 
 
-def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_an_ed25519_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.key").write_text("no key")
     with pytest.raises(ConfigError, match="not a key"):
         load_key(tmp_path / "a.key")
@@ -114,7 +114,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
         create_key(tmp_path / "a.key")
 
 
-def test_a_swarm_outlives_its_keys(tmp_path: Path) -> None:
+def test_the_swarm_id_survives_rotations(tmp_path: Path) -> None:
     first = create(tmp_path)
     old = load_key(tmp_path / "authority.key").public_key
 
@@ -124,10 +124,10 @@ def test_a_swarm_outlives_its_keys(tmp_path: Path) -> None:
 
     assert {file.swarm_id for file in (second, third, signed)} == {first.swarm_id}
     assert [file.serial for file in (second, third, signed)] == [2, 3, 4]
-    believed = signed.rules().keys
-    assert believed[old] == NOW + 3600
-    assert believed[key.public_key] == 0, "what a stolen key signed never counted"
-    assert believed[load_key(tmp_path / "authority.key").public_key] == math.inf
+    trusted = signed.rules().keys
+    assert trusted[old] == NOW + 3600
+    assert trusted[key.public_key] == 0, "a rotation without overlap: the key was never valid"
+    assert trusted[load_key(tmp_path / "authority.key").public_key] == math.inf
     assert {path.name for path in tmp_path.iterdir()} == {
         "swarm.toml",
         "authority.key",
@@ -136,14 +136,14 @@ def test_a_swarm_outlives_its_keys(tmp_path: Path) -> None:
     }
 
 
-def test_a_rotation_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_rotation_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create(tmp_path)
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(swarm_writer, "_exchange_keys", die)
+        patched.setattr(swarm_writer, "_replace_key_file", die)
         with pytest.raises(KeyboardInterrupt):
             swarm_writer.rotate_key(tmp_path, now=NOW, overlap_s=0)
     file, key = swarm_writer.rotate_key(tmp_path, now=NOW, overlap_s=0)
@@ -152,7 +152,7 @@ def test_a_rotation_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: py
     assert swarm_writer.sign(tmp_path, now=NOW).serial == 3
 
 
-def test_a_key_that_was_replaced_makes_no_other_successor(tmp_path: Path) -> None:
+def test_a_changed_rotation_is_refused(tmp_path: Path) -> None:
     create(tmp_path)
     swarm_writer.rotate_key(tmp_path, now=NOW, overlap_s=0)
     edit(tmp_path, "previous_until = 1970", "previous_until = 2037")
@@ -160,7 +160,7 @@ def test_a_key_that_was_replaced_makes_no_other_successor(tmp_path: Path) -> Non
         swarm_file.load(tmp_path)
 
 
-def test_a_key_that_no_key_before_it_named_is_nobody(tmp_path: Path) -> None:
+def test_a_rotation_that_no_earlier_key_signed_is_refused(tmp_path: Path) -> None:
     create(tmp_path)
     thief = Identity.from_seed(b"thief")
     path = tmp_path / "swarm.toml"
@@ -174,14 +174,14 @@ def test_a_key_that_no_key_before_it_named_is_nobody(tmp_path: Path) -> None:
         swarm_file.load(path)
 
 
-def test_a_key_file_that_is_not_founding_cannot_make_the_file_anew(tmp_path: Path) -> None:
+def test_a_swarm_with_rotations_cannot_be_created_anew(tmp_path: Path) -> None:
     create(tmp_path)
     swarm_writer.rotate_key(tmp_path, now=NOW, overlap_s=0)
     with pytest.raises(ConfigError, match="other keys"):
         swarm_writer.create(tmp_path, NewSwarm("lab"), now=NOW, overwrite=True)
 
 
-def test_members_of_an_allow_list_are_listed_and_taken_off(tmp_path: Path) -> None:
+def test_members_are_added_to_and_removed_from_an_allow_list(tmp_path: Path) -> None:
     create(tmp_path)
     with pytest.raises(ConfigError, match="no list of members"):
         swarm_writer.allow(tmp_path, ALICE, [Role.HOST], now=NOW)
@@ -204,75 +204,75 @@ def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> N
     new = swarm_file.read(tmp_path / "lab")
     data_dir = tmp_path / "data"
 
-    assert remember(data_dir, old).serial == 1
-    assert remember(data_dir, new).serial == 2
-    assert remember(data_dir, new).serial == 2
+    assert store_file(data_dir, old).serial == 1
+    assert store_file(data_dir, new).serial == 2
+    assert store_file(data_dir, new).serial == 2
     with pytest.raises(IntegrityError, match="serial 1 after 2"):
-        remember(data_dir, old)
-    known = find(data_dir, "lab")
+        store_file(data_dir, old)
+    known = find_swarm(data_dir, "lab")
     assert known is not None
     assert known.serial == 2
     assert data_dir.stat().st_mode & 0o777 == 0o700
-    assert remember(tmp_path / "another", old).serial == 1
+    assert store_file(tmp_path / "another", old).serial == 1
 
 
 def test_another_file_with_the_same_serial_is_refused(tmp_path: Path) -> None:
-    """Of two files that were signed apart nobody knows which is the newer."""
+    """Of two files that were signed independently, neither is known to be newer."""
     create(tmp_path / "lab")
     first = swarm_file.read(tmp_path / "lab")
     swarm_writer.sign(tmp_path / "lab", now=NOW)
     known = swarm_file.read(tmp_path / "lab")
     (tmp_path / "lab" / "swarm.toml").write_bytes(first)
     swarm_writer.sign(tmp_path / "lab", now=NOW, bootstrap=[OTHER_PEER])
-    remember(tmp_path / "data", known)
+    store_file(tmp_path / "data", known)
     with pytest.raises(IntegrityError, match="same serial 2"):
-        remember(tmp_path / "data", swarm_file.read(tmp_path / "lab"))
-    assert remember(tmp_path / "data", known + b"# a note\n") == swarm_file.parse(known)
+        store_file(tmp_path / "data", swarm_file.read(tmp_path / "lab"))
+    assert store_file(tmp_path / "data", known + b"# a note\n") == swarm_file.parse(known)
 
 
 def test_a_damaged_file_hides_no_other_swarm(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     for name in ("a", "b"):
         swarm_writer.create(tmp_path / name, NewSwarm(name), now=NOW)
-        file = remember(data_dir, swarm_file.read(tmp_path / name))
-    (folder_of(data_dir, file.swarm_id) / "swarm.toml").write_text("damaged")
-    found = find(data_dir, "a")
+        file = store_file(data_dir, swarm_file.read(tmp_path / name))
+    (swarm_dir(data_dir, file.swarm_id) / "swarm.toml").write_text("damaged")
+    found = find_swarm(data_dir, "a")
     assert found is not None
     assert found.name == "a"
     with pytest.raises(ConfigError, match="not valid TOML"):
-        find(data_dir, "b")
+        find_swarm(data_dir, "b")
 
 
 def test_keys_that_do_not_follow_from_the_known_ones_are_refused(tmp_path: Path) -> None:
-    """Whoever stole the first key cannot undo a rotation for those who know of it, whatever serial they write."""
+    """A thief of the first key cannot undo a rotation for peers that know of it, with any serial."""
     create(tmp_path / "lab")
     (tmp_path / "thief").mkdir()
     for name in ("swarm.toml", "authority.key"):
         (tmp_path / "thief" / name).write_bytes((tmp_path / "lab" / name).read_bytes())
         (tmp_path / "thief" / name).chmod(0o600)
     swarm_writer.rotate_key(tmp_path / "lab", now=NOW, overlap_s=0)
-    remember(tmp_path / "data", swarm_file.read(tmp_path / "lab"))
+    store_file(tmp_path / "data", swarm_file.read(tmp_path / "lab"))
 
     for _ in range(3):
         swarm_writer.sign(tmp_path / "thief", now=NOW)
     with pytest.raises(IntegrityError, match="do not follow"):
-        remember(tmp_path / "data", swarm_file.read(tmp_path / "thief"))
+        store_file(tmp_path / "data", swarm_file.read(tmp_path / "thief"))
     swarm_writer.rotate_key(tmp_path / "thief", now=NOW, overlap_s=0)
     with pytest.raises(IntegrityError, match="do not follow"):
-        remember(tmp_path / "data", swarm_file.read(tmp_path / "thief"))
+        store_file(tmp_path / "data", swarm_file.read(tmp_path / "thief"))
 
 
 def test_a_swarm_is_found_by_its_name_or_id(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
-    assert find(data_dir, "lab") is None
+    assert find_swarm(data_dir, "lab") is None
     files = []
     for name in ("a", "b"):
         files.append(create(tmp_path / name))
-        remember(data_dir, swarm_file.read(tmp_path / name))
+        store_file(data_dir, swarm_file.read(tmp_path / name))
     with pytest.raises(ConfigError, match="several swarms"):
-        find(data_dir, "lab")
-    assert find(data_dir, files[1].swarm_id.hex()) == files[1]
-    assert folder_of(data_dir, files[1].swarm_id).is_dir()
+        find_swarm(data_dir, "lab")
+    assert find_swarm(data_dir, files[1].swarm_id.hex()) == files[1]
+    assert swarm_dir(data_dir, files[1].swarm_id).is_dir()
 
 
 def test_rules_come_from_the_file(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.memory import MemoryNetwork, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.virtual_time import run
 
@@ -43,7 +44,9 @@ def client_side(stream: Stream, heartbeats: list[pb.PassReply] | None = None) ->
 def test_heartbeats_keep_a_stream_alive_and_are_not_received() -> None:
     async def serve(host: Host) -> None:
         await host.receive()
-        beating = asyncio.create_task(host.send_heartbeats(1.0))
+        beating = asyncio.create_task(
+            host.send_heartbeats(1.0, lambda: pb.PassReply(heartbeat=pb.Heartbeat()))
+        )
         await asyncio.sleep(10 * SILENCE_S)
         await host.send(pb.PassReply(part=pb.Part()), b"")
         beating.cancel()
@@ -80,14 +83,14 @@ def test_silence_ends_a_stream() -> None:
 def test_a_refusal_is_raised_with_its_reason(wait_s: float) -> None:
     async def serve(host: Host) -> None:
         await host.receive()
-        await host.refuse(Refused(pb.REASON_TOO_LONG, "too \x1b[1mlong", wait_s))
+        host.refuse(Refusal(refusal_pb2.REASON_TOO_LONG, "too \x1b[1mlong", wait_s))
 
     async def use(stream: Stream) -> None:
         client = client_side(stream)
         await client.send(pb.PassRequest(begin=pb.Begin()))
-        with pytest.raises(Refused, match=r"REASON_TOO_LONG: too \[1mlong") as info:
+        with pytest.raises(Refused, match=r"refused the stream: too \[1mlong") as info:
             await client.receive()
-        assert (info.value.reason, info.value.retry_after_s) == (pb.REASON_TOO_LONG, wait_s)
+        assert (info.value.reason, info.value.retry_after_s) == (refusal_pb2.REASON_TOO_LONG, wait_s)
 
     between(serve, use)
 
@@ -127,15 +130,17 @@ def test_one_question_has_one_answer_and_closes_the_stream() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
 def test_a_wait_that_makes_no_sense_is_none(seconds: float) -> None:
-    said = pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, retry_after_s=seconds)
-    assert Refused.from_wire(said).retry_after_s == 0.0
+    said = refusal_pb2.Refusal(reason=refusal_pb2.REASON_OUT_OF_MEMORY, retry_after_s=seconds)
+    assert Refused("host", said).retry_after_s == 0.0
 
 
 def test_a_reason_of_a_newer_version_is_a_refusal_all_the_same() -> None:
-    said = pb.Refused.FromString(b"\x08\xe7\x07")
-    assert Refused.from_wire(said).reason == pb.REASON_UNSPECIFIED
+    said = refusal_pb2.Refusal.FromString(b"\x08\xe7\x07")
+    assert Refused("host", said).reason == refusal_pb2.REASON_UNSPECIFIED
 
 
 def test_a_refusal_cannot_steer_the_terminal_that_shows_it() -> None:
-    said = pb.Refused(reason=pb.REASON_INTERNAL, detail="\x1b]52;c;cm0gLXJm\x07no room\x9b2J")
-    assert str(Refused.from_wire(said)).isprintable()
+    said = refusal_pb2.Refusal(
+        reason=refusal_pb2.REASON_INTERNAL, detail="\x1b]52;c;cm0gLXJm\x07no room\x9b2J"
+    )
+    assert str(Refused("host", said)).isprintable()

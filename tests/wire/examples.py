@@ -13,17 +13,18 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.membership import signed
-from swarmnet_protocols.net import Message, Refusal
+from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.flow_control import CREDIT, LIMIT
-from swarmnet_protocols.net.framing import encode
+from swarmnet_protocols.net.framing import ENDED, SIZES, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.refusal import ENDED, SIZES, encode_refusal
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
+    refusal_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -41,6 +42,8 @@ _PEER = session_pb2.Peer(
     session=_SESSION[::-1],
 )
 _TENSOR = session_pb2.Tensor(dtype=session_pb2.DTYPE_BFLOAT16, shape=[5, 576])
+
+_REFUSAL = Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "it is overloaded at the moment", 2.5)
 
 
 def session_messages() -> Iterator[Protobuf]:
@@ -63,9 +66,6 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))
     yield pb.SessionReply(heartbeat=pb.Heartbeat(applied=299))
     yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id))
-    yield pb.SessionReply(
-        refused=pb.Refused(reason=pb.REASON_OUT_OF_MEMORY, detail="the cache is full", retry_after_s=2.5)
-    )
     yield pb.SessionReply(leaving=pb.Leaving())
     yield pb.LinkRequest(link=pb.Link(session=_SESSION, epoch=2))
     yield pb.LinkRequest(
@@ -82,7 +82,6 @@ def session_messages() -> Iterator[Protobuf]:
     )
     yield pb.LinkReply(linked=pb.Linked(applied=1 << 40))
     yield pb.LinkReply(heartbeat=pb.Heartbeat(applied=7))
-    yield pb.LinkReply(refused=pb.Refused(reason=pb.REASON_STALE_EPOCH))
     yield pb.PassRequest(
         begin=pb.Begin(
             swarm=_MANIFEST[::-1],
@@ -96,7 +95,6 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.PassRequest(part=pb.Part(tensor=_TENSOR))
     yield pb.PassReply(part=pb.Part(tensor=_TENSOR))
     yield pb.PassReply(heartbeat=pb.Heartbeat())
-    yield pb.PassReply(refused=pb.Refused(reason=pb.REASON_TOO_LONG, detail="2000 positions"))
     span = pb.Span(start=3, end=12)
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, adapter=_MANIFEST))
     yield pb.PassRequest(begin=pb.Begin(span=span, counts=[300, 1], adapter=_MANIFEST, graph=_MANIFEST[:16]))
@@ -111,7 +109,6 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.AdapterReply(stored=pb.Stored())
     yield pb.SessionRequest(show=pb.Show(sequence=1, count=40))
     yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
-    yield pb.AdapterReply(refused=pb.Refused(reason=pb.REASON_PROTOCOL, detail="a rank of 1000000"))
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
 
@@ -182,7 +179,6 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
-    yield pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here"))
 
 
 def training_messages() -> Iterator[Protobuf]:
@@ -229,7 +225,6 @@ def training_messages() -> Iterator[Protobuf]:
         result=pb.Result(slice=1, size_bytes=1 << 33, offset=1 << 32, hash=_MANIFEST, paced=True)
     )
     yield pb.ExchangeReply(heartbeat=pb.Heartbeat())
-    yield pb.ExchangeReply(refused=pb.ExchangeRefused(detail="this worker is in another job"))
     yield pb.Summary(
         exchange_number=7,
         slice=1,
@@ -248,7 +243,7 @@ def frame() -> dict[str, str]:
         "header": message.header.hex(),
         "payload": bytes(payload).hex(),
         "frame": (head + bytes(payload)).hex(),
-        "refusal": encode_refusal(Refusal("it is overloaded at the moment", 2.0)).hex(),
+        "refusal": encode_refusal(_REFUSAL).hex(),
         "end": ENDED.hex(),
         "wait": SIZES.pack(LIMIT, 1 << 14).hex(),
         "waiting": waiting.hex(),
@@ -307,18 +302,9 @@ def membership_messages() -> Iterator[Protobuf]:
     yield pb.AdmissionReply(
         admitted=pb.Admitted(certificate=b"a serialized Signed", swarm_file=b"format = 2")
     )
-    yield pb.AdmissionReply(
-        refused=pb.AdmissionRefused(
-            reason="this peer lets nobody in",
-            elsewhere=True,
-            issuers=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id],
-        )
-    )
+    yield pb.AdmissionReply(referral=pb.Referral(issuers=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id]))
     yield pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest(serial=7))
     yield pb.AdmissionReply(swarm_file=b"format = 2")
-    yield pb.AdmissionReply(
-        refused=pb.AdmissionRefused(reason="the invite ended 60 s ago", time_ms=1_800_000_000_000)
-    )
     yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
 
 
@@ -326,12 +312,17 @@ def handshake_messages() -> Iterator[Protobuf]:
     pb = handshake_pb2
     serial = pb.Serial(signer=_MANIFEST, serial=7)
     yield pb.HandshakeMessage(hello=pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial]))
-    yield pb.HandshakeMessage(
-        refusal=pb.Refusal(reason="this certificate was revoked", time_ms=1_800_000_000_000)
-    )
-    yield pb.Refusal(reason="it is overloaded at the moment", retry_ms=2000)
+    yield pb.HandshakeMessage(revoked=pb.Revoked())
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
+
+
+def refusal_messages() -> Iterator[Protobuf]:
+    pb = refusal_pb2
+    yield _REFUSAL.to_wire()
+    yield pb.Refusal(
+        reason=pb.REASON_NOT_AUTHORISED, detail="this certificate was revoked", time_ms=1_800_000_000_000
+    )
 
 
 def probe_messages() -> Iterator[Protobuf]:
@@ -403,6 +394,7 @@ def write() -> None:
         "workers": [vector(message) for message in worker_messages()],
         "membership": [vector(message) for message in membership_messages()],
         "handshake": [vector(message) for message in handshake_messages()],
+        "refusal": [vector(message) for message in refusal_messages()],
         "report": [vector(message) for message in report_messages()],
         "probe": [vector(message) for message in probe_messages()],
         "frame": frame(),

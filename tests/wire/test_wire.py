@@ -15,22 +15,23 @@ from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from swarmnet_protocols.directory.records import open_record
-from swarmnet_protocols.errors import StreamEnded, StreamRefused
+from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import SIZES, FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.rate_limit import RateLimiter
-from swarmnet_protocols.net.refusal import SIZES
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
     probe_pb2,
     records_pb2,
+    refusal_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -55,12 +56,23 @@ SCHEMAS = (
     training_pb2,
     handshake_pb2,
     membership_pb2,
+    refusal_pb2,
     report_pb2,
     probe_pb2,
 )
 MESSAGES: list[dict[str, Any]] = [
     vector
-    for name in ("session", "records", "workers", "training", "handshake", "membership", "report", "probe")
+    for name in (
+        "session",
+        "records",
+        "workers",
+        "training",
+        "handshake",
+        "membership",
+        "refusal",
+        "report",
+        "probe",
+    )
     for vector in vectors(name)
 ]
 
@@ -144,9 +156,9 @@ def test_the_frame() -> None:
         return await FrameReader(LimitedReader(reader, RateLimiter()), protocol_ids.LINK, new_scope()).read()
 
     assert asyncio.run(read(vector["frame"])) == message
-    with pytest.raises(StreamRefused, match="it is overloaded at the moment") as refused:
+    with pytest.raises(Refused, match="it is overloaded at the moment") as refused:
         asyncio.run(read(vector["refusal"]))
-    assert refused.value.retry_after_s == 2.0
+    assert refused.value.retry_after_s == 2.5
     with pytest.raises(StreamEnded, match="the stream ended"):
         asyncio.run(read(vector["end"]))
 

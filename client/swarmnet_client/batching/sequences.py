@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.chunks import CHUNK
+from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token

@@ -14,6 +14,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import Adapter, AdapterPart
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class Placement:
             try:
                 return await question(await self._at(hop))
             except Refused as refusal:
-                if refusal.reason != pb.REASON_UNKNOWN_ADAPTER:
+                if refusal.reason != refusal_pb2.REASON_UNKNOWN_ADAPTER:
                     raise
                 self._hashes.pop((hop.peer, hop.start, hop.end), None)
         return await question(await self._at(hop))

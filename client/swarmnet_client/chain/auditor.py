@@ -8,21 +8,20 @@ not made neighbours again. For the first hop the client is the sender, for the l
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from swarmnet_client.audit.audited_sequence import AuditedSequence
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, Plan, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
-from swarmnet_client.chain.pass_calls import ask_pass
+from swarmnet_client.chain.passes import ask_pass
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import Hop
-from swarmnet_protocols.session.received_digests import digest
+from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, digest
 from swarmnet_protocols.session.steps import Row, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -30,6 +29,49 @@ _log = logging.getLogger(__name__)
 
 MAX_SEQUENCES_BYTES = 64 << 20
 """Bytes of outputs that hosts keep. Larger sessions are not audited: their hosts need not have what they would be asked for."""
+
+
+@dataclass(eq=False)
+class AuditedSequence:
+    """The first positions of a sequence. ``failovers``: of the chain, when the sequence began.
+
+    ``changes`` counts the times that positions were dropped: answers of hops from before such a change are of no use after it.
+    """
+
+    sequence: int
+    failovers: int
+    changes: int = 0
+    length: int = 0
+    plan: Plan | None = None
+    _inputs: list[torch.Tensor] = field(default_factory=list)
+    _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def cut(self, length: int) -> None:
+        """Drop the positions from ``length`` on."""
+        self.changes += 1
+        self.length = min(self.length, length)
+        self._inputs = [torch.cat(self._inputs)[:length]] if self._inputs and length else []
+        self._outputs = {at: output for at, output in self._outputs.items() if at < length}
+
+    def add(self, row: Row, values: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Add a row: ``values`` [count, ...] were sent, ``outputs`` [wanted, D] came back."""
+        if row.start < MAX_DIGEST_POSITIONS:
+            self._inputs.append(values[: MAX_DIGEST_POSITIONS - row.start].clone())
+        wanted = [*range(row.start, row.start + row.first), *range(row.end - row.outputs, row.end)]
+        for at, output in zip(wanted, outputs, strict=True):
+            if at < MAX_DIGEST_POSITIONS:
+                self._outputs[at] = output.clone()
+        self.length = row.end
+
+    def inputs(self, count: int) -> torch.Tensor:
+        """The inputs of the first ``count`` positions, as they were sent; ``count`` is at most ``MAX_DIGEST_POSITIONS``."""
+        return torch.cat(self._inputs)[:count]
+
+    def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:
+        """The positions among the first ``count`` whose outputs the client has, and these outputs."""
+        known = sorted(at for at in self._outputs if at < count)
+        return known, torch.stack([self._outputs[at] for at in known])
+
 
 SequenceVersion = tuple[AuditedSequence, int] | None
 """The watched sequence when a step was sent, and its count of changes."""

@@ -149,7 +149,7 @@ class LiveHop:
     async def send_heartbeats(self, period_s: float) -> None:
         """Send heartbeats until the session ends."""
         with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
-            await self.stream.send_heartbeats(period_s)
+            await self.stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
     async def relink(self, target: NextHop, record: bytes) -> None:
         """Have the hop send to ``target``, whose announcement is ``record``, from now on."""
@@ -222,7 +222,7 @@ async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
         await client.send(pb.SessionRequest(open=request))
         reply, _ = await client.receive()
         if not reply.HasField("opened"):
-            raise ProtocolViolation("a session is answered with Opened or Refused")
+            raise ProtocolViolation("a session is answered with Opened")
     except BaseException:
         stream.close()
         raise

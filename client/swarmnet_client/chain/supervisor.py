@@ -20,12 +20,10 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.chain.adapter_upload import Placement
-from swarmnet_client.chain.blame import Blame
+from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
-from swarmnet_client.chain.retry_policy import PAUSE_S, RetryPolicy, explain
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.exclusions import CONVICTED_S
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -38,6 +36,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.link import LinkSender, NextHop
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -266,11 +265,11 @@ class ChainSupervisor:
     def _refused(self, live: LiveHop, refusal: Refused) -> None:
         if not live.alive:
             return
-        if refusal.reason == pb.REASON_IDLE and self._in_flight.is_empty:
+        if refusal.reason == refusal_pb2.REASON_IDLE and self._in_flight.is_empty:
             self._is_resting = True
             live.alive = False
             return
-        if refusal.reason == pb.REASON_LOG_GONE:
+        if refusal.reason == refusal_pb2.REASON_LOG_GONE:
             self._drop(live, refusal)
             return
         before = upstream(self._hops, live)

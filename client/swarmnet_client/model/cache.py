@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
-from swarmnet_client.model import lora
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.session.adapters import Adapter
@@ -176,7 +175,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._client_adapter, self._are_ids, self._version = (
             client_adapter,
             are_ids,
-            lora.version_of(client_adapter.pairs),
+            client_adapter.version,
         )
         self._adapter, self._is_checked = self._blocks.adapter(client_adapter), True
 
@@ -184,7 +183,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether the sequences are computed with ``client_adapter``. A prefix is given only with the first call; for one token only versions are compared."""
         if client_adapter.prefix or (self.prefix_positions and not self._length):
             return False
-        if lora.version_of(client_adapter.pairs) != self._version:
+        if client_adapter.version != self._version:
             return False
         if not (is_token and self._is_checked):
             self._is_checked = ClientAdapter(

@@ -1,26 +1,52 @@
-"""The client's own parameters inside the blocks: LoRA pairs and a prefix, as they are during one forward."""
+"""The client's own parameters inside the blocks, as hosts apply them: LoRA pairs and a prefix of PEFT."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
+from transformers.cache_utils import Cache
 
-from swarmnet_client.model import lora
 from swarmnet_client.model.placeholders import Placeholder
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter
 
 
 @dataclass(frozen=True)
-class ClientAdapter:
-    """Parameters that hosts apply to this client's tokens. ``prefix`` is as ``prefix.tensors_of`` returns it, or empty."""
+class LoraPart:
+    """One adapter's share of a module: output += inputs @ down.T @ up.T * scaling."""
 
-    pairs: lora.Pairs = field(default_factory=dict)
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+Pairs = dict[str, list[LoraPart]]
+"""By the name "{block}.{module path in the block}", what the active adapters add there; never empty."""
+
+
+@dataclass(frozen=True)
+class ClientAdapter:
+    """Parameters that hosts apply to this client's tokens. ``prefix`` is as ``prefix_tensors`` returns it, or empty."""
+
+    pairs: Pairs = field(default_factory=dict)
     prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
         """The active parameters. Raises ``ConfigError`` for an adapter that hosts cannot apply."""
-        return cls(lora.active_pairs(layers), prefix)
+        return cls(active_pairs(layers), prefix)
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Differs for other LoRA parameters, and after most changes of their values: fused optimizers, among others, change them unseen."""
+        return tuple(
+            (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
+            for name, parts in self.pairs.items()
+            for part in parts
+            for tensor in (part.down, part.up)
+        )
 
     @property
     def learns(self) -> bool:
@@ -43,8 +69,14 @@ class ClientAdapter:
         return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them as tensors of an adapter, part of their parameters' autograd graph."""
-        return {**lora.tensors_of(self.pairs), **self.prefix}
+        """All of them as tensors of an adapter, float32 on the CPU, part of their parameters' autograd graph."""
+        tensors = dict(self.prefix)
+        for name, parts in self.pairs.items():
+            down = torch.cat([part.down for part in parts])
+            up = torch.cat([part.up * part.scaling for part in parts], dim=1)
+            tensors[f"{name}.down"] = down.to("cpu", torch.float32)
+            tensors[f"{name}.up"] = up.to("cpu", torch.float32)
+        return tensors
 
     @torch.no_grad()
     def is_in(self, adapter: Adapter | None) -> bool:
@@ -56,17 +88,75 @@ class ClientAdapter:
         )
 
 
-class AdapterMaker:
-    """Makes adapters, and keeps the last one: its parts are hashed once while its values do not change."""
+def active_pairs(layers: Iterable[Placeholder]) -> Pairs:
+    """What PEFT would apply now. Raises ``ConfigError`` for anything that hosts cannot do."""
+    pairs: Pairs = {}
+    for block, layer in enumerate(layers):
+        if not isinstance(layer, Placeholder) or layer.block != block:
+            raise _lora_refusal(f"layers.{block}", "its place among the blocks was changed")
+        if not layer.is_frozen:
+            raise _lora_refusal(
+                f"layers.{block}", "its own weights (or biases: bias='none' in PEFT) want gradients"
+            )
+        for path, module, original in layer.replaced():
+            if parts := _active_parts(f"layers.{block}.{path}", module, original):
+                pairs[f"{block}.{path}"] = parts
+    return pairs
 
-    def __init__(self) -> None:
-        self._last: Adapter | None = None
 
-    @torch.no_grad()
-    def adapter(self, client_adapter: ClientAdapter) -> Adapter | None:
-        """The adapter with the present values of ``client_adapter``; None if it has no parameters. Raises what ``Adapter`` raises."""
-        if not client_adapter.pairs and not client_adapter.prefix:
-            return None
-        if self._last is None or not client_adapter.is_in(self._last):
-            self._last = Adapter(client_adapter.tensors())
-        return self._last
+def _active_parts(name: str, module: Any, original: nn.Module | None) -> list[LoraPart]:
+    from peft.tuners.lora.layer import Linear
+
+    if type(module) is not Linear or module.get_base_layer() is not original:
+        raise _lora_refusal(name, f"{type(module).__name__} is not LoRA on a linear layer")
+    if module.disable_adapters:
+        return []
+    if module._forward_pre_hooks or module._forward_hooks:
+        raise _lora_refusal(
+            name, "hooks, and adapters of single rows (adapter_names), do not reach the hosts"
+        )
+    return [_part(name, module, adapter) for adapter in module.active_adapters if adapter in module.lora_A]
+
+
+def _part(name: str, module: Any, adapter: str) -> LoraPart:
+    if variant := module.lora_variant.get(adapter):
+        raise _lora_refusal(
+            name, f"{type(variant).__name__} (use_dora and the like) is more than a pair of matrices"
+        )
+    if module.lora_bias[adapter]:
+        raise _lora_refusal(name, "it has a bias; set lora_bias=False")
+    if module.training and getattr(module.lora_dropout[adapter], "p", 0.0) > 0:
+        raise _lora_refusal(name, "dropout; set lora_dropout=0 to train, or call model.eval()")
+    return LoraPart(module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.scaling[adapter])
+
+
+def _lora_refusal(name: str, why: str) -> ConfigError:
+    return ConfigError(f"hosts cannot apply what is in {name}: {why}", hint="use PEFT's plain LoRA")
+
+
+def prefix_tensors(cache: Cache, config: Any) -> dict[str, torch.Tensor]:
+    """The keys and values [key heads, n, head size] of every block, float32 on the CPU, part of the cache's graph.
+
+    Raises ``ConfigError`` for a cache that is not the same prefix for every row and every block.
+    """
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (config.num_key_value_heads, cache.get_seq_length(), head_size)
+    if len(cache.layers) != config.num_hidden_layers or shape[1] == 0:
+        raise _prefix_refusal(f"a cache of {len(cache.layers)} blocks and {shape[1]} positions")
+    tensors = {}
+    for block, layer in enumerate(cache.layers):
+        for name, values in (("key", layer.keys), ("value", layer.values)):
+            if values is None or tuple(values.shape[1:]) != shape:
+                found = None if values is None else list(values.shape[1:])
+                raise _prefix_refusal(f"its {name}s of block {block} are {found}, not {list(shape)}")
+            if not torch.equal(values, values[:1].expand_as(values)):
+                raise _prefix_refusal("its rows differ")
+            tensors[f"{block}.prefix.{name}"] = values[0].to("cpu", torch.float32)
+    return tensors
+
+
+def _prefix_refusal(why: str) -> ConfigError:
+    return ConfigError(
+        f"past_key_values is neither a cache of this model nor a prefix for it: {why}",
+        hint="leave it out, or use PEFT's PREFIX_TUNING",
+    )

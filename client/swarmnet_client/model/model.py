@@ -16,16 +16,13 @@ import torch
 from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.model.autograd import run_blocks
 from swarmnet_client.model.cache import NewPositions, SwarmCache
-from swarmnet_client.model.client_adapter import ClientAdapter
+from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
-from swarmnet_client.model.prefix import tensors_of as prefix_tensors
-from swarmnet_client.model.remote_blocks import RemoteBlocks
+from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
 from swarmnet_client.swarm.runtime import Runtime
-from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_client.swarm.traffic import Traffic
+from swarmnet_client.swarm.swarm import Swarm, Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock

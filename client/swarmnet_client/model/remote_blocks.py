@@ -1,16 +1,17 @@
-"""The blocks of a model, computed by hosts: chains for generating, batches for training."""
+"""The blocks of a model, computed by hosts: chains for generating, and batches that autograd differentiates for training."""
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
-from swarmnet_client.model.client_adapter import AdapterMaker, ClientAdapter
+from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_protocols.session.adapters import Adapter
 
@@ -29,15 +30,23 @@ class RemoteBlocks:
         """The report of the chain or batch that was used last."""
         self._runtime = runtime
         self._embed = embed
-        self._adapters = AdapterMaker()
+        self._adapter: Adapter | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the runtime's loop and wait for it. Raises as ``Runtime.run``."""
         return self._runtime.run(work)
 
-    def adapter(self, parameters: ClientAdapter) -> Adapter | None:
-        """``parameters`` with their present values, as hosts receive them; None if there are none."""
-        return self._adapters.adapter(parameters)
+    @torch.no_grad()
+    def adapter(self, client_adapter: ClientAdapter) -> Adapter | None:
+        """The present values of ``client_adapter``, as hosts receive them; None if it has no parameters. Raises what ``Adapter`` raises.
+
+        The last adapter is kept: its parts are hashed once while its values do not change.
+        """
+        if not client_adapter.pairs and not client_adapter.prefix:
+            return None
+        if self._adapter is None or not client_adapter.is_in(self._adapter):
+            self._adapter = Adapter(client_adapter.tensors())
+        return self._adapter
 
     def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
         """A chain for sequences of at most ``max_length`` positions, to which hosts apply ``adapter``."""
@@ -49,3 +58,58 @@ class RemoteBlocks:
         batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch
+
+
+def run_blocks(
+    blocks: RemoteBlocks,
+    hidden_states: torch.Tensor,
+    columns: list[tuple[int, int]],
+    adapter: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Hidden states [B, n, D] through all blocks; gradients flow back to them and to the tensors of ``adapter``.
+
+    ``columns`` are the [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
+    Raises what ``Adapter`` and ``RemoteBatch`` raise.
+    """
+    places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    bounds = torch.tensor(columns, device=hidden_states.device)
+    tokens = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
+    counts = [end - first for first, end in columns if end > first]
+    if not counts:
+        return hidden_states.masked_fill(~tokens[..., None], 0)
+    batch = blocks.batch(counts, Adapter(adapter) if adapter else None)
+    tensors = [adapter[name] for name in sorted(adapter)]
+    outputs = _Passes.apply(hidden_states[tokens], blocks, batch, *tensors)  # type: ignore[no-untyped-call]
+    return torch.zeros_like(hidden_states).masked_scatter(tokens[..., None], outputs)
+
+
+class _Passes(torch.autograd.Function):
+    """Hidden states [P, D] of all sequences, in and out. ``tensors`` are the adapter's, sorted by name; hosts have copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        blocks: RemoteBlocks,
+        batch: RemoteBatch,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.blocks, ctx.batch = blocks, batch
+        ctx.places = [(tensor.device, tensor.dtype) for tensor in tensors]
+        keep_graphs = any(ctx.needs_input_grad)
+        outputs: torch.Tensor = blocks.run(
+            batch.forward(hidden_states.detach().cpu(), keep_graphs=keep_graphs)
+        )
+        return outputs.to(hidden_states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_gradients, by_name = ctx.blocks.run(ctx.batch.backward(gradients.cpu()))
+        ordered = [by_name[name] for name in sorted(by_name)]
+        return (
+            input_gradients.to(gradients),
+            None,
+            None,
+            *(tensor.to(device, dtype) for tensor, (device, dtype) in zip(ordered, ctx.places, strict=True)),
+        )

@@ -42,9 +42,12 @@ class PingMonitor:
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
 
     def follow(self, hosts: Mapping[PeerId, HostInfo]) -> None:
-        """Ping these hosts from now on, and no others."""
+        """Ping these hosts from now on, and no others. What was measured of other hosts is dropped."""
         for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
             self._pings.pop(peer).cancel()
+        for measured in (self.delay_s, self.queue_s):
+            for peer in measured.keys() - hosts.keys():
+                del measured[peer]
         for host in hosts.values():
             if len(self._pings) >= PINGED_HOSTS:
                 return

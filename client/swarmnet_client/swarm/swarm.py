@@ -14,15 +14,15 @@ All of this is one :class:`View`, in which ``routing.chain_search.find_chain`` f
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.swarm.entry_guards import EntryGuards
-from swarmnet_client.swarm.exclusions import Exclusions
 from swarmnet_client.swarm.pings import PingMonitor
-from swarmnet_client.swarm.traffic import CountingTransport, Traffic
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.errors import NoRoute, SwarmnetError
@@ -30,13 +30,23 @@ from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net import (
+    Message,
+    PeerId,
+    ProtocolSpec,
+    Stream,
+    StreamWrapper,
+    Transport,
+    TransportWrapper,
+)
 from swarmnet_protocols.routing.chain_search import (
+    Bans,
     Hop,
     HostInfo,
     View,
     credible,
     find_chain,
+    pair_of,
     uncovered,
 )
 from swarmnet_protocols.routing.measured_speed import Speeds
@@ -44,6 +54,10 @@ from swarmnet_protocols.timing import Timing
 
 EXPLORE = 0.05
 """Share of routes in which an unmeasured host counts as fast as the fastest measured one, so that it gets measured."""
+PARTED_S = 60.0
+"""Seconds for which two hosts that did not reach each other are not made neighbours."""
+CONVICTED_S = 6 * 3600.0
+"""Seconds for which a host with wrong outputs is not used."""
 
 
 class Swarm:
@@ -242,3 +256,72 @@ class Swarm:
             with contextlib.suppress(SwarmnetError):
                 await self.refresh()
             await asyncio.sleep(self.timing.refresh_s)
+
+
+@dataclass
+class Traffic:
+    """Bytes of messages so far, without headers of the network."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class CountingTransport(TransportWrapper):
+    """A transport that adds the messages of streams opened through it to ``traffic``."""
+
+    def __init__(self, transport: Transport, traffic: Traffic) -> None:
+        super().__init__(transport)
+        self._traffic = traffic
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        stream = await super().open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        return _CountingStream(stream, self._traffic)
+
+
+class _CountingStream(StreamWrapper):
+    def __init__(self, stream: Stream, traffic: Traffic) -> None:
+        super().__init__(stream)
+        self._traffic = traffic
+
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        self._traffic.sent += len(message.header) + len(message.payload)
+
+    async def receive(self) -> Message:
+        message = await super().receive()
+        self._traffic.received += len(message.header) + len(message.payload)
+        return message
+
+
+class Exclusions:
+    """Three kinds, from the mildest to the strictest:
+
+    1. A pair of hosts that do not reach each other: both are used, but not one after the other.
+    2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
+    3. A convicted host, whose outputs were wrong: it is not used at all.
+    """
+
+    def __init__(self) -> None:
+        self.bans = Bans()
+        self._convicted_until: dict[PeerId, float] = {}
+        self._parted_until: dict[tuple[PeerId, PeerId], float] = {}
+
+    def part(self, one: PeerId, other: PeerId, now: float) -> None:
+        """Keep two hosts apart for ``PARTED_S``."""
+        self._parted_until = {pair: until for pair, until in self._parted_until.items() if until > now}
+        self._parted_until[pair_of(one, other)] = now + PARTED_S
+
+    def parted(self, now: float) -> frozenset[tuple[PeerId, PeerId]]:
+        """The pairs that are kept apart."""
+        return frozenset(pair for pair, until in self._parted_until.items() if until > now)
+
+    def convict(self, peer: PeerId, now: float) -> None:
+        """Exclude a host for ``CONVICTED_S``."""
+        self._convicted_until = {each: until for each, until in self._convicted_until.items() if until > now}
+        self._convicted_until[peer] = now + CONVICTED_S
+
+    def is_convicted(self, peer: PeerId, now: float) -> bool:
+        """Whether a host is excluded for wrong outputs."""
+        return self._convicted_until.get(peer, -math.inf) > now

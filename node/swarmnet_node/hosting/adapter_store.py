@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, Scope
-from swarmnet_protocols.wire import session_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 HASH_BYTES = 32
 
@@ -76,7 +76,7 @@ class AdapterStore:
     def room(self, scope: Scope, nbytes: int) -> Iterator[None]:
         """Reserve memory for an adapter that is uploaded while the context is open. ``scope`` is its owner's.
 
-        Raises ``Refused`` when the owner's adapters, or all, would take more than they may.
+        Raises ``Refusal`` when the owner's adapters, or all, would take more than they may.
         """
         room = self._make_room(scope, nbytes)
         try:
@@ -85,7 +85,7 @@ class AdapterStore:
             room.release()
 
     def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
-        """Keep an adapter. Raises ``Refused`` as ``room`` does: it may be larger than its upload."""
+        """Keep an adapter. Raises ``Refusal`` as ``room`` does: it may be larger than its upload."""
         if self.renew(owner, digest):
             return
         self._kept[owner, digest] = _Kept(adapter, self._make_room(scope, adapter.nbytes))
@@ -95,7 +95,7 @@ class AdapterStore:
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
         """The adapter with this hash, which stays while the context is open; None for an empty hash.
 
-        Raises ``ProtocolViolation`` for what is not a hash, ``Refused`` when the owner has no such adapter here.
+        Raises ``ProtocolViolation`` for what is not a hash, ``Refusal`` when the owner has no such adapter here.
         """
         if not digest:
             yield None
@@ -104,7 +104,9 @@ class AdapterStore:
             raise ProtocolViolation(f"an adapter's hash is {HASH_BYTES} bytes")
         key = owner, digest
         if key not in self._kept:
-            raise Refused(pb.REASON_UNKNOWN_ADAPTER, f"adapter {digest.hex()[:16]} of yours is not here")
+            raise Refusal(
+                refusal_pb2.REASON_UNKNOWN_ADAPTER, f"adapter {digest.hex()[:16]} of yours is not here"
+            )
         kept = self._kept.pop(key)
         self._kept[key] = kept
         kept.users += 1
@@ -136,7 +138,7 @@ class AdapterStore:
                 self._make_way(self._in_all, nbytes, lambda owner: True)
             return Room(scope, nbytes)
         except ResourceLimitReached as error:
-            raise Refused.overloaded(error) from error
+            raise Refusal.overloaded(error) from error
 
     def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
         """Drop unused adapters that count in ``scope``, oldest first, until it has room; none if they would not suffice."""

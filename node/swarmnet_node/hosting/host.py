@@ -20,7 +20,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
-from swarmnet_node.hosting.host_counters import HostCounters
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
@@ -33,12 +33,13 @@ from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.rate_limit import RateLimit
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
@@ -110,7 +111,7 @@ def _rate(per_s: float) -> RateLimit:
 
 @dataclass(frozen=True)
 class HostedModel:
-    """The offer of a host: blocks of the model ``manifest`` from ``start`` on, to clients of ``swarm``."""
+    """The model of which a host serves blocks, from block ``start`` on, to clients of ``swarm``."""
 
     swarm: bytes
     manifest: bytes
@@ -124,15 +125,15 @@ class Host:
         self,
         transport: Transport,
         engine: Engine,
-        offer: HostedModel,
+        model: HostedModel,
         *,
         timing: Timing,
         limits: HostLimits,
         clock: Clock = wall_clock,
     ) -> None:
         self.engine = engine
-        self.start = offer.start
-        self.end = offer.start + engine.stage.blocks
+        self.start = model.start
+        self.end = model.start + engine.stage.blocks
         self.timing = timing
         self.limits = limits
         self.transport = transport
@@ -145,11 +146,11 @@ class Host:
         limits.set_on(transport.resources, largest_step_bytes)
         engine.client_cache_bytes = limits.client_cache_bytes
         engine.limit_caches(engine.max_cache_bytes)
-        self._offer = offer
+        self._model = model
         self._clock = clock
         self._session_parts = SessionParts(
             engine,
-            offer.start,
+            model.start,
             limits.log_bytes,
             timing,
             self.counters,
@@ -175,10 +176,14 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
+    def session_pairs(self) -> list[Pair]:
+        """The peers before and after each session that is linked."""
+        return [pair for session in self.sessions if (pair := session.pair) is not None]
+
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
         """The next hop that a client names, at the addresses that this hop itself has signed, if any."""
-        peer, offer = PeerId(next.id), self._offer
-        addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
+        peer, model = PeerId(next.id), self._model
+        addresses = signed_addresses(next.record, peer, model.manifest, swarm=model.swarm, now=self._clock())
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
@@ -203,8 +208,8 @@ class Host:
         with ExitStack() as held:
             try:
                 session = self._admit(request, client, held)
-            except Refused as refusal:
-                await self._refuse(client, refusal)
+            except Refusal as refusal:
+                self._refuse(client, refusal)
                 return
             self._sessions[session.id] = session
             await self._notify_changed()
@@ -227,7 +232,7 @@ class Host:
         wanted = request.open
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
-        self._check_offered(wanted)
+        self._check_served(wanted)
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
@@ -238,7 +243,7 @@ class Host:
         try:
             return held.enter_context(slots.take(stream, evict))
         except ResourceLimitReached as error:
-            raise Refused.overloaded(error) from error
+            raise Refusal.overloaded(error) from error
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
@@ -256,9 +261,9 @@ class Host:
     ) -> TypedStream[Sent, Received]:
         return TypedStream(stream, sent, received, silence_s=silence_s, send_s=self.timing.chunk_s)
 
-    async def _refuse(self, stream: TypedStream[Any, Any], refusal: Refused) -> None:
+    def _refuse(self, stream: TypedStream[Any, Any], refusal: Refusal) -> None:
         self.counters.refuse(refusal, stream.peer)
-        await stream.refuse(refusal)
+        stream.refuse(refusal)
 
     @asynccontextmanager
     async def _refusing(self, stream: TypedStream[Any, Any]) -> AsyncIterator[None]:
@@ -266,11 +271,11 @@ class Host:
         try:
             yield
         except ProtocolViolation as error:
-            await self._refuse(stream, Refused(pb.REASON_PROTOCOL, str(error)))
+            self._refuse(stream, Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
         except OutOfResources as error:
-            await self._refuse(stream, Refused.overloaded(error))
-        except Refused as refusal:
-            await self._refuse(stream, refusal)
+            self._refuse(stream, Refusal.overloaded(error))
+        except Refusal as refusal:
+            self._refuse(stream, refusal)
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
@@ -281,18 +286,20 @@ class Host:
             try:
                 adapter.check_span(wanted.span.start, wanted.span.end)
             except ProtocolViolation as error:
-                raise Refused(pb.REASON_PROTOCOL, str(error)) from error
+                raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
-    def _check_offered(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
+    def _check_served(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
         if self.leaving:
-            raise Refused(pb.REASON_LEAVING, "this host is about to stop")
-        if wanted.swarm != self._offer.swarm:
-            raise Refused(pb.REASON_WRONG_SWARM, "this host belongs to another swarm")
-        if wanted.manifest != self._offer.manifest:
-            raise Refused(pb.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}")
+            raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
+        if wanted.swarm != self._model.swarm:
+            raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this host belongs to another swarm")
+        if wanted.manifest != self._model.manifest:
+            raise Refusal(
+                refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._model.manifest.hex()[:16]}"
+            )
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
-            raise Refused(pb.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
+            raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
     async def _pass(self, stream: Stream) -> None:
         client = self._typed(stream, pb.PassReply, pb.PassRequest, silence_s=self.timing.chunk_s)
@@ -303,7 +310,7 @@ class Host:
             await self._run_pass(request.begin, client)
 
     async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
-        self._check_offered(wanted)
+        self._check_served(wanted)
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
         try:
             with ExitStack() as held:
@@ -321,7 +328,7 @@ class Host:
         if not request.HasField("offer"):
             raise ProtocolViolation("an adapter begins with Offer")
         async with self._refusing(client):
-            self._check_offered(request.offer)
+            self._check_served(request.offer)
             heartbeat_s = self.timing.heartbeat_s
             await AdapterUpload(
                 request.offer, self.adapters, self.engine, self.start, client, heartbeat_s
@@ -333,9 +340,12 @@ class Host:
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
         try:
-            await race(self._linked(link, request.link), link.send_heartbeats(self.timing.heartbeat_s))
-        except Refused as refusal:
-            await self._refuse(link, refusal)
+            await race(
+                self._linked(link, request.link),
+                link.send_heartbeats(self.timing.heartbeat_s, lambda: pb.LinkReply(heartbeat=pb.Heartbeat())),
+            )
+        except Refusal as refusal:
+            self._refuse(link, refusal)
 
     async def _linked(self, link: LinkStream, wanted: pb.Link) -> None:
         session = await self._find(wanted.session, link.stream)
@@ -355,7 +365,7 @@ class Host:
                     await race(self._come(session_id), _value(ended))
                     return self._sessions[session_id]
             except TimeoutError:
-                raise Refused(pb.REASON_UNKNOWN_SESSION, "no such session") from None
+                raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
     async def _come(self, session_id: bytes) -> None:
         async with self._changed:

@@ -14,7 +14,7 @@ from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
@@ -25,6 +25,7 @@ from swarmnet_protocols.session.passes import (
 )
 from swarmnet_protocols.session.steps import wire_dtype
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 GRAPH_ID_BYTES = 16
@@ -46,7 +47,7 @@ class HostedPass:
         timing: Timing,
         adapter: StageAdapter | None = None,
     ) -> None:
-        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refused`` for too many positions, or for a graph that
+        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refusal`` for too many positions, or for a graph that
         is not here."""
         check_counts(wanted.counts)
         self._counts = tuple(wanted.counts)
@@ -54,7 +55,7 @@ class HostedPass:
         prefix = adapter.prefix_positions if adapter else 0
         attended = self._positions + prefix * len(self._counts)
         if attended > MAX_POSITIONS:
-            raise Refused(pb.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
+            raise Refusal(refusal_pb2.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
         self._adapter = adapter
         self._backward = wanted.backward
         self._wire = wire_dtype(wanted.wire)
@@ -70,11 +71,16 @@ class HostedPass:
         """In ``slot``: take the tensors, compute when sessions leave room, answer; send heartbeats meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
-        for tensors that are not what was announced, ``Refused`` when the graph has been evicted or
+        for tensors that are not what was announced, ``Refusal`` when the graph has been evicted or
         the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
         """
         self._slot = slot
-        await race(self._answer(), self._stream.send_heartbeats(self._timing.heartbeat_s))
+        await race(
+            self._answer(),
+            self._stream.send_heartbeats(
+                self._timing.heartbeat_s, lambda: pb.PassReply(heartbeat=pb.Heartbeat())
+            ),
+        )
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
@@ -154,11 +160,13 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """The values. Raises ``Refused`` for infinity or NaN: those who would get them could not tell where it began."""
+    """The values. Raises ``Refusal`` for infinity or NaN: those who would get them could not tell where it began."""
     if not torch.isfinite(values).all():
-        raise Refused(pb.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite")
+        raise Refusal(
+            refusal_pb2.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite"
+        )
     return values
 
 
-def _graph_gone() -> Refused:
-    return Refused(pb.REASON_GRAPH_GONE, "what the forward pass left is not here: send its inputs")
+def _graph_gone() -> Refusal:
+    return Refusal(refusal_pb2.REASON_GRAPH_GONE, "what the forward pass left is not here: send its inputs")

@@ -11,21 +11,22 @@ A report contains, for a node that hosts blocks:
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
-from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.resources import Rate, Resource
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
 if TYPE_CHECKING:
-    from swarmnet_node.hosting.host import Host
+    from swarmnet_node.engine.engine import Engine
     from swarmnet_node.owner.control import NodeStatus
 
 EVERY_S = 0.5
@@ -34,10 +35,16 @@ IDLE_S = 60.0
 """Seconds without a request, or with an unread report, after which a stream is closed."""
 
 
-def describe_host(status: "NodeStatus", host: "Host", *, step_s: float, public_name: str) -> pb.NodeReport:
-    """The report of a node that hosts blocks."""
-    engine, counters = host.engine, host.counters
-    pairs = [pair for session in host.sessions if (pair := session.pair) is not None]
+def describe_host(
+    status: "NodeStatus",
+    engine: "Engine",
+    counters: HostCounters,
+    open_sessions: Iterable[Pair],
+    *,
+    step_s: float,
+    public_name: str,
+) -> pb.NodeReport:
+    """The report of a node that hosts blocks. ``open_sessions``: the neighbours of each; ``step_s``: seconds of a step of one token."""
     report = pb.HostReport(
         manifest=status.manifest,
         model=clean(status.model),
@@ -60,7 +67,7 @@ def describe_host(status: "NodeStatus", host: "Host", *, step_s: float, public_n
         clients_lost=counters.clients_lost,
         first_tokens=_times(counters.first_tokens),
         token_times=_times(counters.token_times),
-        flows=counters.flows(pairs),
+        flows=counters.flows(open_sessions),
     )
     return pb.NodeReport(
         version=status.version, public_name=public_name, uptime_s=status.uptime_s, host=report
@@ -72,8 +79,8 @@ class Reporter:
 
     def __init__(self, describe: Callable[[], pb.NodeReport]) -> None:
         self._describe = describe
-        self._sealed = b""
-        self._sealed_at_s = -EVERY_S
+        self._newest = pb.NodeReport()
+        self._newest_at_s = -EVERY_S
 
     async def handle(self, stream: Stream) -> None:
         """Serve one REPORT stream until the peer closes it or falls silent. Requests above the rate limit wait.
@@ -81,19 +88,20 @@ class Reporter:
         Raises ``ResourceLimitReached`` for a peer with too many such streams.
         """
         clock = asyncio.get_running_loop().time
+        requests = TypedStream(stream, pb.NodeReport, pb.ReportRequest, silence_s=IDLE_S, send_s=IDLE_S)
         with stream.scope.reserve(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
             while True:
-                parse(pb.ReportRequest, (await receive_within(stream, IDLE_S)).header)
+                await requests.receive()
                 if wait_s := stream.scope.charge(Rate.REPORTS_SENT, 1, clock()):
                     await asyncio.sleep(wait_s)
-                await send_within(stream, Message(self._report()), IDLE_S)
+                await requests.send(self._report())
 
-    def _report(self) -> bytes:
+    def _report(self) -> pb.NodeReport:
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._sealed_at_s >= EVERY_S:
-            self._sealed = self._describe().SerializeToString()
-            self._sealed_at_s = now_s
-        return self._sealed
+        if now_s - self._newest_at_s >= EVERY_S:
+            self._newest = self._describe()
+            self._newest_at_s = now_s
+        return self._newest
 
 
 def _times(histogram: Histogram) -> pb.Times:

@@ -24,7 +24,7 @@ import torch
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.hosting.host_counters import HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.directory.node_reports import is_peer_id
@@ -38,7 +38,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.dialling import Introductions
-from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
@@ -46,6 +46,7 @@ from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class HostedSession:
 
     def shed(self) -> None:
         """End: the host is over its owner's memory limit."""
-        self._fail(Refused(pb.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
+        self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
     # ---- the client's stream ----------------------------------------------------------------------------
 
@@ -156,12 +157,10 @@ class HostedSession:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             await self._send_to_next()
             await race(self._listen(), self._send_heartbeats(), self._failure(), self._first_step())
-        except Refused as refusal:
+        except Refusal as refusal:
             self._free()  # before the client has read the reason: other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
-            with contextlib.suppress(SwarmnetError, TimeoutError):
-                async with asyncio.timeout(self._parts.timing.reply_s):
-                    await self._client.refuse(refusal)
+            self._client.refuse(refusal)
         finally:
             # All that must happen comes before the first await: a second cancellation may end us there.
             self._free()
@@ -212,7 +211,7 @@ class HostedSession:
             try:
                 await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except ResourceLimitReached as error:
-                raise Refused.overloaded(error) from error
+                raise Refusal.overloaded(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
@@ -222,7 +221,8 @@ class HostedSession:
 
     async def _send_heartbeats(self) -> None:
         await self._client.send_heartbeats(
-            self._parts.timing.heartbeat_s, lambda: pb.Heartbeat(applied=self._outbox.log.last)
+            self._parts.timing.heartbeat_s,
+            lambda: pb.SessionReply(heartbeat=pb.Heartbeat(applied=self._outbox.log.last)),
         )
 
     async def _first_step(self) -> None:
@@ -250,7 +250,7 @@ class HostedSession:
         try:
             await self._link_sender.run(target)
         except LogDropped as error:
-            self._fail(Refused(pb.REASON_LOG_GONE, str(error)))
+            self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
         except SwarmnetError as error:
             self._counters.links_lost += 1
             _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
@@ -263,7 +263,7 @@ class HostedSession:
     async def accept(self, link: LinkStream, epoch: int) -> None:
         """Take steps from this link until it ends or a link of a later epoch takes its place."""
         if epoch < self._link_epoch:
-            raise Refused(pb.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
+            raise Refusal(refusal_pb2.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
         self._link_epoch = epoch
         if self._link is not None:
             self._link.close()
@@ -332,14 +332,14 @@ class HostedSession:
             except (StreamEnded, DeadlineExceeded):
                 return  # the client is gone, or does not read: its stream ends the session
             except ProtocolViolation as error:
-                self._fail(Refused(pb.REASON_PROTOCOL, str(error)))
+                self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self._fail(Refused.overloaded(error))
-            except Refused as refusal:
+                self._fail(Refusal.overloaded(error))
+            except Refusal as refusal:
                 self._fail(refusal)
             except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
                 _log.exception("a step could not be computed")
-                self._fail(Refused(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+                self._fail(Refusal(refusal_pb2.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _count(self, step: Step, *, is_rebuilt: bool) -> None:
         self._counters.rebuilt += is_rebuilt
@@ -352,7 +352,7 @@ class HostedSession:
     async def _compute(self, step: Step) -> torch.Tensor:
         longest = self._prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
-            raise Refused(pb.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
+            raise Refusal(refusal_pb2.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         if self.slot is not None:
             self.slot.worked()
         await self._parts.make_room(self._scope, self._new_bytes(step))
@@ -408,7 +408,7 @@ class HostedSession:
         tensor, payload = encode_tensor(step.wanted())
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
 
-    def _fail(self, refusal: Refused) -> None:
+    def _fail(self, refusal: Refusal) -> None:
         if not self._failed.done():
             self._failed.set_exception(refusal)
 
@@ -417,6 +417,6 @@ class HostedSession:
             self._engine.release(sequence)
 
 
-def idle() -> Refused:
+def idle() -> Refusal:
     """What is told to a client whose session, pass or link brings no work."""
-    return Refused(pb.REASON_IDLE, "nothing came for long, and others need the place")
+    return Refusal(refusal_pb2.REASON_IDLE, "nothing came for long, and others need the place")

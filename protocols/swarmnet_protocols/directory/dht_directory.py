@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
-from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamRefused
+from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.membership.handshake import Handshakes
-from swarmnet_protocols.net.calls import Calls
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import DHT_PING
-from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.net.refusal import Refused
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -73,7 +72,6 @@ class DhtDirectory:
         Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
         no other peer.
         """
-        from hivemind.p2p import PeerID
 
         from swarmnet_protocols.directory.dht_contacts import Contacts
         from swarmnet_protocols.directory.dht_node import create_node
@@ -81,10 +79,7 @@ class DhtDirectory:
 
         swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
-        calls = Calls(transport, Timing())
-        p2p = GuardedP2P(
-            PeerID.from_base58(transport.peer_id), calls, handshakes, transport.resources, contacts
-        )
+        p2p = GuardedP2P(transport, handshakes, contacts)
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
         directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
         try:
@@ -137,7 +132,7 @@ class DhtDirectory:
             _log.warning("bootstrap peer %s: %s", address, error)
             refusals.append(error)
             return False
-        except (PeerUnreachable, StreamRefused, TimeoutError) as error:
+        except (PeerUnreachable, Refused, TimeoutError) as error:
             if address not in self._unresponsive:  # logged once: every look-up tries again
                 self._unresponsive.add(address)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"

@@ -1,7 +1,8 @@
 """hivemind's DHT calls over guarded streams: only to admitted peers and only from admitted peers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message as Protobuf
@@ -9,15 +10,17 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
-from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes
-from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.calls import Calls
-from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.net.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
 from swarmnet_protocols.net.subnets import subnet_of
+from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
 """Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
@@ -37,18 +40,11 @@ class GuardedP2P:
     Calls do not use p2pd's unary handlers: those allocate the size that a caller announces before any of it has arrived.
     """
 
-    def __init__(
-        self,
-        peer_id: PeerID,
-        calls: Calls,
-        handshakes: Handshakes,
-        resources: ResourceManager,
-        contacts: Contacts,
-    ) -> None:
-        self.peer_id = peer_id
-        self._calls = calls
+    def __init__(self, transport: Transport, handshakes: Handshakes, contacts: Contacts) -> None:
+        self.peer_id = PeerID.from_base58(transport.peer_id)
+        self._transport = transport
+        self._timing = Timing()
         self._handshakes = handshakes
-        self._resources = resources
         self._contacts = contacts
         self._origin = ""
         self._is_called = False
@@ -66,10 +62,20 @@ class GuardedP2P:
         protocol = self._protocols[name]
         self._is_called = True
 
-        async def guarded(request: bytes, stream: Stream) -> bytes:
+        async def serve(stream: Stream) -> None:
+            request = (await stream.receive()).header
+            try:
+                reply = await answer(request, stream)
+            except NotAuthorised as error:
+                stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error)))
+                raise
+            with stream.scope.reserve(Resource.MEMORY, len(reply)):
+                await send_within(stream, Message(reply), self._timing.reply_s)
+
+        async def answer(request: bytes, stream: Stream) -> bytes:
             clock = asyncio.get_running_loop().time
             peer = stream.peer
-            scope = self._resources.peer(peer, clock())
+            scope = self._transport.resources.peer(peer, clock())
             scope.check_rate(Rate.FRAMES, MAX_WAIT_S, clock())
             scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
             if len(request) > MAX_REQUEST_BYTES[name]:
@@ -90,16 +96,16 @@ class GuardedP2P:
                 except Exception as error:  # hivemind validates a call while it handles it
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
-                answer = with_contacts(reply.SerializeToString(), contacts)
+                encoded = with_contacts(reply.SerializeToString(), contacts)
             if not isinstance(reply, dht_pb2.FindResponse):  # charged in rpc_find, before it is made
-                scope.charge(Rate.FRAMES, len(answer) / BYTES_PER_FRAME, clock())
-            return answer
+                scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, clock())
+            return encoded
 
-        await self._calls.serve(protocol, guarded)
+        await self._transport.serve(protocol, serve)
 
     def scope_of(self, peer: PeerID) -> Scope:
         """The resource scope of a peer."""
-        return self._resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
+        return self._transport.resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
 
     @property
     def origin(self) -> str:
@@ -117,12 +123,22 @@ class GuardedP2P:
         await self._handshakes.ensure(peer_id, protocol, addresses=addresses, deadline_s=_ENTER_S)
         mine = [self._contacts.mine()] if self._is_called else []
         call = with_contacts(request.SerializeToString(), mine)
-        answer = await self._calls.call(peer_id, protocol, call, addresses=addresses)
+        answer = await self._call(peer_id, protocol, call, addresses)
         reply = parse(output_type, answer)
         if isinstance(reply, dht_pb2.FindResponse):
             _check_found(reply)
         self._contacts.learn(contacts_in(answer))
         return reply
+
+    async def _call(
+        self, peer: PeerId, protocol: ProtocolSpec, request: bytes, addresses: Sequence[str]
+    ) -> bytes:
+        stream = await self._transport.open(
+            peer, protocol, addresses=addresses, deadline_s=self._timing.open_s
+        )
+        with contextlib.closing(stream):
+            await stream.send(Message(request))
+            return (await receive_within(stream, self._timing.reply_s)).header
 
 
 def _check_found(reply: dht_pb2.FindResponse) -> None:

@@ -5,8 +5,8 @@ import re
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.messages import parse, receive_within
+from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
@@ -37,8 +37,9 @@ async def ask(stream: Stream, *, reply_s: float) -> pb.NodeReport:
 
     Raises ``StreamEnded``, ``DeadlineExceeded`` without an answer, and ``ProtocolViolation`` for a report that :func:`check` rejects.
     """
-    await stream.send(Message(pb.ReportRequest().SerializeToString()))
-    report = parse(pb.NodeReport, (await receive_within(stream, reply_s)).header)
+    reports = TypedStream(stream, pb.ReportRequest, pb.NodeReport, silence_s=reply_s)
+    await reports.send(pb.ReportRequest())
+    report, _ = await reports.receive()
     check(report)
     return report
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from itertools import zip_longest
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
@@ -34,19 +34,21 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.machine.clock import Clock, clock_advice
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.membership.handshake import not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, IssuerConfig
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
-from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
-from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADMISSION
-from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.subnets import SubnetSlots
+from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +84,8 @@ class Admissions:
         self._directory = directory
         self._bootstrap = tuple(bootstrap)
         self._timing = Timing()
-        self._pending = PendingHandshakes(transport.resources.system, Resource.PENDING_ADMISSIONS)
-        self._waiting = PendingHandshakes(transport.resources.system, Resource.ADMISSIONS)
+        self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_ADMISSIONS)
+        self._waiting = SubnetSlots(transport.resources.system, Resource.ADMISSIONS)
         self._answer_lock = asyncio.Lock()
         self._known_issuers: list[str] = []
         self._issuers_until = 0.0
@@ -112,13 +114,13 @@ class Admissions:
             return
         admissions = cls(transport, membership, directory, bootstrap)
         with ExitStack() as stack:
-            tasks = [admissions._keep_renewed(), admissions._keep_current()]
+            tasks = [admissions._renew_certificates(), admissions._fetch_swarm_files()]
             if issuer is not None:
                 issued = stack.enter_context(IssuedCertificates.open(issuer.folder))
                 now = membership.clock()
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
-                tasks.append(admissions._keep_announced(issuer.key))
+                tasks.append(admissions._announce_issuer(issuer.key))
             await transport.serve(ADMISSION, admissions._answer)
             running = [asyncio.create_task(task, name="admission") for task in tasks]
             try:
@@ -129,27 +131,33 @@ class Admissions:
     # ---- answering -------------------------------------------------------------------------------------
 
     async def _answer(self, stream: Stream) -> None:
+        requests = TypedStream(
+            stream,
+            pb.AdmissionReply,
+            pb.AdmissionRequest,
+            silence_s=self._timing.handshake_s,
+            send_s=self._timing.reply_s,
+        )
         with self._pending.slot(stream):
-            message = await receive_within(stream, self._timing.handshake_s)
-        request = parse(pb.AdmissionRequest, message.header)
+            request, _ = await requests.receive()
         with self._waiting.slot(stream):
             async with self._answer_lock:
                 if not self._waiting.has(stream):
                     return  # evicted while it waited
                 await asyncio.sleep(ANSWER_PAUSE_S)
                 reply = self._reply(request, stream.peer)
-            if reply.refused.elsewhere:  # outside the lock: the directory may be slow
-                reply.refused.issuers.extend(await self._issuers())
-            await send_within(stream, Message(reply.SerializeToString()), self._timing.reply_s)
+            if reply.HasField("referral"):  # outside the lock: the directory may be slow
+                reply.referral.issuers.extend(await self._issuers())
+            await requests.send(reply)
 
     def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
+        """The reply to a request. Raises ``Refusal`` for a peer that gets no certificate."""
         if request.HasField("swarm_file"):
             is_newer = request.swarm_file.serial < self._membership.rules.serial
             read = self._membership.swarm_file
             return pb.AdmissionReply(swarm_file=read() if read is not None and is_newer else b"")
         if self._issuer is None or self._config is None:
-            refused = pb.AdmissionRefused(reason="this peer is no issuer", elsewhere=True)
-            return pb.AdmissionReply(refused=refused)
+            return pb.AdmissionReply(referral=pb.Referral())
         revocations, now = self._membership.revocations, self._membership.clock()
         try:
             match request.WhichOneof("kind"):
@@ -160,10 +168,7 @@ class Admissions:
                 case _:
                     raise ProtocolViolation("an admission request without content")
         except (NotAuthorised, IntegrityError) as error:
-            refused = pb.AdmissionRefused(
-                reason=str(error)[:MAX_REASON_CHARS], time_ms=max(0, round(now * 1000))
-            )
-            return pb.AdmissionReply(refused=refused)
+            raise Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=now) from error
         return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=self._config.swarm_file))
 
     async def _issuers(self) -> list[str]:
@@ -194,12 +199,12 @@ class Admissions:
                         _ISSUER_KIND, pb.IssuerRecord, record.body, max_body_bytes=MAX_RECORD_BYTES
                     )
                     addresses = [each for each in body.addresses if len(each) <= MAX_ADDRESS_CHARS]
-                    is_trusted = self._membership.rules.believe(signer, self._membership.clock())
+                    is_trusted = self._membership.rules.trusts(signer, self._membership.clock())
                     (trusted if is_trusted else others).append(addresses[:MAX_ADDRESSES])
         # Untrusted keys come last: such an issuer may be one that only a newer swarm file names, or no issuer at all.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
-    async def _keep_announced(self, key: Signer) -> None:
+    async def _announce_issuer(self, key: Signer) -> None:
         while True:
             body = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
             with contextlib.suppress(SwarmnetError):
@@ -210,8 +215,8 @@ class Admissions:
 
     # ---- this peer's swarm file and certificate ----------------------------------------------------------
 
-    async def _keep_current(self) -> None:
-        """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list no renewal would bring it."""
+    async def _fetch_swarm_files(self) -> None:
+        """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list there are no renewals that would bring it."""
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
             if not self._bootstrap:
@@ -227,7 +232,7 @@ class Admissions:
             except SwarmnetError as error:
                 _log.debug("%s gave no newer swarm file: %s", address, error)
 
-    async def _keep_renewed(self) -> None:
+    async def _renew_certificates(self) -> None:
         while True:
             renew_at = self._membership.renew_at
             left_s = CLOCK_CHECK_S if renew_at is None else renew_at - self._membership.clock()
@@ -247,7 +252,7 @@ class Admissions:
             return
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
         addresses = _interleaved(await self._issuers(), self._bootstrap)
-        await ask(self._transport, addresses, request, self._take, self._membership.clock)
+        await request_admission(self._transport, addresses, request, self._take, self._membership.clock)
 
     def _take(self, admitted: pb.Admitted) -> None:
         # The file first: the certificate may be signed by a key that only this file names.
@@ -258,7 +263,7 @@ class Admissions:
         self._membership.take_certificate(admitted.certificate)
 
 
-async def ask(
+async def request_admission(
     transport: Transport,
     addresses: Iterable[str],
     request: pb.AdmissionRequest,
@@ -280,6 +285,8 @@ async def ask(
         try:
             reply = await _ask_with_retries(transport, address, request)
         except SwarmnetError as error:
+            if _is_final(error):
+                refusal = refusal or not_admitted(error, clock())
             _log.info("%s: %s", address, error)
             continue
         if reply.HasField("admitted"):
@@ -288,16 +295,7 @@ async def ask(
             except SwarmnetError as error:
                 _log.warning("the answer of %s is not accepted: %s", address, error)
                 refusal = refusal or error
-                continue
-        if reply.refused.elsewhere:
-            waiting.extend(reply.refused.issuers[:MAX_ADDRESSES])
-            continue
-        reason = printable(reply.refused.reason)
-        time_ms = reply.refused.time_ms
-        advice = clock_advice(time_ms / 1000 - clock()) if time_ms else ""
-        refusal = refusal or NotAuthorised(
-            f"not let in: {reason}", hint=advice or "ask the owner of the swarm for an invite"
-        )
+        waiting.extend(reply.referral.issuers[:MAX_ADDRESSES])
     raise refusal or Unreachable(
         "no issuer of the swarm can be reached",
         hint="an issuer has to run: swarmnet join SWARM --issuer authority.key; or try again later",
@@ -309,8 +307,11 @@ async def _ask_with_retries(
 ) -> pb.AdmissionReply:
     """As :func:`_ask_one`, with retries: an overloaded peer closes the stream. Redeeming an invite twice is one use."""
     for wait_s in RETRY_PAUSES_S:
-        with contextlib.suppress(StreamEnded):
+        try:
             return await _ask_one(transport, address, request)
+        except StreamEnded as error:
+            if _is_final(error):
+                raise
         await asyncio.sleep(wait_s)
     return await _ask_one(transport, address, request)
 
@@ -320,11 +321,13 @@ async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequ
     if not peer or peer == transport.peer_id:
         raise ConfigError(f"{address[:100]!r} is no address of another peer")
     stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=ASK_S)
-    try:
-        await stream.send(Message(request.SerializeToString()))
-        return parse(pb.AdmissionReply, (await receive_within(stream, ASK_S)).header)
-    finally:
-        stream.close()
+    reply, _ = await ask(stream, request, pb.AdmissionReply, within_s=ASK_S)
+    return reply
+
+
+def _is_final(error: SwarmnetError) -> TypeGuard[Refused]:
+    """Whether a peer has decided not to admit this one; at a resource limit it has not."""
+    return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED
 
 
 def _interleaved(*lists: Iterable[str]) -> list[str]:

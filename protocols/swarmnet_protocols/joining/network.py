@@ -1,7 +1,7 @@
 """Joining a swarm: transport, handshakes, directory and admission under one identity; also redeeming an invite and revoking.
 
-From below: p2pd, the membership handshake, the directory, the admission protocol, and on top the guarded transport, over which every
-other protocol runs.
+:func:`connect` builds these layers, lowest first: p2pd, the membership handshake, the directory, the admission protocol, and the guarded
+transport, over which every other protocol runs.
 """
 
 import asyncio
@@ -87,13 +87,12 @@ async def connect(
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
+    from swarmnet_protocols.joining.probes import Probes
     from swarmnet_protocols.machine.clock import wall_clock
-    from swarmnet_protocols.membership.guarded_transport import GuardedTransport
-    from swarmnet_protocols.membership.handshake import Handshakes
+    from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-    from swarmnet_protocols.net.probes import Probes
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing
@@ -138,9 +137,9 @@ async def connect(
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
     """Exchange ``invite`` for a certificate of the identity in ``identity_path``, which is created if missing, and the swarm file.
 
-    ``take`` checks both, as for ``admission.ask``. Raises what that raises.
+    ``take`` checks both, as for ``admission.request_admission``. Raises what that raises.
     """
-    from swarmnet_protocols.joining.admission import ask
+    from swarmnet_protocols.joining.admission import request_admission
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
@@ -151,7 +150,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
     config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(invite.bootstrap), only_dials=True)
     async with P2pdTransport.create(config) as transport:
-        return await ask(transport, invite.bootstrap, request, take, wall_clock)
+        return await request_admission(transport, invite.bootstrap, request, take, wall_clock)
 
 
 async def push_revocations(

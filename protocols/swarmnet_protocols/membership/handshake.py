@@ -1,19 +1,27 @@
 """The membership handshake: two peers of a private swarm prove their membership before any other protocol.
 
-1. **Hello.** The opener of a handshake stream sends its certificate and the serials of the revocation lists it has; the other side
-   checks them and answers with its own. libp2p has authenticated both peer ids, and a certificate names the peer it is for: shown by
-   another peer it is refused.
-2. **Admitted.** The stream stays open. A side sends Hello again when its certificate or its lists have changed, and at the least
-   every ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
-3. **Expelled.** When a certificate ends or is revoked, every stream with that peer is refused, with the reason.
+To this peer, every other peer is in one of these states:
 
-When the handshake stream has ended and no other stream is open, the peer is forgotten; the next stream needs a new handshake. In a
-public swarm there are no certificates and no handshakes.
+1. **Unknown.** Its streams and DHT calls are refused before a byte of them is read, but for handshake and admission streams.
+2. **Pending.** A handshake stream is open and one Hello is missing. Hello contains a certificate, and the serials of the revocation lists
+   that its sender has; the opener sends first. Handshakes of this peer are tasks that all callers of :meth:`Handshakes.ensure` share;
+   those of others take one of the slots of ``Resource.PENDING_HANDSHAKES`` until their Hello is there.
+3. **Admitted.** Its certificate was accepted: streams are opened to it and accepted from it, and tracked in :class:`AdmittedPeer`. The
+   handshake stream stays open. A side sends Hello again when its certificate, rules or revocation lists have changed, and every
+   ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
+4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When one is closed for another, its peer stays
+   admitted, since a stream of it may be on its way; a stream to it needs a new handshake.
+5. **Expelled.** Its certificate has ended or was revoked, or it sent an invalid revocation list: each of its streams is refused with the
+   reason, and a revoked peer gets the list that names it. Then it is unknown.
+
+An admitted peer in state 3 without a stream is forgotten, and is unknown. libp2p has authenticated both peer ids, and a certificate names its
+peer: shown by another peer, it is refused. A public swarm has no certificates and no handshakes.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,23 +34,30 @@ from swarmnet_protocols.errors import (
     PeerUnreachable,
     ProtocolViolation,
     StreamEnded,
-    StreamRefused,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.clock import clock_advice
-from swarmnet_protocols.membership.authorise import Member, check_role
 from swarmnet_protocols.membership.certificates import Certificate
-from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked
-from swarmnet_protocols.membership.pending_handshakes import PendingHandshakes
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Member, Membership, Revoked, check_role
 from swarmnet_protocols.membership.revocations import MAX_LISTS
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Refusal, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
+from swarmnet_protocols.net import (
+    Handler,
+    PeerId,
+    ProtocolSpec,
+    Stream,
+    StreamWrapper,
+    Transport,
+    TransportWrapper,
+)
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
-from swarmnet_protocols.net.refusal import MAX_REASON_CHARS, printable
+from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import Reservation, Resource
+from swarmnet_protocols.net.subnets import SubnetSlots
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import handshake_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.roles import name_roles
 
 _log = logging.getLogger(__name__)
@@ -55,6 +70,8 @@ MAX_WITHOUT_STREAM = 4096
 """Peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``: a stream of theirs may be on its way."""
 HELLO_PAUSE_S = 0.5
 """Seconds between two messages that are read from one handshake stream. Bounds the signatures checked for one peer."""
+
+HandshakeStream = TypedStream[pb.HandshakeMessage, pb.HandshakeMessage]
 
 
 class AdmittedPeer:
@@ -97,9 +114,12 @@ class Handshakes:
         """Handshake streams, oldest first."""
         self._without_stream: dict[PeerId, None] = {}
         """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
-        self._pending = PendingHandshakes(transport.resources.system, Resource.PENDING_HANDSHAKES)
+        self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_HANDSHAKES)
+        """Slots of incoming handshakes whose Hello has not arrived."""
         self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        """Handshakes of this peer that are running, by peer and addresses."""
         self._fetching: set[PeerId] = set()
+        """Peers from which revocation lists are being fetched."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
@@ -112,12 +132,12 @@ class Handshakes:
         await transport.serve(HANDSHAKE, handshakes._answer)
         await transport.serve(REVOCATIONS, handshakes._serve_revocations)
         membership.listeners.append(handshakes._on_membership_change)
-        comparing = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
+        hellos = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
         try:
             yield handshakes
         finally:
             membership.listeners.remove(handshakes._on_membership_change)
-            await cancel(comparing, *handshakes._tasks)
+            await cancel(hellos, *handshakes._tasks)
             for admitted in handshakes._admitted.values():
                 admitted.end()
 
@@ -134,7 +154,7 @@ class Handshakes:
             check_role(self.membership.me, protocol.served_by, protocol)
 
     async def wait_outgoing(self, peer: PeerId) -> None:
-        """Wait for the end of a handshake that this peer has opened to ``peer``: its answer and the first stream may cross."""
+        """Wait for a running handshake that this peer has opened to ``peer``: a stream of ``peer`` may arrive before its Hello is processed."""
         outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
         if outgoing and peer not in self._admitted:
             await asyncio.wait(outgoing)
@@ -150,7 +170,7 @@ class Handshakes:
             self.check(stream.peer, protocol)
             self.track(stream)
         except NotAuthorised as error:
-            stream.refuse(Refusal(str(error)))
+            stream.refuse(self._refusal(error))
             raise
         try:
             yield
@@ -176,7 +196,7 @@ class Handshakes:
     ) -> None:
         """Complete a handshake with ``peer``, unless one is open, before a stream under ``protocol``.
 
-        Raises ``NotAuthorised`` with the side that refused and the reason, ``StreamRefused`` when ``peer`` has reached a resource
+        Raises ``NotAuthorised`` with the side that refused and the reason, ``Refused`` when ``peer`` has reached a resource
         limit, and ``PeerUnreachable`` within ``deadline_s``.
         """
         if self.membership.is_public:
@@ -191,7 +211,7 @@ class Handshakes:
         check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
 
     async def wait_revocations_known(self, peer: PeerId) -> None:
-        """Wait until ``peer``, which is admitted, reports all revocation lists that this peer has."""
+        """Wait until the last Hello of ``peer``, which is admitted, names all revocation lists that this peer has."""
         admitted = self._admitted_peer(peer)
         while self.membership.revocations.newer_than(admitted.serials):
             admitted.hello_received.clear()
@@ -221,44 +241,56 @@ class Handshakes:
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
         try:
-            await stream.send(_hello(self.membership))
-            message, revocation_list = await receive(stream, self._timing.handshake_s)
+            handshake = self._typed(stream)
+            await handshake.send(self._hello())
             try:
-                admitted = self._process(peer, message, revocation_list)
+                admitted = self._admit(peer, await self._receive(handshake))
             except NotAuthorised as error:
                 await self._refuse(stream, error)
                 raise
         except BaseException as error:
             stream.close()
-            if isinstance(error, StreamEnded | DeadlineExceeded) and not isinstance(error, StreamRefused):
+            if isinstance(error, StreamEnded | DeadlineExceeded) and not isinstance(error, Refused):
                 raise PeerUnreachable(f"{peer} does not answer the handshake: {error}") from error
             raise
         self._add_stream(admitted, stream)
-        self._spawn(self._receive_updates(admitted, stream))
+        self._spawn(self._receive_updates(admitted, handshake))
 
     async def _answer(self, stream: Stream) -> None:
+        handshake = self._typed(stream)
         with self._pending.slot(stream):
-            message, revocation_list = await receive(stream, self._timing.handshake_s)
+            hello = await self._receive(handshake)
         try:
-            admitted = self._process(stream.peer, message, revocation_list)
+            admitted = self._admit(stream.peer, hello)
         except NotAuthorised as error:
             await self._refuse(stream, error)
             raise
         self._add_stream(admitted, stream)
         try:
-            await send_within(stream, _hello(self.membership), self._timing.handshake_s)
+            await handshake.send(self._hello())
         except BaseException:
             self._close_stream(admitted, stream)
             raise
-        await self._receive_updates(admitted, stream)
+        await self._receive_updates(admitted, handshake)
 
-    def _process(self, peer: PeerId, message: pb.HandshakeMessage, revocation_list: bytes) -> AdmittedPeer:
-        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member, and for a refusal."""
-        if message.HasField("refusal"):
-            with contextlib.suppress(IntegrityError, NotAuthorised):
-                self.membership.take_revocations([revocation_list] if revocation_list else [])
-            raise _refused_by(peer, message.refusal, self.membership.clock())
-        hello = message.hello
+    async def _receive(self, handshake: HandshakeStream) -> pb.Hello:
+        """The next Hello. Raises ``NotAuthorised`` when the other side does not admit this peer."""
+        try:
+            message, payload = await handshake.receive()
+            if message.HasField("revoked"):
+                with contextlib.suppress(IntegrityError, NotAuthorised):
+                    self.membership.take_revocations([bytes(payload)])
+                message, _ = await handshake.receive()  # raises the refusal that follows
+        except Refused as refused:
+            if refused.reason != refusal_pb2.REASON_NOT_AUTHORISED:
+                raise
+            raise not_admitted(refused, self.membership.clock()) from refused
+        if not message.HasField("hello"):
+            raise ProtocolViolation("a handshake message other than Hello")
+        return message.hello
+
+    def _admit(self, peer: PeerId, hello: pb.Hello) -> AdmittedPeer:
+        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member."""
         if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(hello.certificate)
@@ -316,35 +348,37 @@ class Handshakes:
             del self._admitted[peer]
             admitted.end()
 
-    async def _receive_updates(self, admitted: AdmittedPeer, stream: Stream) -> None:
-        """Process what the peer sends on its handshake stream until that ends."""
+    async def _receive_updates(self, admitted: AdmittedPeer, handshake: HandshakeStream) -> None:
+        """Receive Hellos on an open handshake stream until it ends."""
+        stream = handshake.stream
+        handshake.silence_s = math.inf  # the next Hello is sent when something has changed
         try:
             while True:
                 await asyncio.sleep(HELLO_PAUSE_S)
-                message, revocation_list = await receive(stream, None)
-                if stream not in admitted.handshake_streams:
+                hello = await self._receive(handshake)
+                if stream not in admitted.handshake_streams:  # expelled meanwhile
                     return
-                self._process(stream.peer, message, revocation_list)
+                self._admit(stream.peer, hello)
         except NotAuthorised as error:
             self._expel(stream.peer, error)
         finally:
             self._close_stream(admitted, stream)
 
     def _on_membership_change(self) -> None:
-        """The certificate of this peer, the rules or the revocations have changed: check every peer, and send Hello to the rest."""
+        """The certificate of this peer, the rules or the revocation lists have changed: check every admitted peer, and send Hello to those that stay."""
         for peer, admitted in list(self._admitted.items()):
             self._recheck(peer, admitted)
         self._send_hellos()
 
     async def _send_hellos_periodically(self) -> None:
-        """A revocation list that did not get through is announced again, and fetched."""
+        """Announce the revocation lists again: a peer may have missed an announcement, or failed to fetch a list."""
         while True:
             await asyncio.sleep(self.membership.rules.revocation_refresh_s)
             self._send_hellos()
 
     def _send_hellos(self) -> None:
         for stream in self._streams:
-            self._spawn(self._send(stream, _hello(self.membership)))
+            self._spawn(self._send(stream, self._hello()))
 
     def _schedule_check(self, peer: PeerId, admitted: AdmittedPeer) -> None:
         if admitted.timer is not None:
@@ -372,50 +406,81 @@ class Handshakes:
         admitted = self._admitted.pop(peer, None)
         if admitted is None:
             return
-        _log.info("%s is no longer admitted: %s", peer, reason)
+        _log.info("%s is expelled: %s", peer, reason)
         streams, admitted.handshake_streams = admitted.handshake_streams, {}
         for stream in streams:
             self._streams.pop(stream, None)
             self._spawn(self._refuse(stream, reason))
-        admitted.end(Refusal(str(reason)))
+        admitted.end(self._refusal(reason))
 
-    async def _refuse(self, stream: Stream, reason: NotAuthorised) -> None:
+    async def _refuse(self, stream: Stream, error: NotAuthorised) -> None:
+        """Refuse a handshake stream; a peer that was revoked gets the list that names it."""
         try:
-            await self._send(stream, _refusal(reason, self.membership.clock()))
+            if isinstance(error, Revoked):
+                await self._send(stream, pb.HandshakeMessage(revoked=pb.Revoked()), error.revocation_list)
         finally:
-            stream.close()
+            stream.refuse(self._refusal(error))
 
-    async def _send(self, stream: Stream, message: Message) -> None:
+    def _refusal(self, error: NotAuthorised) -> Refusal:
+        return Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=self.membership.clock())
+
+    async def _send(self, stream: Stream, message: pb.HandshakeMessage, payload: bytes = b"") -> None:
         """Send ``message``; a stream whose other side does not read is closed, or messages would queue without bound."""
         try:
-            async with asyncio.timeout(self._timing.handshake_s):
-                with contextlib.suppress(StreamEnded):
-                    await stream.send(message)
-        except TimeoutError:
+            await self._typed(stream).send(message, payload)
+        except DeadlineExceeded:
             stream.close()
+        except StreamEnded:
+            pass
+
+    def _typed(self, stream: Stream) -> HandshakeStream:
+        timeout_s = self._timing.handshake_s
+        return HandshakeStream(
+            stream, pb.HandshakeMessage, pb.HandshakeMessage, silence_s=timeout_s, send_s=timeout_s
+        )
+
+    def _hello(self) -> pb.HandshakeMessage:
+        return pb.HandshakeMessage(
+            hello=pb.Hello(
+                swarm=self.membership.rules.swarm,
+                certificate=self.membership.certificate,
+                serials=self._serials(),
+            )
+        )
+
+    def _serials(self) -> list[pb.Serial]:
+        ours = self.membership.revocations.serials
+        return [pb.Serial(signer=signer, serial=serial) for signer, serial in ours.items()]
 
     # ---- revocation lists --------------------------------------------------------------------------------
 
     async def _serve_revocations(self, stream: Stream) -> None:
         async with self.admitting(stream, REVOCATIONS):
-            message = await receive_within(stream, self._timing.handshake_s)
-            request = parse(pb.RevocationsRequest, message.header)
+            lists = TypedStream(
+                stream,
+                pb.RevocationsReply,
+                pb.RevocationsRequest,
+                silence_s=self._timing.handshake_s,
+                send_s=self._timing.chunk_s,
+            )
+            request, _ = await lists.receive()
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
             for sealed in self.membership.revocations.newer_than(theirs):
-                reply = Message(pb.RevocationsReply().SerializeToString(), sealed)
-                await send_within(stream, reply, self._timing.chunk_s)
+                await lists.send(pb.RevocationsReply(), sealed)
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
         """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is expelled."""
         try:
             stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
             with contextlib.closing(stream):
-                request = pb.RevocationsRequest(serials=_serials(self.membership))
-                await stream.send(Message(request.SerializeToString()))
+                lists = TypedStream(
+                    stream, pb.RevocationsRequest, pb.RevocationsReply, silence_s=self._timing.chunk_s
+                )
+                await lists.send(pb.RevocationsRequest(serials=self._serials()))
                 for _ in range(MAX_LISTS):
-                    message = await receive_within(stream, self._timing.chunk_s)
+                    _, sealed = await lists.receive()
                     with contextlib.suppress(NotAuthorised):  # the signer is in the sender's older swarm file
-                        self.membership.take_revocations([bytes(message.payload)])
+                        self.membership.take_revocations([bytes(sealed)])
         except (IntegrityError, ProtocolViolation) as error:
             self._expel(peer, NotAuthorised(f"it sent an invalid revocation list: {error}"))
         except SwarmnetError as error:  # the end of the stream is the end of the lists
@@ -441,40 +506,62 @@ class Handshakes:
             _log.error("handshake", exc_info=error)
 
 
-async def receive(stream: Stream, silence_s: float | None) -> tuple[pb.HandshakeMessage, bytes]:
-    """The next message and its payload: of a refusal, a sealed revocation list or nothing.
+class GuardedStream(StreamWrapper):
+    """A stream that is tracked by ``handshakes`` until it is closed."""
 
-    ``silence_s``: timeout; None: no limit. Raises ``ProtocolViolation`` for anything but a handshake message.
-    """
-    received = await (stream.receive() if silence_s is None else receive_within(stream, silence_s))
-    message = parse(pb.HandshakeMessage, received.header)
-    if message.WhichOneof("kind") is None:
-        raise ProtocolViolation("a handshake message without content")
-    return message, bytes(received.payload)
+    def __init__(self, stream: Stream, handshakes: Handshakes) -> None:
+        super().__init__(stream)
+        self._handshakes = handshakes
+        handshakes.track(stream)
 
-
-def _hello(membership: Membership) -> Message:
-    hello = pb.Hello(
-        swarm=membership.rules.swarm, certificate=membership.certificate, serials=_serials(membership)
-    )
-    return Message(pb.HandshakeMessage(hello=hello).SerializeToString())
+    def close(self) -> None:
+        super().close()
+        self._handshakes.untrack(self._stream)
 
 
-def _serials(membership: Membership) -> list[pb.Serial]:
-    return [
-        pb.Serial(signer=signer, serial=serial) for signer, serial in membership.revocations.serials.items()
-    ]
+class GuardedTransport(TransportWrapper):
+    """``transport``, with a handshake before every stream that is opened and a check of every stream that comes in."""
+
+    def __init__(self, transport: Transport, handshakes: Handshakes) -> None:
+        super().__init__(transport)
+        self._handshakes = handshakes
+
+    async def died(self) -> None:
+        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer has ended."""
+        if self._handshakes.membership.is_public:
+            await self._transport.died()
+        else:
+            await race(self._transport.died(), self._handshakes.membership.ended())
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        """As promised by ``Transport``; a stream that its opener may not open is refused before a byte of it is read.
+
+        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other peer would refuse it.
+        """
+        self._handshakes.check_serving(protocol)
+
+        async def guarded(stream: Stream) -> None:
+            async with self._handshakes.admitting(stream, protocol):
+                await handler(stream)
+
+        await self._transport.serve(protocol, guarded)
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the other, and ``Refused``
+        when ``peer`` has reached a resource limit.
+        """
+        await self._handshakes.ensure(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        try:
+            return GuardedStream(stream, self._handshakes)
+        except NotAuthorised:
+            stream.close()
+            raise
 
 
-def _refusal(error: NotAuthorised, now: float) -> Message:
-    """The message that refuses a peer; to a revoked peer with the signed list that names it."""
-    refusal = pb.Refusal(reason=str(error)[:MAX_REASON_CHARS], time_ms=max(0, round(now * 1000)))
-    revocation_list = error.revocation_list if isinstance(error, Revoked) else b""
-    return Message(pb.HandshakeMessage(refusal=refusal).SerializeToString(), revocation_list)
-
-
-def _refused_by(peer: PeerId, refusal: pb.Refusal, now: float) -> NotAuthorised:
-    """The error for a refusal by ``peer``, with a hint about the clock if the two clocks differ."""
-    advice = clock_advice(refusal.time_ms / 1000 - now) if refusal.time_ms else ""
-    hint = advice or "ask the owner of the swarm for an invite"
-    return NotAuthorised(f"{peer} does not let us in: {printable(refusal.reason)}", hint=hint)
+def not_admitted(refused: Refused, now: float) -> NotAuthorised:
+    """The error for a peer that does not admit this one, with a hint about the clock if the two clocks differ."""
+    advice = clock_advice(refused.unix_time - now) if refused.unix_time else ""
+    return NotAuthorised(str(refused), hint=advice or "ask the owner of the swarm for an invite")

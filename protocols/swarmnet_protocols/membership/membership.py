@@ -1,21 +1,27 @@
-"""The membership of this peer: the rules of its swarm, its own certificate, and the revocation lists it knows."""
+"""Who is a member: the decision over any peer, and the membership of this peer with its certificate and revocation lists."""
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.membership.authorise import Member, admit
-from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, Certificate, open_certificate
+from swarmnet_protocols.membership.certificates import (
+    MAX_CERTIFICATE_BYTES,
+    Certificate,
+    check_current,
+    open_certificate,
+)
 from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, Revocations
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.wire.roles import ANY_ROLE
+from swarmnet_protocols.net import PeerId, ProtocolSpec
+from swarmnet_protocols.wire.roles import ANY_ROLE, Role, name_roles
 
 _log = logging.getLogger(__name__)
 
@@ -23,20 +29,32 @@ CERTIFICATE_NAME = "certificate"
 REVOCATIONS_NAME = "revocations"
 CLOCK_CHECK_S = 600.0
 """Longest sleep, in seconds, before the clock is read again: it may be set meanwhile."""
+_ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
+_ASK_FOR_ROLE = "ask the owner of the swarm for an invite with that role"
 _SEALED_BYTES = 256
 """Bytes that a signature adds to a message, rounded up."""
 
 
 class Revoked(NotAuthorised):
-    """``revocation_list``, which is sealed, names the peer or its certificate."""
+    """A peer, its certificate or its invite is on ``revocation_list``, which is sealed."""
 
     def __init__(self, message: str, revocation_list: bytes) -> None:
         super().__init__(message, hint="ask the owner of the swarm")
         self.revocation_list = revocation_list
 
 
+@dataclass(frozen=True)
+class Member:
+    """A peer that was admitted."""
+
+    peer: PeerId
+    roles: frozenset[Role]
+    until: float = math.inf
+    """Unix time at which its certificate ends."""
+
+
 class Membership:
-    """What this peer shows others, and what it checks them against.
+    """What this peer shows to others, and what it checks others against.
 
     With a ``folder``, certificate and revocation lists outlive the process.
     """
@@ -68,11 +86,11 @@ class Membership:
     @property
     def revocations(self) -> Revocations:
         """The revocation lists whose signers the rules trust now."""
-        return self._revocations.believed(rules=self.rules, now=self.clock())
+        return self._revocations.trusted(rules=self.rules, now=self.clock())
 
     @property
     def me(self) -> Member:
-        """This peer, judged as any other. Raises ``NotAuthorised`` if it is no member."""
+        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it is none."""
         if self._own is None:
             self._own = self.open(self.certificate)
         return self.admit(self.peer, self._own)
@@ -117,15 +135,8 @@ class Membership:
             return None
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
-        """``peer`` as a member, in any role. Raises ``Revoked`` if a list names it, and ``NotAuthorised`` if it is no member."""
-        revocations = self.revocations
-        for signer in revocations.serials:
-            revocation_list = revocations.of(signer)
-            if revocation_list is None:
-                continue
-            if reason := Revocations([revocation_list]).reason_revoked(peer, certificate):
-                raise Revoked(reason, revocation_list.sealed)
-        return admit(self.rules, certificate, peer, ANY_ROLE, revocations, self.clock())
+        """``peer`` as a member, in any role. Raises as :func:`admit`."""
+        return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
 
     def take_swarm_file(self, data: bytes) -> None:
         """Adopt the rules of a newer swarm file. An invalid or older one is logged and ignored."""
@@ -141,7 +152,7 @@ class Membership:
             self._notify_listeners()
 
     def take_certificate(self, sealed: bytes) -> None:
-        """Replace the certificate of this peer. Raises ``NotAuthorised`` for an invalid one.
+        """Replace the certificate of this peer. Raises ``NotAuthorised`` for one that is invalid or for another peer.
 
         Raises ``OutOfResources`` when it cannot be written; it is used all the same, for the life of the process.
         """
@@ -162,15 +173,15 @@ class Membership:
     def take_revocations(self, sealed: Iterable[bytes]) -> None:
         """Take the sealed lists that are newer. Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid."""
         old = self.revocations
-        learned = old.learn(sealed, rules=self.rules, now=self.clock())
-        if learned is old:
+        updated = old.updated(sealed, rules=self.rules, now=self.clock())
+        if updated is old:
             return
-        self._revocations = learned
+        self._revocations = updated
         self._notify_listeners()
         if self._folder is None:
             return
-        for signer in learned.serials:
-            new = learned.of(signer)
+        for signer in updated.serials:
+            new = updated.of(signer)
             if new is not None and new is not old.of(signer):
                 try:
                     write_whole(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
@@ -193,11 +204,77 @@ class Membership:
                     sealed = _read_file(
                         folder / REVOCATIONS_NAME / signer.hex(), MAX_LIST_BYTES + _SEALED_BYTES
                     )
-                    self._revocations = self._revocations.learn([sealed], rules=self.rules, now=self.clock())
+                    self._revocations = self._revocations.updated(
+                        [sealed], rules=self.rules, now=self.clock()
+                    )
         except OSError as error:
             raise ConfigError(
                 f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
             ) from error
+
+
+def admit(
+    rules: Rules,
+    certificate: Certificate | None,
+    peer: PeerId,
+    needed: frozenset[Role],
+    revocations: Revocations,
+    now: float,
+) -> Member:
+    """``peer`` as a member with at least one of the roles ``needed``. ``peer`` is the id that the transport has authenticated.
+
+    ``certificate`` comes from ``open_certificate``. Where members need none, one that is not valid at ``now`` is ignored. Raises
+    ``Revoked`` if a list names it, and ``NotAuthorised`` with the reason if ``peer`` is no member or lacks the roles.
+    """
+    if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
+        certificate = None
+    if certificate is not None:
+        check_current(certificate, rules=rules, now=now)
+        if certificate.peer != peer:
+            raise NotAuthorised("the certificate is for another peer", hint=_ASK_FOR_INVITE)
+    if revocation := revocations.find_revocation(peer, certificate):
+        raise Revoked(*revocation)
+    match rules.admission:
+        case Admission.OPEN:
+            roles = rules.anyone
+        case Admission.ALLOW_LIST:
+            if peer not in rules.allow and certificate is None:
+                raise NotAuthorised(
+                    "this peer is not in the swarm's list of members",
+                    hint=f"ask the owner of the swarm to list {peer}",
+                )
+            roles = rules.allow.get(peer, frozenset())
+        case Admission.CERTIFICATE:
+            if certificate is None:
+                raise NotAuthorised(
+                    "this swarm admits members only, and no certificate was shown", hint=_ASK_FOR_INVITE
+                )
+            roles = frozenset()
+    if certificate is not None:
+        roles |= certificate.roles
+    if not roles & needed:
+        raise NotAuthorised(
+            f"this takes the role {name_roles(needed).replace(', ', ' or ')}; the peer has {name_roles(roles)}",
+            hint=_ASK_FOR_ROLE,
+        )
+    return Member(peer, roles, certificate.not_after if certificate else math.inf)
+
+
+def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
+    """Raise ``NotAuthorised`` unless ``member`` has one of ``roles``, which ``protocol`` needs."""
+    if not member.roles & roles:
+        raise NotAuthorised(
+            f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
+            hint=_ASK_FOR_ROLE,
+        )
+
+
+def _is_current(certificate: Certificate, rules: Rules, now: float) -> bool:
+    try:
+        check_current(certificate, rules=rules, now=now)
+    except NotAuthorised:
+        return False
+    return True
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:

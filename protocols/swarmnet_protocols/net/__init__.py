@@ -9,17 +9,19 @@ The life of a stream:
 3. Messages. A message is a protobuf header and raw bytes. It is framed (``framing.py``) and counted in the scope of its peer: memory is
    reserved before it is read, and a peer that sends too many messages is read more slowly. The owner's limits on the link apply to all streams
    together (``rate_limit.py``); for large payloads the receiver grants credit (``flow_control.py``).
-4. End. Either side closes the stream or refuses it with a reason (``refusal.py``); the other side's ``receive`` raises after the last message.
-   What was reserved is released when both sides have closed, or after a timeout.
+4. End. Either side closes the stream, or refuses it with a reason (``refusal.py``): a handler by raising :class:`Refusal`. The other side's
+   ``receive`` raises ``StreamEnded`` or ``Refused`` after the last message. What was reserved is released when both sides have closed, or after
+   a timeout.
 
 ``p2pd/`` implements this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` holds for both.
-Protocols of protobufs use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
+Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
 
@@ -52,17 +54,6 @@ class Message:
     payload: Buffer = b""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a stream is refused, in words that any peer may read.
-
-    It is worth trying again after ``retry_after_s``; 0: not before something has changed.
-    """
-
-    reason: str
-    retry_after_s: float = 0.0
-
-
 class Stream(Protocol):
     """An ordered and reliable sequence of messages in both directions with one peer."""
 
@@ -82,13 +73,13 @@ class Stream(Protocol):
         """Send one message. Waits while the other side reads too slowly.
 
         Raises ``ProtocolViolation`` for a message over the limits (nothing is sent), ``StreamEnded`` when the stream has ended, and
-        ``StreamRefused`` when the other side has refused it. Several tasks may send: messages are never interleaved.
+        ``Refused`` when the other side has refused it. Several tasks may send: messages are never interleaved.
         """
 
     async def receive(self) -> Message:
         """The next message.
 
-        Raises ``StreamEnded`` at the end, ``StreamRefused`` if the other side has refused the stream, and ``ProtocolViolation`` for an
+        Raises ``StreamEnded`` at the end, ``Refused`` if the other side has refused the stream, and ``ProtocolViolation`` for an
         oversized message. A cancelled ``receive`` loses nothing: the next call returns the same message.
         """
 
@@ -96,11 +87,11 @@ class Stream(Protocol):
         """End the stream in both directions. Messages already sent are delivered if the other side reads them. Idempotent."""
 
     def refuse(self, refusal: Refusal) -> None:
-        """Close the stream with a reason for the other side, unless part of a message has been sent. Nothing more is read."""
+        """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. Part of a message before it drops the reason."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
-"""Serves one inbound stream, which is closed when the handler returns or raises."""
+"""Serves one inbound stream, which is closed when the handler returns, and refused when it raises ``Refusal`` or ``ResourceLimitReached``."""
 
 
 class Transport(Protocol):
@@ -133,3 +124,67 @@ class Transport(Protocol):
         Without addresses, the transport uses those that it knows. Raises ``PeerUnreachable`` within ``deadline_s``, and
         ``IncompatibleVersion`` when the peer does not serve ``protocol``.
         """
+
+
+class StreamWrapper:
+    """Base class of streams that change some methods of another one, and delegate the rest."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @property
+    def peer(self) -> PeerId:
+        return self._stream.peer
+
+    @property
+    def address(self) -> str:
+        return self._stream.address
+
+    @property
+    def scope(self) -> Scope:
+        return self._stream.scope
+
+    async def send(self, message: Message) -> None:
+        await self._stream.send(message)
+
+    async def receive(self) -> Message:
+        return await self._stream.receive()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._stream.refuse(refusal)
+        self.close()
+
+
+class TransportWrapper:
+    """Base class of transports that change some methods of another one, which they do not close, and delegate the rest."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._transport.peer_id
+
+    @property
+    def resources(self) -> ResourceManager:
+        return self._transport.resources
+
+    def addresses(self) -> Sequence[str]:
+        return self._transport.addresses()
+
+    async def died(self) -> None:
+        await self._transport.died()
+
+    async def is_connected(self, peer: PeerId) -> bool:
+        return await self._transport.is_connected(peer)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        await self._transport.serve(protocol, handler)
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        return await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)

@@ -15,9 +15,8 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
-from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.resources import Rate, Scope
-from swarmnet_protocols.net.wrappers import TransportWrapper
 
 _log = logging.getLogger(__name__)
 

@@ -1,25 +1,31 @@
 """Frames: one message is ``u32 header size, u32 payload size, header, payload``, big endian.
 
-Sizes that no message has mark three other frames: a refusal or the end of the stream (``refusal.py``), and flow control
+Sizes that no message has mark three other frames: a refusal or the end of the stream (``Refusal``), and flow control
 (``flow_control.py``). Sizes are checked before anything is allocated.
 """
 
 import asyncio
 import math
+import struct
 from typing import NoReturn, Protocol
 
-from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
-from swarmnet_protocols.net import Buffer, Message, ProtocolSpec, Refusal
-from swarmnet_protocols.net.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.refusal import (
-    MAX_REFUSAL_BYTES,
-    REFUSED,
-    SIZES,
-    decode_refusal,
-    refused_by,
-)
-from swarmnet_protocols.net.stream_scope import StreamScope
+from google.protobuf.message import DecodeError
 
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
+from swarmnet_protocols.net import Buffer, Message, ProtocolSpec
+from swarmnet_protocols.net.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.net.stream_scope import StreamScope
+from swarmnet_protocols.wire import refusal_pb2 as pb
+
+SIZES = struct.Struct(">II")
+REFUSED = 0xFFFF_FFFF
+"""In place of the header size: a refusal of the second size in bytes follows, and then the end of the stream."""
+ENDED = SIZES.pack(REFUSED, 0)
+"""The last frame of a stream without a refusal. The side that reads it may close."""
+MAX_REFUSAL_BYTES = 2048
+LINGER_S = 5.0
+"""Seconds until a refused stream is closed although the other side has not read the refusal."""
 PIECE_BYTES = 1 << 20
 """Messages are read in pieces of this size, each with its own timeout."""
 
@@ -49,6 +55,20 @@ def encode(
     check_sizes(len(message.header), len(payload), protocol)
     flag = NEEDS_CREDIT if len(payload) > max_uncredited_bytes else 0
     return SIZES.pack(len(message.header) + flag, len(payload)) + message.header, payload
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``: a refusal has a detail."""
+    encoded = refusal.to_wire().SerializeToString()
+    return SIZES.pack(REFUSED, len(encoded)) + encoded
+
+
+def decode_refusal(encoded: bytes, peer: str) -> Refused:
+    """The error for a refusal by ``peer``, from what follows the sizes. Raises ``ProtocolViolation``."""
+    try:
+        return Refused(peer, pb.Refusal.FromString(encoded))
+    except DecodeError as error:
+        raise ProtocolViolation("not a Refusal") from error
 
 
 class ByteReader(Protocol):
@@ -83,7 +103,7 @@ class FrameReader:
         self._sizes: tuple[int, int] | None = None
         self._is_started = False
         """The receive window knows of the message under way."""
-        self._refusal: Refusal | None = None
+        self._refusal = b""
         self._body = bytearray()
 
     @property
@@ -94,7 +114,7 @@ class FrameReader:
     async def read(self) -> Message:
         """The next message. Its memory is reserved in ``scope`` before it is read.
 
-        Raises ``StreamEnded`` at the end, ``StreamRefused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
+        Raises ``StreamEnded`` at the end, ``Refused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
         also at every later call), ``ResourceLimitReached`` if the peer may never have a message of this size, and ``DeadlineExceeded``
         when memory for it, or a MiB of it, takes too long.
         """
@@ -139,13 +159,13 @@ class FrameReader:
     async def _raise_end(self, size_bytes: int) -> NoReturn:
         if not size_bytes:
             raise StreamEnded("the stream ended")
-        if self._refusal is None:
+        if not self._refusal:
             if size_bytes > MAX_REFUSAL_BYTES:
                 raise ProtocolViolation(
                     f"a refusal of {size_bytes} bytes is over the limit of {MAX_REFUSAL_BYTES}"
                 )
-            self._refusal = decode_refusal(bytes(await self._read_body(size_bytes)))
-        raise refused_by(self._scope.peer_scope.name, self._refusal)
+            self._refusal = bytes(await self._read_body(size_bytes))
+        raise decode_refusal(self._refusal, self._scope.peer_scope.name)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
         """Read in pieces with a timeout each: a peer that announces much and sends little does not hold memory for long."""

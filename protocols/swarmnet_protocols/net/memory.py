@@ -24,11 +24,11 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Refusal
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import check_sizes, encode
+from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import SIZES, overloaded, refused_by
+from swarmnet_protocols.net.refusal import OVERLOADED, Refusal, Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
@@ -86,6 +86,8 @@ class MemoryNetwork:
     def __init__(self, rng: random.Random, default: LinkProfile = LinkProfile()) -> None:
         self.observers: list[Callable[[Delivery], None]] = []
         """Called with each message before it is delivered: the place to inject a fault."""
+        self.refusal_observers: list[Callable[[MemoryStream, Refusal], None]] = []
+        """Called with each refusal, and the side of the stream that is refused, before it is delivered."""
         self._seed = rng.getrandbits(64)
         self._default = default
         self._links: dict[tuple[PeerId, PeerId], _Link] = {}
@@ -335,7 +337,7 @@ class MemoryTransport:
         try:
             scope = self._subnet_limits.accept(peer, self.network.address_of(peer))
         except ResourceLimitReached as error:
-            client.on_refused(overloaded(error))
+            client.on_refused(Refusal.overloaded(error, OVERLOADED))
             return None
         stream = MemoryStream(self, peer, served, scope)
         stream.connect(client)
@@ -512,6 +514,8 @@ class MemoryStream:
 
     def on_refused(self, refusal: Refusal) -> None:
         """The other side has refused the stream."""
+        for observer in self._network.refusal_observers:
+            observer(self, refusal)
         self._refusal = refusal
         self._on_end("the other side refused the stream")
 
@@ -531,7 +535,7 @@ class MemoryStream:
 
     def _end_error(self) -> StreamEnded:
         if self._refusal is not None and not self._closed:
-            return refused_by(self._peer, self._refusal)
+            return Refused(self._peer, self._refusal.to_wire())
         return StreamEnded(self._end_reason or "the stream was closed")
 
     async def _wait_changed(self) -> None:

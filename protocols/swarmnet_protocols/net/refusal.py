@@ -1,94 +1,66 @@
-"""Refusals: of a stream, by its last frame, and of a request, by a message (:class:`Refused`)."""
+"""Refusals: a peer ends a stream with a reason, which the other side gets as an exception."""
 
-import struct
-
-from swarmnet_protocols.errors import OutOfResources, StreamRefused, SwarmnetError
-from swarmnet_protocols.net import Refusal
-from swarmnet_protocols.net.messages import parse
+from swarmnet_protocols.errors import OutOfResources, StreamEnded, SwarmnetError
 from swarmnet_protocols.net.resources import ResourceLimitReached
-from swarmnet_protocols.wire import handshake_pb2 as pb
-from swarmnet_protocols.wire import session_pb2
+from swarmnet_protocols.wire import refusal_pb2 as pb
 
-SIZES = struct.Struct(">II")
-REFUSED = 0xFFFF_FFFF
-"""In place of the header size: a refusal of the second size in bytes follows, and then the end of the stream."""
-ENDED = SIZES.pack(REFUSED, 0)
-"""The last frame of a stream without a refusal. The side that reads it may close."""
-MAX_REFUSAL_BYTES = 2048
-MAX_REASON_CHARS = 300
-NO_REASON = "no reason given"
+MAX_DETAIL_CHARS = 500
 MAX_RETRY_S = 60.0
 """Longest wait that a refusal can ask for, in seconds."""
-MAX_DETAIL_CHARS = 500
-LINGER_S = 5.0
-"""Seconds until a refused stream is closed although the other side has not read the refusal."""
+OVERLOADED = "it is overloaded at the moment"
+"""Detail of a refusal at a resource limit that does not name the limit, which strangers need not know."""
 
 
-def printable(reason: str) -> str:
+def printable(text: str) -> str:
     """Text of another peer, shortened and without control characters."""
-    return "".join(filter(str.isprintable, reason[:MAX_REASON_CHARS]))
+    return "".join(filter(str.isprintable, text[:MAX_DETAIL_CHARS]))
 
 
-def overloaded(error: ResourceLimitReached) -> Refusal:
-    """The refusal of a stream at a resource limit. It does not name the limit, which strangers need not know."""
-    return Refusal("it is overloaded at the moment", error.retry_after_s)
+class Refusal(SwarmnetError):
+    """This side refuses a stream, for a ``reason`` that programs understand and a ``detail`` that any peer may read.
 
-
-def encode_refusal(refusal: Refusal) -> bytes:
-    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``."""
-    reason = refusal.reason[:MAX_REASON_CHARS] or NO_REASON
-    retry_ms = round(1000 * min(max(0.0, refusal.retry_after_s), MAX_RETRY_S))
-    encoded = pb.Refusal(reason=reason, retry_ms=retry_ms).SerializeToString()
-    return SIZES.pack(REFUSED, len(encoded)) + encoded
-
-
-def decode_refusal(encoded: bytes) -> Refusal:
-    """Decode what follows the sizes. Raises ``ProtocolViolation``."""
-    refused = parse(pb.Refusal, encoded)
-    return Refusal(refused.reason, min(refused.retry_ms / 1000, MAX_RETRY_S))
-
-
-def refused_by(peer: str, refusal: Refusal) -> StreamRefused:
-    """The error for a refusal by ``peer``."""
-    if refusal.retry_after_s:
-        hint = f"try again in {refusal.retry_after_s:.0f} s"
-    else:
-        hint = "`swarmnet doctor --swarm SWARM` shows whether this peer is a member and in which roles; ask the owner of the swarm"
-    return StreamRefused(
-        f"{peer} refused the stream: {printable(refusal.reason)}",
-        retry_after_s=refusal.retry_after_s,
-        hint=hint,
-    )
-
-
-class Refused(SwarmnetError):
-    """A request was refused, for a ``reason`` that programs understand.
-
-    It is worth trying again after ``retry_after_s``; 0: unknown.
+    Raised by a handler, or passed to ``Stream.refuse``. It is worth trying again after ``retry_after_s``; 0: unknown, or not before
+    something has changed. ``unix_time``: the clock of the side that refuses, where it decided; 0: not sent.
     """
 
-    def __init__(self, reason: "session_pb2.Reason", detail: str, retry_after_s: float = 0.0) -> None:
-        self.detail = detail[:MAX_DETAIL_CHARS]
-        super().__init__(f"{session_pb2.Reason.Name(reason)}: {self.detail}")
+    def __init__(
+        self, reason: "pb.Reason", detail: str, retry_after_s: float = 0.0, *, unix_time: float = 0.0
+    ) -> None:
         self.reason = reason
-        self.retry_after_s = retry_after_s
+        self.detail = detail[:MAX_DETAIL_CHARS] or pb.Reason.Name(reason)
+        self.retry_after_s = min(max(0.0, retry_after_s), MAX_RETRY_S)
+        self.unix_time = unix_time
+        super().__init__(f"{pb.Reason.Name(reason)}: {self.detail}")
 
     @classmethod
-    def overloaded(cls, error: OutOfResources) -> "Refused":
-        """The refusal at a resource limit."""
+    def overloaded(cls, error: OutOfResources, detail: str = "") -> "Refusal":
+        """The refusal at a resource limit; without ``detail``, it says which."""
         retry_after_s = error.retry_after_s if isinstance(error, ResourceLimitReached) else 0.0
-        return cls(session_pb2.REASON_OUT_OF_MEMORY, str(error), retry_after_s)
+        return cls(pb.REASON_OUT_OF_MEMORY, detail or str(error), retry_after_s)
 
-    @classmethod
-    def from_wire(cls, refused: session_pb2.Refused) -> "Refused":
-        """From a peer's message, without unknown reasons, control characters and waits out of range."""
-        is_known = refused.reason in session_pb2.Reason.values()
-        wait_s = refused.retry_after_s
-        return cls(
-            refused.reason if is_known else session_pb2.REASON_UNSPECIFIED,
-            printable(refused.detail),
-            wait_s if 0 <= wait_s <= MAX_RETRY_S else 0.0,
+    def to_wire(self) -> pb.Refusal:
+        return pb.Refusal(
+            reason=self.reason,
+            detail=self.detail,
+            retry_after_s=self.retry_after_s,
+            time_ms=max(0, round(1000 * self.unix_time)),
         )
 
-    def to_wire(self) -> session_pb2.Refused:
-        return session_pb2.Refused(reason=self.reason, detail=self.detail, retry_after_s=self.retry_after_s)
+
+class Refused(StreamEnded):
+    """The other side, ``peer``, refused the stream. The attributes are those of its :class:`Refusal`."""
+
+    def __init__(self, peer: str, refusal: pb.Refusal) -> None:
+        """From a peer's message: an unknown reason, a wait out of range and control characters are dropped."""
+        is_known = refusal.reason in pb.Reason.values()
+        self.reason = refusal.reason if is_known else pb.REASON_UNSPECIFIED
+        self.detail = printable(refusal.detail) or pb.Reason.Name(self.reason)
+        self.retry_after_s = refusal.retry_after_s if 0 <= refusal.retry_after_s <= MAX_RETRY_S else 0.0
+        self.unix_time = refusal.time_ms / 1000
+        if self.retry_after_s:
+            hint = f"try again in {self.retry_after_s:.0f} s"
+        elif self.reason == pb.REASON_NOT_AUTHORISED:
+            hint = "`swarmnet doctor --swarm SWARM` shows whether this peer is a member and in which roles; ask the owner of the swarm"
+        else:
+            hint = ""
+        super().__init__(f"{peer} refused the stream: {self.detail}", hint=hint)

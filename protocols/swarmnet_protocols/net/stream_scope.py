@@ -14,7 +14,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.refusal import overloaded
+from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
@@ -150,7 +150,10 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
         await handler(stream)
     except ResourceLimitReached as error:
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
-        stream.refuse(overloaded(error))
+        stream.refuse(Refusal.overloaded(error, OVERLOADED))
+    except Refusal as refusal:
+        _log.debug("%s with %s: %s", protocol.id, stream.peer, refusal)
+        stream.refuse(refusal)
     except (
         DeadlineExceeded,
         NotAuthorised,

@@ -7,13 +7,13 @@ its own, and the only peer of a subnet keeps what it has.
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager
+from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net.resources import Rate, Reservation, Resource, ResourceManager, Scope
 from swarmnet_protocols.net.stream_scope import MAX_WAIT_S, StreamScope
 from swarmnet_protocols.timing import Timing
 
@@ -126,6 +126,47 @@ class SubnetLimits:
         victim = self._streams.victim(lambda scope: scope.peer_scope.is_unknown)
         if victim is not None:
             victim.evict()
+
+
+class SubnetSlots:
+    """Slots for inbound streams that have not been answered: as many as ``system`` has of ``resource``.
+
+    When all are taken, a new stream evicts the oldest of the subnet that has the most: honest peers send their first message at once.
+    """
+
+    def __init__(self, system: Scope, resource: Resource) -> None:
+        self._system = system
+        self._resource = resource
+        self._holders: dict[Stream, tuple[Reservation, str]] = {}
+        """Each stream's reservation and subnet, oldest first."""
+
+    @contextmanager
+    def slot(self, stream: Stream) -> Iterator[None]:
+        """A slot while the context is open. Raises ``ResourceLimitReached`` for a peer that has used its share."""
+        while (
+            self._system.available(self._resource) < 1 <= stream.scope.available(self._resource)
+            and (oldest := self._oldest_of_largest_subnet()) is not None
+        ):
+            self._holders.pop(oldest)[0].release()
+            oldest.close()
+        reservation = stream.scope.reserve(self._resource)
+        self._holders[stream] = reservation, subnet_of(stream.address) or stream.peer
+        try:
+            yield
+        finally:
+            self._holders.pop(stream, None)
+            reservation.release()
+
+    def has(self, stream: Stream) -> bool:
+        """Whether ``stream`` has its slot still."""
+        return stream in self._holders
+
+    def _oldest_of_largest_subnet(self) -> Stream | None:
+        places = [
+            Place(subnet, stream.peer, 1, (number,), stream)
+            for number, (stream, (_, subnet)) in enumerate(self._holders.items())
+        ]
+        return Occupancy(places).victim(lambda _: True)
 
 
 def subnet_of(address: str) -> str:

@@ -1,27 +1,25 @@
-"""A stream whose messages are protobufs: requests, replies, heartbeats, timeouts and refusals in one place.
+"""A stream whose messages are protobufs: requests, replies, heartbeats and timeouts in one place.
 
-Every protocol of swarmnet but the DHT's is a pair of messages, one for each direction, with a ``oneof kind``. Two kinds mean the same
-in all of them:
+Every protocol of swarmnet but the DHT's is a pair of messages, one for each direction, mostly with a ``oneof kind``. A kind ``heartbeat``
+means the same in all of them: the sender is alive. A side that may have nothing to say for long sends heartbeats at a fixed rate
+(:meth:`TypedStream.send_heartbeats`). The receiver never sees them; it raises ``DeadlineExceeded`` when they stop.
 
-1. ``heartbeat``: the sender is alive. A side that may have nothing to say for long sends heartbeats at a fixed rate
-   (:meth:`TypedStream.send_heartbeats`). The receiver never sees them; it raises ``DeadlineExceeded`` when they stop.
-2. ``refused``: the sender does not do what was asked, for a reason that programs understand. The receiver raises ``Refused``.
-
-A stream with one request and one reply is made with :func:`ask`.
+A side that does not do what was asked refuses the stream (``refusal.py``). A stream with one request and one reply is made with :func:`ask`.
 """
 
 import asyncio
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
-from swarmnet_protocols.net.messages import parse, receive_within, send_within
-from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.wire import session_pb2
+from swarmnet_protocols.net.refusal import Refusal
 
 Sent = TypeVar("Sent", bound=Protobuf)
 Received = TypeVar("Received", bound=Protobuf)
@@ -43,18 +41,16 @@ class TypedStream(Generic[Sent, Received]):
         send_s: float = math.inf,
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
-        """``silence_s``: longest time between two messages of the other side, heartbeats included; infinity: no limit.
+        """``silence_s``: longest time between two messages of the other side, heartbeats included; infinity: no limit. It may be changed later.
         ``send_s``: longest time that the other side may leave a message unread; infinity: no limit. ``on_heartbeat`` is called with each heartbeat, of
         which some carry news."""
         self.stream = stream
         self._sent = sent
         self._received = received
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._send_s = send_s
         self.on_heartbeat = on_heartbeat
-        fields = received.DESCRIPTOR.fields_by_name
-        self._may_beat = "heartbeat" in fields
-        self._may_refuse = "refused" in fields and fields["refused"].message_type is _REFUSED
+        self._has_heartbeats = "heartbeat" in received.DESCRIPTOR.fields_by_name
 
     @property
     def peer(self) -> PeerId:
@@ -72,45 +68,32 @@ class TypedStream(Generic[Sent, Received]):
     async def receive(self) -> tuple[Received, Buffer]:
         """The next message that is no heartbeat, and its payload.
 
-        Raises ``Refused`` if that is a refusal, ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat,
-        ``ProtocolViolation`` for what is no ``Received``, and what ``Stream.receive`` raises.
+        Raises ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat, ``ProtocolViolation`` for what is no ``Received``, and
+        what ``Stream.receive`` raises.
         """
         while True:
-            if math.isinf(self._silence_s):
+            if math.isinf(self.silence_s):
                 message = await self.stream.receive()
             else:
-                message = await receive_within(self.stream, self._silence_s)
+                message = await receive_within(self.stream, self.silence_s)
             received = parse(self._received, message.header)
-            if self._may_beat and received.HasField("heartbeat"):
-                self.on_heartbeat(received)
-            elif self._may_refuse and received.HasField("refused"):
-                raise Refused.from_wire(_any(received).refused)
-            else:
+            if not self._has_heartbeats or not received.HasField("heartbeat"):
                 return received, message.payload
+            self.on_heartbeat(received)
 
-    async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Any] | None = None) -> NoReturn:
-        """Send a heartbeat at once and then every ``period_s``, until cancelled or until sending fails.
-
-        ``heartbeat`` makes the message inside, where the protocol's heartbeats carry something.
-        """
+    async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Sent]) -> NoReturn:
+        """Send what ``heartbeat`` returns, at once and then every ``period_s``, until cancelled or until sending fails."""
         while True:
-            message = self._sent()
-            field = _any(message).heartbeat
-            field.SetInParent()
-            if heartbeat is not None:
-                field.CopyFrom(heartbeat())
-            await self.send(message)
+            await self.send(heartbeat())
             await asyncio.sleep(period_s)
 
     def close(self) -> None:
-        """End the stream at once, as ``Stream.close``."""
+        """End the stream, as ``Stream.close``."""
         self.stream.close()
 
-    async def refuse(self, refusal: Refused) -> None:
-        """Send a refusal, which the other side's ``receive`` raises."""
-        message = self._sent()
-        _any(message).refused.CopyFrom(refusal.to_wire())
-        await self.send(message)
+    def refuse(self, refusal: Refusal) -> None:
+        """End the stream with a reason, as ``Stream.refuse``."""
+        self.stream.refuse(refusal)
 
 
 async def ask(
@@ -127,9 +110,26 @@ async def ask(
         return parse(reply, message.header), message.payload
 
 
-_REFUSED = session_pb2.Refused.DESCRIPTOR
+def parse(kind: type[Received], header: bytes) -> Received:
+    """Decode a protobuf. Raises ``ProtocolViolation`` for bytes that are none."""
+    try:
+        return kind.FromString(header)
+    except DecodeError as error:
+        raise ProtocolViolation(f"not a {kind.DESCRIPTOR.name}") from error
 
 
-def _any(message: Protobuf) -> Any:
-    """Fields that only some kinds of messages have are looked up by name."""
-    return message
+async def receive_within(stream: Stream, silence_s: float) -> Message:
+    """The next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
+    try:
+        return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
+
+
+async def send_within(stream: Stream, message: Message, timeout_s: float) -> None:
+    """Send a message. Raises ``DeadlineExceeded`` if the other side has not read enough within ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.send(message)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has not read for {timeout_s:g} s") from error

@@ -6,7 +6,6 @@ it is added.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -17,6 +16,7 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import LINK
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
@@ -67,8 +67,12 @@ class LinkSender:
         Raises what opening a stream raises, ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, ``StreamEnded`` if the link ends
         twice, and what ``ActivationLog.attach`` and ``next`` raise.
         """
-        with contextlib.suppress(StreamEnded):  # a connection can be reset although both peers are alive
+        try:
             await self._feed(target)
+        except Refused:
+            raise
+        except StreamEnded:  # a connection can be reset although both peers are alive
+            pass
         await self._feed(target)
         raise ProtocolViolation("a link ended without a reason")
 

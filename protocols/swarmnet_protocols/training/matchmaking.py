@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import PeerId, Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
@@ -350,25 +349,25 @@ class Matchmaking:
     async def _receive(self, stream: Stream) -> None:
         if self._is_excluded(stream.peer):
             raise NotAuthorised(f"{stream.peer} sent false results")
-        request = parse(pb.MatchmakingRequest, (await stream.receive()).header)
-        if request.job != self._job:
-            raise ProtocolViolation("another job")
-        if self._left_for_good:
-            return
         typed = TypedStream(
             stream,
             pb.MatchmakingReply,
             pb.MatchmakingRequest,
-            silence_s=math.inf,
+            silence_s=self._timing.matchmaking_silence_s,
             send_s=self._timing.chunk_s,
         )
+        request, _ = await typed.receive()
+        if request.job != self._job:
+            raise ProtocolViolation("another job")
+        if self._left_for_good:
+            return
         if not request.HasField("member"):  # only asks for the position
             await typed.send(self._position_reply(self._round, self._state))
             return
         if request.known and not self._book.matches(request.known, stream.peer):
             await typed.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
-            again = await receive_within(stream, self._timing.matchmaking_silence_s)
-            request = parse(pb.MatchmakingRequest, again.header)
+            request, _ = await typed.receive()
+        typed.silence_s = math.inf  # a follower waits for the group without sending
         follower = self._follower_of(request, stream.peer)
         self._followers[stream.peer] = follower
         await self._dismiss_out_of_sync()
@@ -422,9 +421,9 @@ class Matchmaking:
     async def _send_heartbeats(
         self, stream: "TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]"
     ) -> Roster:
-        def heartbeat() -> pb.LeaderHeartbeat:
-            leader = self._leader
-            return pb.LeaderHeartbeat(leader=None if leader is None else member_to_wire(leader))
+        def heartbeat() -> pb.MatchmakingReply:
+            leader = None if self._leader is None else member_to_wire(self._leader)
+            return pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat(leader=leader))
 
         await stream.send_heartbeats(self._timing.matchmaking_heartbeat_s, heartbeat)
 

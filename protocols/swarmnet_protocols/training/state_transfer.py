@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import STATE
-from swarmnet_protocols.net.refusal import printable
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -140,10 +141,10 @@ class StateServer:
                 self._forget()
 
     def _reply(self, stream: Stream, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
-        """The reply to a request and its payload."""
+        """The reply to a request and its payload. Raises ``Refusal`` for a state that is not kept here."""
         state = self._states.get(request.state)
         if request.job != self._job or state is None:
-            return pb.StateReply(refused=pb.StateRefused(reason="this state is not kept here")), b""
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
         self._fetched[stream] = state.id
         manifest = state.manifest
         match request.WhichOneof("kind"):
@@ -245,7 +246,7 @@ class StateDownload:
         if self._manifest is not None:
             return self._manifest
         await stream.send(self._request(describe=pb.Describe()))
-        reply, payload = await self._receive(stream)
+        reply, payload = await stream.receive()
         size, hashes = reply.description.size_bytes, bytes(payload)
         chunks = -(-size // CHUNK_BYTES)
         if not reply.HasField("description") or len(hashes) != chunks * HASH_BYTES:
@@ -262,7 +263,7 @@ class StateDownload:
         return self._manifest
 
     async def _receive_chunk(self, stream: StateStream, manifest: StateManifest, index: int) -> None:
-        reply, payload = await self._receive(stream)
+        reply, payload = await stream.receive()
         good = (
             reply.HasField("chunk")
             and len(payload) == manifest.chunk_bytes(index)
@@ -277,9 +278,3 @@ class StateDownload:
         self, *, describe: pb.Describe | None = None, fetch: pb.Fetch | None = None
     ) -> pb.StateRequest:
         return pb.StateRequest(job=self._job, state=self._state, describe=describe, fetch=fetch)
-
-    async def _receive(self, stream: StateStream) -> tuple[pb.StateReply, Buffer]:
-        reply, payload = await stream.receive()
-        if reply.HasField("refused"):
-            raise Unreachable(printable(reply.refused.reason))
-        return reply, payload

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fhandshake.proto\x12\x15swarmnet.handshake.v1\"[\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"<\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07time_ms\x18\x02 \x01(\x04\x12\x10\n\x08retry_ms\x18\x03 \x01(\x04\"|\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07refusal\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RefusalH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fhandshake.proto\x12\x15swarmnet.handshake.v1\"[\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\t\n\x07Revoked\"|\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07revoked\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RevokedH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_end=133
   _globals['_SERIAL']._serialized_start=135
   _globals['_SERIAL']._serialized_end=175
-  _globals['_REFUSAL']._serialized_start=177
-  _globals['_REFUSAL']._serialized_end=237
-  _globals['_HANDSHAKEMESSAGE']._serialized_start=239
-  _globals['_HANDSHAKEMESSAGE']._serialized_end=363
-  _globals['_REVOCATIONSREQUEST']._serialized_start=365
-  _globals['_REVOCATIONSREQUEST']._serialized_end=433
-  _globals['_REVOCATIONSREPLY']._serialized_start=435
-  _globals['_REVOCATIONSREPLY']._serialized_end=453
+  _globals['_REVOKED']._serialized_start=177
+  _globals['_REVOKED']._serialized_end=186
+  _globals['_HANDSHAKEMESSAGE']._serialized_start=188
+  _globals['_HANDSHAKEMESSAGE']._serialized_end=312
+  _globals['_REVOCATIONSREQUEST']._serialized_start=314
+  _globals['_REVOCATIONSREQUEST']._serialized_end=382
+  _globals['_REVOCATIONSREPLY']._serialized_start=384
+  _globals['_REVOCATIONSREPLY']._serialized_end=402
 # @@protoc_insertion_point(module_scope)

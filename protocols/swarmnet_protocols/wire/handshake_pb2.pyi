@@ -24,23 +24,17 @@ class Serial(_message.Message):
     serial: int
     def __init__(self, signer: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
-class Refusal(_message.Message):
-    __slots__ = ("reason", "time_ms", "retry_ms")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    TIME_MS_FIELD_NUMBER: _ClassVar[int]
-    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    time_ms: int
-    retry_ms: int
-    def __init__(self, reason: _Optional[str] = ..., time_ms: _Optional[int] = ..., retry_ms: _Optional[int] = ...) -> None: ...
+class Revoked(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class HandshakeMessage(_message.Message):
-    __slots__ = ("hello", "refusal")
+    __slots__ = ("hello", "revoked")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    refusal: Refusal
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    revoked: Revoked
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ...) -> None: ...
 
 class RevocationsRequest(_message.Message):
     __slots__ = ("serials",)

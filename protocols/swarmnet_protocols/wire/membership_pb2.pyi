@@ -129,14 +129,14 @@ class Renew(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionReply(_message.Message):
-    __slots__ = ("admitted", "refused", "swarm_file")
+    __slots__ = ("admitted", "referral", "swarm_file")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REFERRAL_FIELD_NUMBER: _ClassVar[int]
     SWARM_FILE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
-    refused: AdmissionRefused
+    referral: Referral
     swarm_file: bytes
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., refused: _Optional[_Union[AdmissionRefused, _Mapping]] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., referral: _Optional[_Union[Referral, _Mapping]] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("certificate", "swarm_file")
@@ -146,17 +146,11 @@ class Admitted(_message.Message):
     swarm_file: bytes
     def __init__(self, certificate: _Optional[bytes] = ..., swarm_file: _Optional[bytes] = ...) -> None: ...
 
-class AdmissionRefused(_message.Message):
-    __slots__ = ("reason", "elsewhere", "issuers", "time_ms")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+class Referral(_message.Message):
+    __slots__ = ("issuers",)
     ISSUERS_FIELD_NUMBER: _ClassVar[int]
-    TIME_MS_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    elsewhere: bool
     issuers: _containers.RepeatedScalarFieldContainer[str]
-    time_ms: int
-    def __init__(self, reason: _Optional[str] = ..., elsewhere: _Optional[bool] = ..., issuers: _Optional[_Iterable[str]] = ..., time_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, issuers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class IssuerRecord(_message.Message):
     __slots__ = ("addresses",)

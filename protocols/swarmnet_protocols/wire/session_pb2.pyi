@@ -13,45 +13,10 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_FLOAT32: _ClassVar[DType]
     DTYPE_BFLOAT16: _ClassVar[DType]
     DTYPE_FLOAT16: _ClassVar[DType]
-
-class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    REASON_UNSPECIFIED: _ClassVar[Reason]
-    REASON_PROTOCOL: _ClassVar[Reason]
-    REASON_WRONG_MODEL: _ClassVar[Reason]
-    REASON_WRONG_SPAN: _ClassVar[Reason]
-    REASON_OUT_OF_MEMORY: _ClassVar[Reason]
-    REASON_TOO_LONG: _ClassVar[Reason]
-    REASON_LOG_GONE: _ClassVar[Reason]
-    REASON_LEAVING: _ClassVar[Reason]
-    REASON_UNKNOWN_SESSION: _ClassVar[Reason]
-    REASON_STALE_EPOCH: _ClassVar[Reason]
-    REASON_INTERNAL: _ClassVar[Reason]
-    REASON_WRONG_SWARM: _ClassVar[Reason]
-    REASON_UNKNOWN_ADAPTER: _ClassVar[Reason]
-    REASON_GRAPH_GONE: _ClassVar[Reason]
-    REASON_IDLE: _ClassVar[Reason]
-    REASON_NOT_FINITE: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_BFLOAT16: DType
 DTYPE_FLOAT16: DType
-REASON_UNSPECIFIED: Reason
-REASON_PROTOCOL: Reason
-REASON_WRONG_MODEL: Reason
-REASON_WRONG_SPAN: Reason
-REASON_OUT_OF_MEMORY: Reason
-REASON_TOO_LONG: Reason
-REASON_LOG_GONE: Reason
-REASON_LEAVING: Reason
-REASON_UNKNOWN_SESSION: Reason
-REASON_STALE_EPOCH: Reason
-REASON_INTERNAL: Reason
-REASON_WRONG_SWARM: Reason
-REASON_UNKNOWN_ADAPTER: Reason
-REASON_GRAPH_GONE: Reason
-REASON_IDLE: Reason
-REASON_NOT_FINITE: Reason
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -136,22 +101,20 @@ class Show(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "heartbeat", "link_lost", "refused", "leaving", "shown")
+    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LINK_LOST_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SHOWN_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     heartbeat: Heartbeat
     link_lost: LinkLost
-    refused: Refused
     leaving: Leaving
     shown: Shown
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
@@ -185,16 +148,6 @@ class Leaving(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Refused(_message.Message):
-    __slots__ = ("reason", "detail", "retry_after_s")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
-    reason: Reason
-    detail: str
-    retry_after_s: float
-    def __init__(self, reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
-
 class LinkRequest(_message.Message):
     __slots__ = ("link", "step")
     LINK_FIELD_NUMBER: _ClassVar[int]
@@ -212,14 +165,12 @@ class Link(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LinkReply(_message.Message):
-    __slots__ = ("linked", "heartbeat", "refused")
+    __slots__ = ("linked", "heartbeat")
     LINKED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     linked: Linked
     heartbeat: Heartbeat
-    refused: Refused
-    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, linked: _Optional[_Union[Linked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Linked(_message.Message):
     __slots__ = ("applied",)
@@ -294,14 +245,12 @@ class Part(_message.Message):
     def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class PassReply(_message.Message):
-    __slots__ = ("part", "heartbeat", "refused")
+    __slots__ = ("part", "heartbeat")
     PART_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     part: Part
     heartbeat: Heartbeat
-    refused: Refused
-    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AdapterRequest(_message.Message):
     __slots__ = ("offer", "chunk")
@@ -330,16 +279,14 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class AdapterReply(_message.Message):
-    __slots__ = ("wanted", "stored", "refused", "heartbeat")
+    __slots__ = ("wanted", "stored", "heartbeat")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     wanted: Wanted
     stored: Stored
-    refused: Refused
     heartbeat: Heartbeat
-    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, wanted: _Optional[_Union[Wanted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Wanted(_message.Message):
     __slots__ = ()

@@ -33,12 +33,10 @@ class ExchangeRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("heartbeat", "refused")
+    __slots__ = ("heartbeat",)
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     heartbeat: Heartbeat
-    refused: ExchangeRefused
-    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[ExchangeRefused, _Mapping]] = ...) -> None: ...
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("exchange_number", "agreement")
@@ -51,12 +49,6 @@ class Hello(_message.Message):
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class ExchangeRefused(_message.Message):
-    __slots__ = ("detail",)
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    detail: str
-    def __init__(self, detail: _Optional[str] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("attempt",)

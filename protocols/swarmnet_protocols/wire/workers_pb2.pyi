@@ -131,14 +131,12 @@ class Fetch(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("description", "chunk", "refused")
+    __slots__ = ("description", "chunk")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
     description: Description
     chunk: Chunk
-    refused: StateRefused
-    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refused: _Optional[_Union[StateRefused, _Mapping]] = ...) -> None: ...
+    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("size_bytes",)
@@ -151,9 +149,3 @@ class Chunk(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     index: int
     def __init__(self, index: _Optional[int] = ...) -> None: ...
-
-class StateRefused(_message.Message):
-    __slots__ = ("reason",)
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...

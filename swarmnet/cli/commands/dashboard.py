@@ -28,7 +28,7 @@ from swarmnet_protocols.joining.network import LOOPBACK
 
 if TYPE_CHECKING:
     from swarmnet.cli.commands.hosting import HostedNode
-    from swarmnet.dashboard.server import Place
+    from swarmnet.dashboard.server import ServerConfig
     from swarmnet.swarm_file.content import SwarmFile
 
 HISTORY = "history"
@@ -60,17 +60,17 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
 
     What it saw is kept for 30 days in the data directory.
     """
-    from swarmnet.dashboard.server import Place
+    from swarmnet.dashboard.server import ServerConfig
 
     key = _key_in(api_key_file) or os.environ.get(API_KEY)
-    place = Place(host, port, key, tuple(allow_host))
-    _check(place)
+    config = ServerConfig(host, port, key, tuple(allow_host))
+    _check(config)
     # Another peer than the node or the client of this machine: both may run.
     own_dir = (data_dir or default_data_dir()) / "dashboard"
     entry = enter(swarm, own_dir, bootstrap)
     entry.check_bootstrap()
     with locked_data_dir(own_dir) as directory:
-        run_until_stopped(_show(entry, directory, place, as_json=as_json))
+        run_until_stopped(_show(entry, directory, config, as_json=as_json))
 
 
 def _key_in(path: Path | None) -> str | None:
@@ -82,11 +82,11 @@ def _key_in(path: Path | None) -> str | None:
     return key
 
 
-async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool) -> None:
+async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_json: bool) -> None:
     from random import SystemRandom
 
-    from swarmnet.dashboard.observing.observer import Vantage
-    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet.dashboard.observer import ObserverDependencies
+    from swarmnet.dashboard.server import run_dashboard
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
     from swarmnet_protocols.machine.clock import wall_clock
@@ -99,9 +99,10 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
             transport, known = await stack.enter_async_context(
                 connect(entry.network(LOOPBACK), client_mode=True)
             )
-        vantage = Vantage(transport, known, wall_clock, SystemRandom())
-        watched = Watched(entry.file, directory / HISTORY)
-        endpoint = await stack.enter_async_context(run_dashboard(vantage, watched, place))
+        dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
+        endpoint = await stack.enter_async_context(
+            run_dashboard(dependencies, entry.file, directory / HISTORY, config)
+        )
         interrupts.first = stop.set
         notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
         if as_json:
@@ -116,37 +117,44 @@ async def _show(entry: Entry, directory: Path, place: "Place", *, as_json: bool)
     say({"event": "stopped"}, "stopped", as_json=as_json)
 
 
-def parse_place(endpoint: tuple[str, int], key_file: Path | None) -> "Place":
-    """Where a node is to serve a dashboard. Raises ``ConfigError`` where it cannot."""
-    from swarmnet.dashboard.server import Place
+def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "ServerConfig":
+    """The configuration of a node's dashboard. Raises ``ConfigError`` if it cannot be served there."""
+    from swarmnet.dashboard.server import ServerConfig
 
-    place = Place(*endpoint, _key_in(key_file))
-    _check(place, key_option="--dashboard-key-file FILE", port_option="--dashboard")
-    return place
+    config = ServerConfig(*endpoint, _key_in(key_file))
+    _check(config, key_option="--dashboard-key-file FILE", port_option="--dashboard")
+    return config
 
 
 @asynccontextmanager
 async def dashboard_of(
-    node: "HostedNode", file: "SwarmFile", data_dir: Path, place: "Place"
+    node: "HostedNode", file: "SwarmFile", data_dir: Path, config: "ServerConfig"
 ) -> AsyncIterator[str]:
-    """A dashboard in the process of a node, with its eyes; its URL."""
+    """A dashboard in the process of a node, at the yielded URL, while the context is open."""
     from random import SystemRandom
 
-    from swarmnet.dashboard.observing.observer import Vantage
-    from swarmnet.dashboard.running import Watched, run_dashboard
+    from swarmnet.dashboard.observer import ObserverDependencies
+    from swarmnet.dashboard.server import run_dashboard
     from swarmnet_protocols.machine.clock import wall_clock
 
-    world = node.dependencies
-    vantage = Vantage(
-        world.transport, world.directory, wall_clock, SystemRandom(), world.timing, own=node.report
+    of_node = node.dependencies
+    dependencies = ObserverDependencies(
+        of_node.transport,
+        of_node.directory,
+        wall_clock,
+        SystemRandom(),
+        of_node.timing,
+        own_report=node.report,
     )
-    async with run_dashboard(vantage, Watched(file, data_dir / HISTORY), place) as endpoint:
+    async with run_dashboard(dependencies, file, data_dir / HISTORY, config) as endpoint:
         yield endpoint.url
 
 
-def _check(place: "Place", *, key_option: str = "--api-key-file FILE", port_option: str = "--port") -> None:
-    """Say so now, and not when the swarm has been found."""
+def _check(
+    config: "ServerConfig", *, key_option: str = "--api-key-file FILE", port_option: str = "--port"
+) -> None:
+    """Raise ``ConfigError`` for a wrong address or a missing key at once, before the swarm is searched."""
     from swarmnet.web.server import listen
 
-    place.check(key_option)
-    listen(place.host, place.port, option=port_option).close()
+    config.api_keys(key_option)
+    listen(config.host, config.port, option=port_option).close()

@@ -49,9 +49,9 @@ def doctor(
     import asyncio
 
     from swarmnet.doctor.checks import Level, examine, worst
-    from swarmnet.doctor.gather import Question, gather
+    from swarmnet.doctor.gather import DoctorOptions, gather
 
-    question = Question(
+    options = DoctorOptions(
         data_dir=data_dir or default_data_dir(),
         cache_dir=cache_dir or default_cache_dir(),
         swarm=swarm,
@@ -60,7 +60,7 @@ def doctor(
     )
     with progress(quiet=as_json) as report:
         report("examining this machine", 0, None)
-        findings = examine(asyncio.run(gather(question)))
+        findings = examine(asyncio.run(gather(options)))
     if as_json:
         print_json({"worst": worst(findings), "findings": [asdict(finding) for finding in findings]})
     else:

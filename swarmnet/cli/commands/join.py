@@ -8,7 +8,7 @@ import typer
 
 from swarmnet.addresses import parse_endpoint, usual_listen
 from swarmnet.cli.commands import limits as limiting
-from swarmnet.cli.commands.dashboard import dashboard_of, parse_place
+from swarmnet.cli.commands.dashboard import dashboard_config, dashboard_of
 from swarmnet.cli.commands.hosting import Foreground
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.options import (
@@ -135,7 +135,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("use low or normal", param_hint="'--priority'")
     changes = limiting.read_options(context.params)
     endpoint = parse_endpoint(metrics) if metrics is not None else None
-    page = parse_place(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
+    page = dashboard_config(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         limits = replace(limiting.remembered(directory), **changes)

@@ -191,8 +191,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.gateway.app import Gateway
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
-    from swarmnet_client.batching.continuous_batching import Limits
-    from swarmnet_client.batching.engine import open_engine
+    from swarmnet_client.batching.continuous_batching import Limits, open_engine
     from swarmnet_client.model.local_layers import LoadOptions
     from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race

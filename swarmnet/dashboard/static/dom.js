@@ -1,18 +1,18 @@
-/** The few helpers the views build their nodes with. Text is always text: nothing here parses markup. */
+/** Helpers that build and update DOM nodes. Strings become text nodes: no function here parses markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with properties, `aria-`/`data-` attributes and children (nodes or text; null is left out). */
+/** An HTML element with attributes, `on…` listeners and children (nodes or text; null is left out). */
 export function h(tag, attributes = {}, ...children) {
-  return dressed(document.createElement(tag), attributes, children);
+  return assemble(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** An SVG element, as `h`. */
 export function s(tag, attributes = {}, ...children) {
-  return dressed(document.createElementNS(SVG, tag), attributes, children);
+  return assemble(document.createElementNS(SVG, tag), attributes, children);
 }
 
-function dressed(node, attributes, children) {
+function assemble(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -22,7 +22,7 @@ function dressed(node, attributes, children) {
   return node;
 }
 
-/** Writes only what changed, so that selections and screen readers are left in peace. */
+/** Sets the text if it differs: a write would clear selections and make screen readers repeat it. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -32,16 +32,16 @@ export function setAttribute(node, name, value) {
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-/** Inline styles through the object model, which the page's content policy lets pass. */
+/** Sets a style through the DOM, which the Content-Security-Policy allows; style attributes it does not. */
 export function setStyle(node, name, value) {
   if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);
 }
 
 /**
- * Makes the children of `parent` those of `items`, in order, keeping the nodes whose key stays.
- * `make(item)` returns a new node, `update(node, item)` fills it; both see every item that is shown.
+ * Makes the children of `parent` match `items`, in order, and reuses the nodes whose key is still there.
+ * `make(item)` returns a node for a new key; `update(node, item)` is called for every item.
  */
-export function keyed(parent, items, key, make, update) {
+export function reconcile(parent, items, key, make, update) {
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
   let at = parent.firstElementChild;
   for (const item of items) {
@@ -63,7 +63,7 @@ export function keyed(parent, items, key, make, update) {
 export function commandNode(command) {
   const code = h("code", {});
   const setCommand = (text) => {
-    if (code.textContent !== text) code.replaceChildren(...text.split(/( )/).map((word) => (word === " " ? word : h("span", {}, word)))); // lines end between words only
+    if (code.textContent !== text) code.replaceChildren(...text.split(/( )/).map((word) => (word === " " ? word : h("span", {}, word)))); // spans, so that lines break between words only
   };
   setCommand(command);
   const label = h("span", {}, "Copy");
@@ -74,10 +74,10 @@ export function commandNode(command) {
       await navigator.clipboard.writeText(code.textContent);
       done = true;
     } catch {
-      getSelection().selectAllChildren(code); // no clipboard without https: at least it is selected
+      getSelection().selectAllChildren(code); // browsers have no clipboard without https: select the command instead
     }
     label.textContent = done ? "Copied" : "Selected";
-    announce(done ? "Copied" : "Selected, copy it with your keyboard");
+    announce(done ? "Copied" : "Selected: copy it with the keyboard");
     setTimeout(() => { label.textContent = "Copy"; }, 1600);
   });
   const node = h("div", { class: "command" }, code, button);
@@ -85,19 +85,19 @@ export function commandNode(command) {
   return node;
 }
 
-/** Tells people who listen instead of look. */
+/** Announces `text` to screen readers. */
 export function announce(text) {
   document.getElementById("announcer").textContent = text;
 }
 
-/** A section of the page with its heading. `aside` are controls at the heading's right. */
+/** A section of the page with a heading. `aside`: controls to the right of the heading. */
 export function panel(title, { id, aside = [], level = 2, note = null } = {}, ...children) {
   const heading = h(`h${level}`, { id: `${id}-title` }, title);
   return h("section", { class: "panel", id, "aria-labelledby": `${id}-title` },
     h("div", { class: "panel-head" }, heading, note, h("div", { class: "panel-aside" }, aside)), children);
 }
 
-/** Some of a few choices, as pressed buttons: calls `choose(value)`. */
+/** A segmented control: one of several choices is pressed. Calls `choose(value)`. */
 export function segmented(label, choices, chosen, choose) {
   const buttons = choices.map(([value, text]) => h("button", {
     type: "button", "aria-pressed": String(value === chosen),

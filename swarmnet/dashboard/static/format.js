@@ -1,4 +1,4 @@
-/** Numbers, times and names as people read them. Everything here returns plain text, without markup. */
+/** Formats numbers, times and names as plain text. */
 
 const NOTHING = "–";
 const THIN = "\u202f";
@@ -23,15 +23,15 @@ function digits(value) {
   return value.toFixed(2);
 }
 
-/** A whole number with its thousands apart: 12 480. */
+/** A whole number with separated thousands: 12 480. */
 export const count = (value) =>
   isNumber(value) ? String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, THIN) : NOTHING;
 
-/** A word in the number that goes with `n`: "1 peer", "3 peers". */
+/** `n` with the singular or plural of a word: "1 peer", "3 peers". */
 export const plural = (n, word, words = `${word}s`) => `${count(n)} ${n === 1 ? word : words}`;
 
 /** A measured duration, as [digits, unit]: ["84", "ms"], ["1.24", "s"]. */
-export function measured(seconds) {
+export function durationParts(seconds) {
   if (!isNumber(seconds)) return [NOTHING, ""];
   if (seconds === 0) return ["0", "s"];
   if (seconds < 0.001) return [String(Math.round(seconds * 1e6)), "µs"];
@@ -40,9 +40,9 @@ export function measured(seconds) {
   return [String(Math.round(seconds / 60)), "min"];
 }
 
-export const seconds = (value) => measured(value).filter(Boolean).join(THIN);
+export const seconds = (value) => durationParts(value).filter(Boolean).join(THIN);
 
-/** Sizes in powers of 1024, as memory is counted. */
+/** A size in units of 1024 bytes: KiB, MiB … */
 export function bytes(value) {
   if (!isNumber(value)) return NOTHING;
   let size = value;
@@ -57,8 +57,8 @@ export function bytes(value) {
 
 export const percent = (share) => (isNumber(share) ? `${digits(Math.round(share * 1000) / 10)}${THIN}%` : NOTHING);
 
-/** How long something lasts, in its two largest units: 40 s, 12 min, 3 h 20 min, 5 d 2 h. */
-export function lasting(value) {
+/** A duration in its two largest units: 40 s, 12 min, 3 h 20 min, 5 d 2 h. */
+export function duration(value) {
   if (!isNumber(value)) return NOTHING;
   const s = Math.max(0, Math.round(value));
   if (s < 90) return `${s}${THIN}s`;
@@ -72,25 +72,25 @@ export function lasting(value) {
 const join = (large, largeUnit, small, smallUnit) =>
   `${large}${THIN}${largeUnit}${small ? ` ${small}${THIN}${smallUnit}` : ""}`;
 
-/** How long ago: "now", "40 s ago". */
-export const ago = (seconds_) => (isNumber(seconds_) ? (seconds_ < 5 ? "now" : `${lasting(seconds_)} ago`) : NOTHING);
+/** An age: "now", "40 s ago". */
+export const ago = (seconds_) => (isNumber(seconds_) ? (seconds_ < 5 ? "now" : `${duration(seconds_)} ago`) : NOTHING);
 
-/** The reader's local date and time, for titles. */
-export const exactly = (unix_s) =>
+/** Local date and time, for tooltips. */
+export const dateTime = (unix_s) =>
   isNumber(unix_s) ? new Date(unix_s * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" }) : "";
 
-/** The reader's local hour and minute. */
+/** Local hour and minute. */
 export const clock = (unix_s) =>
   new Date(unix_s * 1000).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
 export const day = (unix_s) =>
   new Date(unix_s * 1000).toLocaleDateString(undefined, { day: "numeric", month: "short" });
 
-/** Ids differ at their ends: the last six characters tell peers apart. */
+/** The last six characters of an id; the first ones are the same for all peers. */
 export const shortId = (id) => `…${id.slice(-6)}`;
 
-/** "0:10", without the last block, as commands take it. */
+/** A span as commands take it: "0:10" is blocks 0 to 9. */
 export const span = ([start, end]) => `${start}:${end}`;
 
-/** Model names are often paths or org/name: the last part says enough. */
+/** The last part of a model name, which is often a path or org/name. */
 export const modelName = (name) => name.split("/").filter(Boolean).pop() ?? name;

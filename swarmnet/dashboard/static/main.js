@@ -1,4 +1,4 @@
-/** Chooses the page, keeps it fed with the swarm's state, and says how the connection is. */
+/** The entry point: chooses the page by the URL, gives it every new state, and shows the state of the connection. */
 
 import { setAttribute, setText } from "./dom.js";
 import { clock, plural, shortId } from "./format.js";
@@ -8,7 +8,7 @@ import { admission } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = [["system", "as the system"], ["light", "light"], ["dark", "dark"]];
-const LINKS = { live: "Live", polled: "Now and then", lost: "Not connected" };
+const LINKS = { live: "Live", polled: "Every 10 s", lost: "Not connected" };
 
 async function route(path) {
   const [, kind, id] = path.split("/");
@@ -20,12 +20,12 @@ async function route(path) {
 function themes() {
   const { colours } = window;
   const at = () => THEMES.findIndex(([name]) => name === colours.chosen);
-  const said = () => setAttribute($("theme"), "aria-label", `Colours: ${THEMES[at()][1]}`);
+  const label = () => setAttribute($("theme"), "aria-label", `Colours: ${THEMES[at()][1]}`);
   $("theme").addEventListener("click", () => {
     colours.choose(THEMES[(at() + 1) % THEMES.length][0]);
-    said();
+    label();
   });
-  said();
+  label();
 }
 
 function onLink({ state, since_s, retry_ms }) {
@@ -35,8 +35,8 @@ function onLink({ state, since_s, retry_ms }) {
   $("banner").hidden = state === "live";
   setAttribute($("banner"), "data-state", state);
   const again = `${Math.max(1, Math.round((retry_ms ?? 0) / 1000))} s`;
-  if (state === "lost") setText($("banner"), `The dashboard has not answered since ${clock(since_s)}. What you see is from then; trying again in ${again}.`);
-  if (state === "polled") setText($("banner"), `As many watch this dashboard as it sends changes to. What you see is from ${clock(since_s)}; the next look is in ${again}.`);
+  if (state === "lost") setText($("banner"), `The dashboard has not answered since ${clock(since_s)}. This page shows the state at that time. The next attempt is in ${again}.`);
+  if (state === "polled") setText($("banner"), `The dashboard has reached its limit of live viewers. This page shows the state of ${clock(since_s)} and loads the next one in ${again}.`);
 }
 
 async function main() {
@@ -48,7 +48,7 @@ async function main() {
     setText($("swarm-name"), swarm.name);
     setText($("admission"), admission(swarm.admission));
     $("admission").hidden = !swarm.admission;
-    setText($("foot"), `As ${shortId(swarm.observed_from)} sees it · ${plural(Object.keys(state.peers).length, "peer")} · swarmnet ${swarm.version}`);
+    setText($("foot"), `Observed by ${shortId(swarm.observed_from)} · ${plural(Object.keys(state.peers).length, "peer")} · swarmnet ${swarm.version}`);
     page.update(state);
     const title = page.title(state);
     document.title = title === swarm.name ? `${title} · swarmnet` : `${title} · ${swarm.name}`;

@@ -1,55 +1,55 @@
-/** The swarm's state as the server sends it: whole once, then as JSON Merge Patches (RFC 7386). */
+/** Receives the swarm's state from the server: the whole state once, then JSON Merge Patches (RFC 7386). */
 
-const SILENCE_MS = 15_000; // patches come every two seconds; this long without any is a dead link
+const SILENCE_MS = 15_000; // patches come every 2 s; after this long without one the connection is taken for dead
 const FIRST_RETRY_MS = 1_000;
 const LAST_RETRY_MS = 20_000;
-const POLL_MS = 10_000; // between looks where no changes are sent
+const POLL_MS = 10_000; // between two loads of the state while the server has no free place for a live viewer
 
-/** `target` with `patch` applied. Neither is changed; parts that stay are shared. */
-export function merged(target, patch) {
+/** `target` with `patch` applied. Neither is modified; unchanged parts are shared. */
+export function applyPatch(target, patch) {
   if (!isObject(patch)) return patch;
   const result = isObject(target) ? { ...target } : {};
   for (const [name, value] of Object.entries(patch)) {
     if (name === "__proto__") continue;
     if (value === null) delete result[name];
-    else result[name] = merged(result[name], value);
+    else result[name] = applyPatch(result[name], value);
   }
   return result;
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** Milliseconds to wait before try number `failures` (1, 2, …); `random` in [0, 1) keeps viewers apart. */
+/** Milliseconds before the next attempt after `failures` (1, 2, …) in a row; `random` in [0, 1) spreads the viewers. */
 export const retryDelay = (failures, random) =>
   Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** (failures - 1)) * (0.75 + random / 2);
 
 /**
- * Follows the swarm for as long as the page lives. Calls `onState(state)` with every new state and
- * `onLink({state: "live" | "polled" | "lost", since_s, retry_ms})` when the connection comes or goes; polled: the server answers,
- * but sends no changes to us, as it does when too many watch.
+ * Receives states until the page is closed. Calls `onState(state)` with every new state and
+ * `onLink({state: "live" | "polled" | "lost", since_s, retry_ms})` when the connection changes. Polled: the server answers, but has
+ * reached its limit of event streams.
  */
 export function follow(onState, onLink) {
   let state = null;
   let source = null;
-  let tries = 0;
+  let attempts = 0;
   let failures = 0;
-  let timer = 0; // of the watchdog, or of the next try
+  let timer = 0; // of the watchdog, or of the next attempt
   let lost_since_s = null;
-  let live = false; // whether this connection has brought a change
+  let live = false; // whether this connection has delivered an event
 
   function stop() {
-    tries += 1;
+    attempts += 1;
     clearTimeout(timer);
     source?.close();
   }
 
-  function heard() {
+  function restartWatchdog() {
     clearTimeout(timer);
     timer = setTimeout(lost, SILENCE_MS);
   }
 
   function received(next) {
-    heard();
+    restartWatchdog();
     state = next;
     lost_since_s = null;
     failures = 0;
@@ -78,10 +78,10 @@ export function follow(onState, onLink) {
 
   async function connect() {
     stop();
-    heard();
-    const number = tries;
-    const answer = await fetched("/api/v1/state"); // whole, it is far smaller compressed than as an event
-    if (number !== tries) return; // given up meanwhile
+    restartWatchdog();
+    const number = attempts;
+    const answer = await fetched("/api/v1/state"); // fetched, not sent as the first event: responses are compressed, events are not
+    if (number !== attempts) return; // another attempt has begun
     if (!answer) {
       lost();
       return;
@@ -91,7 +91,7 @@ export function follow(onState, onLink) {
     onState(state);
     source = new EventSource(`/api/v1/events?have=${encodeURIComponent(answer.etag)}`);
     source.addEventListener("state", (event) => received(JSON.parse(event.data)));
-    source.addEventListener("patch", (event) => received(merged(state, JSON.parse(event.data))));
+    source.addEventListener("patch", (event) => received(applyPatch(state, JSON.parse(event.data))));
     source.addEventListener("error", () => (live ? lost() : polled()));
   }
 
@@ -100,7 +100,7 @@ export function follow(onState, onLink) {
   connect();
 }
 
-/** {body, etag}, or null where there is no answer. */
+/** {body, etag}, or null if the server does not answer. */
 async function fetched(url) {
   try {
     const answer = await fetch(url);

@@ -1,4 +1,4 @@
-// Runs before the first paint, so that nobody in the dark is flashed with white.
+// Sets the theme. It runs before the first paint, so that a dark page does not flash white while it loads.
 "use strict";
 {
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -7,7 +7,7 @@
     const stored = localStorage.getItem("theme");
     if (stored === "light" || stored === "dark") chosen = stored;
   } catch {
-    // Storage is switched off: the system's colours it is.
+    // Storage is disabled: use the colours of the system.
   }
 
   const show = () => {
@@ -23,7 +23,7 @@
       try {
         localStorage.setItem("theme", next);
       } catch {
-        // Storage is switched off: the choice lasts as long as the page.
+        // Storage is disabled: the choice lasts until the page is closed.
       }
       show();
     },

@@ -1,8 +1,8 @@
-/** What is going on, in words. Pure: from the state to sentences. */
+/** Symbols and sentences for states, events and the health of a model. Pure functions of the state. */
 
 import { count, plural, span } from "./format.js";
 
-/** The shapes tell states apart without colour. */
+/** Symbol, word and colour of each state. The symbols differ in shape, so that states can be told apart without colour. */
 export const PEER_STATES = {
   online: { symbol: "●", word: "online", kind: "good" },
   joining: { symbol: "◔", word: "joining", kind: "quiet" },
@@ -12,7 +12,7 @@ export const PEER_STATES = {
   gone: { symbol: "✕", word: "gone", kind: "bad" },
 };
 
-/** A peer that answers nothing is silent, whatever it said of itself last. */
+/** A peer that does not answer is shown as silent, whatever state it announced. */
 export const peerState = (peer) =>
   PEER_STATES[peer.silent && peer.state !== "gone" ? "silent" : peer.state] ?? { symbol: "?", word: String(peer.state), kind: "quiet" };
 
@@ -41,7 +41,7 @@ export function runs(replicas, holds) {
 export function blockList(spans) {
   const isOne = ([start, end]) => end - start === 1;
   const names = spans.slice(0, 4).map((each) => (isOne(each) ? String(each[0]) : span(each)));
-  if (spans.length > 4) names.push(plural(spans.length - 4, "further stretch", "further stretches"));
+  if (spans.length > 4) names.push(plural(spans.length - 4, "further range", "further ranges"));
   const last = names.pop();
   return `${spans.length === 1 && isOne(spans[0]) ? "block" : "blocks"} ${names.length ? `${names.join(", ")} and ${last}` : last}`;
 }
@@ -49,23 +49,23 @@ export function blockList(spans) {
 /** {kind: good | warn | bad, symbol, title, text} of one model. */
 export function health(model) {
   const gaps = runs(model.replicas, (n) => n === 0);
-  const thin = runs(model.replicas, (n) => n === 1);
+  const single = runs(model.replicas, (n) => n === 1);
   if (model.peers === 0 || gaps.length === 1 && gaps[0][1] - gaps[0][0] === model.blocks) {
-    return { kind: "bad", symbol: "✕", title: "Nobody hosts this model", text: "No question can be answered until hosts join." };
+    return { kind: "bad", symbol: "✕", title: "No host serves this model", text: "The model can answer once hosts serve all of its blocks." };
   }
   if (gaps.length) {
-    const lacking = gaps.reduce((sum, [a, b]) => sum + b - a, 0);
+    const missing = gaps.reduce((sum, [a, b]) => sum + b - a, 0);
     return {
-      kind: "bad", symbol: "✕", title: "Incomplete: no answers for now",
-      text: `Nobody hosts ${blockList(gaps)} (${count(lacking)} of ${count(model.blocks)}). Answers wait until somebody does.`,
+      kind: "bad", symbol: "✕", title: "Incomplete: the model cannot answer",
+      text: `No host serves ${blockList(gaps)} (${count(missing)} of ${count(model.blocks)}). The model can answer once hosts serve them.`,
     };
   }
-  if (thin.length) {
+  if (single.length) {
     return {
-      kind: "warn", symbol: "▲", title: "Complete, but thin",
-      text: thin.length === 1 && thin[0][1] - thin[0][0] === 1
-        ? `${capital(blockList(thin))} has one host only: if it leaves, answers stop.`
-        : `${capital(blockList(thin))} have one host each: if one of these leaves, answers stop.`,
+      kind: "warn", symbol: "▲", title: "Complete, but without spare hosts",
+      text: single.length === 1 && single[0][1] - single[0][0] === 1
+        ? `${capital(blockList(single))} has only one host: if it leaves, the model cannot answer.`
+        : `${capital(blockList(single))} have one host each: if one of these hosts leaves, the model cannot answer.`,
     };
   }
   const fewest = Math.min(...model.replicas);
@@ -73,8 +73,8 @@ export function health(model) {
   return {
     kind: "good", symbol: "✓", title: "Healthy",
     text: weakest[0][1] - weakest[0][0] === model.blocks
-      ? `Each of the ${count(model.blocks)} blocks is on ${plural(fewest, "peer")}: any of them may leave.`
-      : `All ${count(model.blocks)} blocks are hosted. Fewest replicas: ${count(fewest)}, on ${blockList(weakest)}.`,
+      ? `Each of the ${count(model.blocks)} blocks has ${plural(fewest, "host")}: any one of them may leave.`
+      : `All ${count(model.blocks)} blocks have hosts. The fewest replicas: ${count(fewest)}, of ${blockList(weakest)}.`,
   };
 }
 

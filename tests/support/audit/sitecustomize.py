@@ -1,7 +1,7 @@
-"""Ends a Python process that unpickles, or runs code that no file of the program holds.
+"""Ends a Python process that unpickles, or that runs code from outside the files of the program.
 
 ``tests/conftest.py`` puts this folder on the PYTHONPATH of every process a test starts; Python imports a module of this name
-when it starts. It knows nothing but the standard library.
+when it starts. It imports only the standard library.
 """
 
 import os
@@ -25,14 +25,14 @@ MAY_COMPILE = {
     "runpy": "python -m",
     "typing": "an annotation of a class",
 }
-"""Modules of others that compile what they have made themselves, and not only while they are imported."""
+"""Modules of other projects that compile code of their own, also after their import."""
 
 _IMPORTS = "<frozen importlib."
-"""How the names of the import machinery's own files begin."""
+"""The prefix of the file names of the import machinery."""
 
 
 def objection(event: str, arguments: tuple[object, ...], caller: FrameType | None) -> str | None:
-    """What is wrong with an audit event that ``caller`` raised; None for nothing."""
+    """What is wrong with an audit event that ``caller`` raised; None if it is allowed."""
     match event:
         case "pickle.find_class":
             return f"unpickles {arguments[0]}.{arguments[1]}"

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from swarmnet_protocols.net.refusal import ENDED
+from swarmnet_protocols.net.framing import ENDED
 
 READER_BYTES = 32 << 10
 """Buffer limit of the reader. asyncio pauses the sender at twice this, plus one read."""

@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Refusal
+from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
-from swarmnet_protocols.net.framing import FrameReader, encode
+from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
 from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
 from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
-from swarmnet_protocols.net.refusal import ENDED, LINGER_S, SIZES, encode_refusal
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Scope
 from swarmnet_protocols.net.stream_scope import StreamScope
 
@@ -164,8 +164,7 @@ class P2pdStream:
 
     def close(self) -> None:
         if self._sent_bytes and not self._frames.is_ending:
-            in_flight_mib = min(self._sent_bytes / (1 << 20), MAX_IN_FLIGHT_MIB)
-            self._end(ENDED, within_s=self._scope.mib_s * (1 + in_flight_mib))
+            self._end(ENDED, within_s=self._arrival_s())
         else:
             self._end(b"", within_s=0.0)
 
@@ -176,7 +175,14 @@ class P2pdStream:
         self._pipe.writer.close()
 
     def refuse(self, refusal: Refusal) -> None:
-        self._end(encode_refusal(refusal), within_s=LINGER_S)
+        self._end(
+            encode_refusal(refusal),
+            within_s=max(LINGER_S, self._arrival_s()) if self._sent_bytes else LINGER_S,
+        )
+
+    def _arrival_s(self) -> float:
+        """Seconds in which all that was sent arrives over the slowest link worth using."""
+        return self._scope.mib_s * (1 + min(self._sent_bytes / (1 << 20), MAX_IN_FLIGHT_MIB))
 
     def _end(self, last_frame: bytes, *, within_s: float) -> None:
         """End the stream with ``last_frame``; at once if there is none, or if it would follow part of a message."""

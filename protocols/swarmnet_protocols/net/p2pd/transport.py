@@ -21,6 +21,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
+from swarmnet_protocols.net.framing import LINGER_S, encode_refusal
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
@@ -29,7 +30,7 @@ from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, 
 from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import LINGER_S, encode_refusal, overloaded
+from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
 from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.subnets import SubnetLimits
@@ -337,7 +338,7 @@ class P2pdTransport:
             scope = self._subnet_limits.accept(peer, unpack_multiaddr(info.addr) if info.addr else "")
         except ResourceLimitReached as error:
             _log.debug("refused a stream of %s: %s", peer, error)
-            refusal = encode_refusal(overloaded(error))
+            refusal = encode_refusal(Refusal.overloaded(error, OVERLOADED))
             if len(self._refused) < MAX_LINGERING:
                 pipe.end(refusal, within_s=LINGER_S)
                 self._start(pipe.closed(), self._refused)

@@ -15,8 +15,8 @@ import torch
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Stream, Transport
-from swarmnet_protocols.net.messages import parse, receive_within
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.codecs import Codec
@@ -25,6 +25,7 @@ from swarmnet_protocols.training.rounds.messages import HASH_BYTES
 from swarmnet_protocols.training.rounds.reduction import Rules
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext, RoundRunner
 from swarmnet_protocols.training.rounds.terms import Member, Terms
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import training_pb2 as pb
 
 __all__ = ["Averager", "Member", "Outcome", "RoundTiming", "Rules"]
@@ -139,12 +140,18 @@ class Averager:
         return task
 
     async def _accept(self, stream: Stream) -> None:
-        first = await receive_within(stream, self._timing.silence_s)
-        hello = parse(pb.ExchangeRequest, first.header).hello
+        silence_s = self._timing.silence_s
         typed = TypedStream(
-            stream, pb.ExchangeReply, pb.ExchangeRequest, silence_s=math.inf, send_s=self._timing.silence_s
+            stream, pb.ExchangeReply, pb.ExchangeRequest, silence_s=silence_s, send_s=silence_s
         )
-        await race(self._serve(typed, hello), typed.send_heartbeats(self._timing.heartbeat_s))
+        first, _ = await typed.receive()
+        typed.silence_s = math.inf  # a member has nothing to send while it computes
+        await race(
+            self._serve(typed, first.hello),
+            typed.send_heartbeats(
+                self._timing.heartbeat_s, lambda: pb.ExchangeReply(heartbeat=pb.Heartbeat())
+            ),
+        )
 
     async def _serve(
         self, typed: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]", hello: pb.Hello
@@ -156,7 +163,7 @@ class Averager:
             with scope.reserve(Resource.ROUNDS):
                 await runner.serve(typed, hello.agreement)
         except ProtocolViolation as error:
-            await typed.send(pb.ExchangeReply(refused=pb.ExchangeRefused(detail=str(error)[:500])))
+            typed.refuse(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
             raise
 
     async def _runner_of(self, exchange_number: int) -> RoundRunner:

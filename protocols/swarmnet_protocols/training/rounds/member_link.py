@@ -6,19 +6,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.net.refusal import printable
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
-
-
-class RoundRefused(SwarmnetError):
-    """The other member is not in this round, or disagrees on its terms."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,6 @@ class MemberLink:
         self.bytes_sent += message.ByteSize() + len(payload)
 
     async def _watch(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
-        """Raise ``DeadlineExceeded`` when heartbeats stop, and ``RoundRefused`` if the member refuses."""
-        reply, _ = await stream.receive()
-        raise RoundRefused(f"{stream.peer}: {printable(reply.refused.detail)}")
+        """Raise ``DeadlineExceeded`` when heartbeats stop, and ``Refused`` if the member is not in this round or disagrees on its terms."""
+        await stream.receive()
+        raise ProtocolViolation(f"{stream.peer} sends only heartbeats on this stream")

@@ -1,6 +1,6 @@
-/** What the pages of a peer and of a job share. */
+/** Parts that the pages of a peer and of a job share. */
 
-import { h, keyed, setAttribute, setText } from "../dom.js";
+import { h, reconcile, setAttribute, setText } from "../dom.js";
 
 const EVERY_MS = 15_000;
 
@@ -10,7 +10,7 @@ export function factList() {
   return {
     node,
     update(rows) {
-      keyed(node, rows, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd", {})), (row, [, value, title]) => {
+      reconcile(node, rows, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd", {})), (row, [, value, title]) => {
         setText(row.lastElementChild, value);
         setAttribute(row.lastElementChild, "title", title);
       });
@@ -19,11 +19,11 @@ export function factList() {
 }
 
 export function missing(title, text) {
-  return h("div", { class: "nobody", hidden: true }, h("h1", {}, title), h("p", {}, text), h("p", {}, h("a", { href: "/" }, "Back to the swarm")));
+  return h("div", { class: "empty-state", hidden: true }, h("h1", {}, title), h("p", {}, text), h("p", {}, h("a", { href: "/" }, "Back to the swarm")));
 }
 
-/** Once started, fetches `url` every 15 s: `onData` hears what came, `onFound` whether there is such a thing. */
-export function refreshed(url, onData, onFound) {
+/** Once started, fetches `url` every 15 s. Calls `onData(json)`, and `onFound(false)` while the server answers 404. */
+export function poll(url, onData, onFound) {
   let started = false;
   async function load() {
     try {
@@ -31,7 +31,7 @@ export function refreshed(url, onData, onFound) {
       onFound(answer.status !== 404);
       if (answer.ok) onData(await answer.json());
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // fetch's word for a lost connection, of which the page tells already
+      if (!(error instanceof TypeError)) throw error; // fetch throws TypeError for a lost connection, which the page shows already
     }
   }
   return {

@@ -1,10 +1,10 @@
 /** The page of one training job. */
 
-import { h, keyed, panel, segmented, setText } from "../dom.js";
+import { h, reconcile, panel, segmented, setText } from "../dom.js";
 import { bytes, clock, count, day, number, percent, shortId } from "../format.js";
 import { AFTER_TOKENS, lossChart } from "../views/charts.js";
 import { fillShare, shareNode } from "../views/lists.js";
-import { factList, missing, refreshed } from "./detail.js";
+import { factList, missing, poll } from "./detail.js";
 
 const when = (at_s) => `${day(at_s)} ${clock(at_s)}`;
 const AXES = {
@@ -13,7 +13,7 @@ const AXES = {
   at_s: { label: "", format: when, tick: when },
 };
 
-/** {node, title, update(state)}; the curve and the rounds are fetched. */
+/** {node, title, update(state)}; the curve and the rounds come from `/api/v1/jobs/ID`. */
 export function jobPage(id) {
   const title = h("h1", {}, shortId(id));
   const state = h("span", { class: "chip" });
@@ -29,7 +29,7 @@ export function jobPage(id) {
         panel("Latest rounds", { id: "rounds" }, h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of rounds" },
           h("table", {}, h("thead", {}, h("tr", {}, ["Round", "Loss", "Workers", "When"].map((name) => h("th", { scope: "col" }, name)))), rounds)))),
       h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contributors", { id: "contributors" }, shares))));
-  const absent = missing("This job is not known", "Nobody in this swarm trains it now, or its id is wrong.");
+  const absent = missing("This job is not known", "No worker of this swarm announces it, or its id is wrong.");
   const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#jobs-title" }, "← All jobs")), found, absent);
 
   let peers = {};
@@ -39,10 +39,10 @@ export function jobPage(id) {
   }
   choose("tokens");
 
-  const more = refreshed(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
+  const more = poll(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
     show(data);
     for (const [name, { update }] of Object.entries(curves)) update(data.curve[name], [data.curve.loss, data.curve.val_loss]);
-    keyed(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
+    reconcile(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
       [count(each.round), number(each.loss), count(each.workers), when(each.at_s)].forEach((text, at) => setText(row.children[at], text));
     });
     found.querySelector("#rounds").hidden = data.rounds.length === 0;
@@ -56,7 +56,7 @@ export function jobPage(id) {
       ["Tokens", number(job.tokens)], ["Sent", bytes(job.bytes_sent)], ["Workers", count(job.workers)],
     ]);
     const ranked = [...job.contributors].sort((a, b) => b.share - a.share);
-    keyed(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
+    reconcile(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
   }
 
   return {

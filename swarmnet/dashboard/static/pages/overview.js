@@ -1,6 +1,6 @@
-/** The first page: one model at a time, everything about it. */
+/** The overview: one model at a time, with its peers, history and events. */
 
-import { commandNode, h, keyed, panel, s, setAttribute, setText } from "../dom.js";
+import { commandNode, h, reconcile, panel, s, setAttribute, setText } from "../dom.js";
 import { modelName, plural, shortId } from "../format.js";
 import { health } from "../words.js";
 import { chains } from "../views/chains.js";
@@ -20,21 +20,21 @@ export function overviewPage() {
   const picture = chains();
   const table = peerTable();
   const bar = coverage({ onBlock: picture.highlight, onChosen: table.chooseBlock });
-  const past = history();
+  const charts = history();
   const next = advice();
   const feed = eventFeed();
   const jobs = jobList();
   const shares = contributionList();
   const tabs = h("nav", { class: "models", "aria-label": "Models" });
-  const nobody = empty();
+  const emptyState = empty();
   const facts = h("span", { class: "quiet panel-note" });
 
   const figure = panel("Blocks and chains", { id: "blocks", aside: [picture.button], note: facts }, bar.node, picture.node);
   const peers = panel("Peers", { id: "peers", aside: table.controls }, table.node);
   const model = h("div", { class: "model" }, top.node, figure);
-  const node = h("div", { class: "overview" }, tabs, nobody.node, model,
+  const node = h("div", { class: "overview" }, tabs, emptyState.node, model,
     h("div", { class: "columns" },
-      panel("History", { id: "history", aside: [past.controls] }, past.node),
+      panel("History", { id: "history", aside: [charts.controls] }, charts.node),
       h("div", { class: "side" }, panel("What to host next", { id: "next" }, next.node), panel("Events", { id: "events" }, feed.node))),
     peers,
     h("div", { class: "columns even" }, panel("Training jobs", { id: "jobs" }, jobs.node), panel("Contributions, 30 days", { id: "contributions" }, shares.node)));
@@ -44,7 +44,7 @@ export function overviewPage() {
       const answer = await fetch("/api/v1/contributions?window=30d");
       if (answer.ok) shares.update(await answer.json());
     } catch {
-      // The connection is gone; the page says so already, and this list stays as it was.
+      // The connection is lost, which the page shows already; the list keeps its data.
     }
   }
   contributions();
@@ -62,14 +62,14 @@ export function overviewPage() {
     state = fresh;
     const models = Object.entries(state.models).map(([id, each]) => ({ id, ...each })).sort((a, b) => b.peers - a.peers || (a.id < b.id ? -1 : 1));
     const shown = models.find(({ id }) => id === chosen) ?? models[0] ?? null;
-    const everybody = Object.entries(state.peers).map(([id, peer]) => ({ id, label: peer.name || shortId(id), ...peer }));
+    const allPeers = Object.entries(state.peers).map(([id, peer]) => ({ id, label: peer.name || shortId(id), ...peer }));
     tabs.hidden = models.length < 2;
-    keyed(tabs, models, ({ id }) => id, ({ id }) => tab(() => choose(id)), (each, of) => fillTab(each, of, of === shown));
-    nobody.node.hidden = shown !== null;
-    nobody.update(state);
+    reconcile(tabs, models, ({ id }) => id, ({ id }) => tab(() => choose(id)), (each, of) => fillTab(each, of, of === shown));
+    emptyState.node.hidden = shown !== null;
+    emptyState.update(state);
     for (const part of [model, node.querySelector("#history"), node.querySelector("#next")]) part.hidden = shown === null;
     node.classList.toggle("no-model", shown === null);
-    const there = everybody.filter((peer) => shown === null || peer.model === shown.id || !state.models[peer.model]);
+    const there = allPeers.filter((peer) => shown === null || peer.model === shown.id || !state.models[peer.model]);
     if (shown) {
       const hosts = there.filter((peer) => peer.model === shown.id && peer.blocks && peer.role !== "trainer");
       top.update(shown);
@@ -77,11 +77,11 @@ export function overviewPage() {
       setAttribute(facts, "title", `${shown.name}, manifest ${shown.id}`);
       bar.update(shown, hosts.filter((peer) => peer.state === "online" && !peer.silent), modelName(shown.name));
       picture.update(shown, hosts, Object.values(state.flows).filter((flow) => flow.model === shown.id));
-      past.show(shown.id);
+      charts.show(shown.id);
       next.update(shown.advice);
     }
     table.update(there, shown?.blocks ?? 1, state.swarm.now_s);
-    peers.hidden = everybody.length === 0;
+    peers.hidden = allPeers.length === 0;
     feed.update(state.events, state.swarm.now_s);
     jobs.update(Object.entries(state.jobs).map(([id, job]) => ({ id, ...job })));
   }
@@ -93,7 +93,7 @@ function tab(onclick) {
   return h("button", { type: "button", onclick }, h("span", { class: "tab-symbol" }), h("span", { class: "tab-name" }), s("svg", { class: "spark", height: 14, width: 96, preserveAspectRatio: "none", "aria-hidden": "true" }), h("span", { class: "quiet" }));
 }
 
-/** A tab has a small bar of its model's blocks too: all models at one glance. */
+/** Fills a model's tab: health, name, a small bar of its blocks, and the number of peers. */
 function fillTab(node, model, shown) {
   const { symbol, kind, title } = health(model);
   const [sign, name, spark, note] = node.children;
@@ -105,7 +105,7 @@ function fillTab(node, model, shown) {
   setText(note, plural(model.peers, "peer"));
   setAttribute(spark, "viewBox", `0 0 ${model.blocks} 1`);
   const most = Math.max(3, ...model.replicas);
-  keyed(spark, model.replicas.map((n, block) => ({ n, block })), ({ block }) => block, () => s("rect", { width: 1.02 }), (rect, { n, block }) => {
+  reconcile(spark, model.replicas.map((n, block) => ({ n, block })), ({ block }) => block, () => s("rect", { width: 1.02 }), (rect, { n, block }) => {
     const tall = n ? Math.max(0.25, n / most) : 1;
     setAttribute(rect, "class", `spark-${Math.min(3, n)}`);
     setAttribute(rect, "x", block);
@@ -114,24 +114,24 @@ function fillTab(node, model, shown) {
   });
 }
 
-/** What is shown where nobody hosts anything. */
+/** The page of a swarm in which no model is hosted. */
 function empty() {
   const text = h("p", {});
   const join = commandNode("");
   const ask = commandNode("");
-  const node = h("section", { class: "nobody", "aria-labelledby": "nobody-title" },
-    h("h1", { id: "nobody-title" }, "Nobody is here yet"), text,
+  const node = h("section", { class: "empty-state", "aria-labelledby": "empty-title" },
+    h("h1", { id: "empty-title" }, "No peers yet"), text,
     h("ol", {},
-      h("li", {}, h("span", {}, "On a computer with memory to spare, host some blocks of a model:"), join),
-      h("li", {}, h("span", {}, "Once every block has a host, ask:"), ask)));
+      h("li", {}, h("span", {}, "On a computer with free memory, host some blocks of a model:"), join),
+      h("li", {}, h("span", {}, "When every block has a host, ask a question:"), ask)));
   return {
     node,
     update({ swarm, peers }) {
       const others = Object.keys(peers).length;
-      setText(node.querySelector("h1"), others ? "Nobody hosts a model yet" : "Nobody is here yet");
+      setText(node.querySelector("h1"), others ? "No hosted model yet" : "No peers yet");
       setText(text, others
-        ? `${plural(others, "peer")} of ${swarm.name} ${others === 1 ? "is" : "are"} here, and none of them hosts blocks of a model. This page fills by itself when one does.`
-        : `No peer of ${swarm.name} has announced itself. This page fills by itself when the first one does.`);
+        ? `${swarm.name} has ${plural(others, "peer")}, and none of them hosts blocks of a model. This page updates itself when one does.`
+        : `No peer of ${swarm.name} has announced itself. This page updates itself when one does.`);
       join.setCommand(`swarmnet join ${swarm.join} --model smollm2-135m-instruct`);
       ask.setCommand(`swarmnet run smollm2-135m-instruct "What is the capital of France?" --swarm ${swarm.join}`);
     },

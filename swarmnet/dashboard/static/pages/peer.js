@@ -1,13 +1,13 @@
 /** The page of one peer. */
 
 import { h, panel, setText } from "../dom.js";
-import { ago, bytes, count, exactly, lasting, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
+import { ago, bytes, count, dateTime, duration, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
 import { chart } from "../views/charts.js";
 import { eventFeed } from "../views/lists.js";
 import { fillSpan, fillState } from "../views/peers.js";
-import { factList, missing, refreshed } from "./detail.js";
+import { factList, missing, poll } from "./detail.js";
 
-/** {node, title, update(state)}; what the state has not (history, contribution) is fetched. */
+/** {node, title, update(state)}; history and contribution come from `/api/v1/peers/ID`. */
 export function peerPage(id) {
   const title = h("h1", {}, shortId(id));
   const state = h("span", { class: "state" }, h("span", { "aria-hidden": "true" }), h("span", {}));
@@ -15,28 +15,28 @@ export function peerPage(id) {
   const holds = h("p", {});
   const facts = factList();
   const speed = chart({ title: "Tokens per second", format: number, group: "peer", series: [{ label: "", color: "--c1", shape: "area" }] });
-  const delay = chart({ title: "Delay, there and back", format: seconds, group: "peer", series: [{ label: "", color: "--c2", shape: "line" }] });
+  const delay = chart({ title: "Delay to the dashboard, one way", format: seconds, group: "peer", series: [{ label: "", color: "--c2", shape: "line" }] });
   const feed = eventFeed({ short: true });
   const gave = factList();
   const found = h("div", {},
     h("div", { class: "detail-head" }, title, state),
     h("p", { class: "full-id" }, id),
-    panel("Its blocks", { id: "span" }, h("div", { class: "span-track wide", "aria-hidden": "true" }, held), holds),
+    panel("Blocks", { id: "span" }, h("div", { class: "span-track wide", "aria-hidden": "true" }, held), holds),
     h("div", { class: "columns" },
       h("div", { class: "side" }, panel("Last 24 hours", { id: "history" }, h("div", { class: "chart-grid" }, speed.node, delay.node)), panel("Events", { id: "events" }, feed.node)),
       h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contribution", { id: "contribution" }, gave.node))));
-  const absent = missing("This peer is not known", "It has not been seen in the last 30 days, or its id is wrong.");
+  const absent = missing("This peer is not known", "It has not been in the swarm in the last minutes, or its id is wrong.");
   const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#peers-title" }, "← All peers")), found, absent);
   let now_s = 0;
 
-  const more = refreshed(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
+  const more = poll(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
     show(data);
     speed.update(data.history.at_s, [data.history.tokens_per_s]);
     delay.update(data.history.at_s, [data.history.delay_s]);
     feed.update(data.events, now_s);
     gave.update([
       ["Tokens, 24 h", number(data.contribution.tokens_24h)], ["Tokens, 30 days", number(data.contribution.tokens_30d)],
-      ["Here, 24 h", percent(data.contribution.uptime_24h)],
+      ["Online, 24 h", percent(data.contribution.uptime_24h)],
     ]);
   }, (is) => { found.hidden = !is; absent.hidden = is; });
 
@@ -47,15 +47,15 @@ export function peerPage(id) {
     if (model) {
       fillSpan(held, peer.blocks, model.blocks);
       setText(holds, `Blocks ${span(peer.blocks)} of 0:${model.blocks} of ${modelName(model.name)}. ${without(peer, model)}`);
-    } else if (!peer.blocks) setText(holds, peer.job ? "It trains, and hosts no blocks." : "It hosts no blocks.");
+    } else if (!peer.blocks) setText(holds, peer.job ? "This peer trains, and hosts no blocks." : "This peer hosts no blocks.");
     held.parentElement.hidden = !model;
     facts.update([
-      ["Speed, as seen", `${number(peer.tokens_per_s)} tokens/s`], ["Time in the host", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", peer.connection],
+      ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", peer.connection],
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
-      ["Cache room", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
+      ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
       ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],
-      ["Running for", peer.started_s ? lasting(now_s - peer.started_s) : "–", exactly(peer.started_s)], ["Tokens since its start", count(peer.tokens)],
-      ["Last heard", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), exactly(peer.last_seen_s)],
+      ["Running for", peer.started_s ? duration(now_s - peer.started_s) : "–", dateTime(peer.started_s)], ["Tokens since start", count(peer.tokens)],
+      ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), dateTime(peer.last_seen_s)],
     ]);
   }
 
@@ -70,10 +70,10 @@ export function peerPage(id) {
   };
 }
 
-/** What is left of its blocks when a peer leaves. */
+/** What happens to the model if the peer leaves. */
 function without(peer, model) {
-  if (peer.state === "leaving") return "It is leaving: its sessions move to others.";
-  if (peer.state !== "online" || peer.silent) return "It does not serve them right now.";
+  if (peer.state === "leaving") return "The peer is leaving: its sessions move to other hosts.";
+  if (peer.state !== "online" || peer.silent) return "The peer does not serve them at present.";
   const left = Math.min(...model.replicas.slice(...peer.blocks)) - 1;
-  return left < 1 ? "Some of them are on no other peer: if it leaves, answers stop." : `If it leaves, each of them is still on ${plural(left, "other peer")} or more.`;
+  return left < 1 ? "Some of them have no other host: if this peer leaves, the model cannot answer." : `If this peer leaves, each of them still has ${plural(left, "other host")} or more.`;
 }

@@ -1,22 +1,22 @@
-/** Where hosts and the flows between them are drawn. Pure: from the state to lanes, and from lanes to curves. */
+/** The layout of the chart of chains: rows for hosts, curves for edges. Pure functions of the state. */
 
-export const MOST_BARS = 28; // more cannot be told apart: hosts of like spans become one bar
-const MOST_EDGES = 80;
-const SAMPLES = 20; // points along a curve, enough for dots to look smooth
-const AT_WORK = new Set(["online", "leaving", "joining"]);
+export const MAX_BARS = 28; // with more bars than this, hosts with similar spans are merged into one
+const MAX_EDGES = 80;
+const SAMPLES = 20; // points along a curve
+const SERVING = new Set(["online", "leaving", "joining"]);
 
 /**
- * Hosts of a model as bars in lanes: {bars, lanes, edges}.
- * More hosts than `most` are drawn together, by like spans. A bar is {id, peers: [{id, …}], start, end, lane}; `start` and `end` are blocks.
+ * Hosts of a model as bars in rows: {bars, rows, edges}; `rows` is the number of rows.
+ * With more hosts than `most`, those with similar spans share a bar. A bar is {id, peers: [{id, …}], start, end, row}; `start` and `end` are blocks.
  * An edge is {id, source, target, tokens_per_s, sessions}; source and target are bars, or null for clients.
  */
-export function arranged(hosts, flows, blocks, most = MOST_BARS) {
-  const bars = packed(grouped(hosts.filter((peer) => AT_WORK.has(peer.state)), blocks, most));
+export function layout(hosts, flows, blocks, most = MAX_BARS) {
+  const bars = assignRows(groupBySpan(hosts.filter((peer) => SERVING.has(peer.state)), blocks, most));
   const barOf = new Map(bars.flatMap((bar) => bar.peers.map((peer) => [peer.id, bar])));
-  return { bars, lanes: bars.reduce((n, bar) => Math.max(n, bar.lane + 1), 0), edges: joined(flows, barOf) };
+  return { bars, rows: bars.reduce((n, bar) => Math.max(n, bar.row + 1), 0), edges: mergeEdges(flows, barOf) };
 }
 
-function grouped(hosts, blocks, most) {
+function groupBySpan(hosts, blocks, most) {
   if (hosts.length <= most) return hosts.map((peer) => bar(peer.id, [peer]));
   for (const parts of [blocks, 16, 12, 8, 6, 4, 2]) {
     const groups = new Map();
@@ -32,22 +32,22 @@ function grouped(hosts, blocks, most) {
 
 function bar(id, peers) {
   const mean = (at) => peers.reduce((sum, peer) => sum + peer.blocks[at], 0) / peers.length;
-  return { id, peers, start: mean(0), end: mean(1), lane: 0 };
+  return { id, peers, start: mean(0), end: mean(1), row: 0 };
 }
 
-/** First lane that is free from `start` on; the order depends on nothing that changes by the second. */
-function packed(bars) {
+/** Gives each bar the first row with room. The order depends only on spans and ids, so that bars do not jump at every update. */
+function assignRows(bars) {
   const ends = [];
   const order = (a, b) => a.start - b.start || b.end - a.end || (a.id < b.id ? -1 : 1);
   for (const each of [...bars].sort(order)) {
     const free = ends.findIndex((end) => end <= each.start + 0.01);
-    each.lane = free < 0 ? ends.length : free;
-    ends[each.lane] = each.end;
+    each.row = free < 0 ? ends.length : free;
+    ends[each.row] = each.end;
   }
   return bars;
 }
 
-function joined(flows, barOf) {
+function mergeEdges(flows, barOf) {
   const edges = new Map();
   for (const flow of flows) {
     const source = flow.source === "client" ? null : barOf.get(flow.source);
@@ -59,7 +59,7 @@ function joined(flows, barOf) {
     edge.sessions += flow.sessions;
     edges.set(id, edge);
   }
-  return [...edges.values()].sort((a, b) => b.tokens_per_s - a.tokens_per_s).slice(0, MOST_EDGES);
+  return [...edges.values()].sort((a, b) => b.tokens_per_s - a.tokens_per_s).slice(0, MAX_EDGES);
 }
 
 /** The horizontal scale that the bar of blocks and the chains share, in pixels. */
@@ -71,10 +71,10 @@ export function scale(width, blocks) {
 }
 
 /**
- * The way of an edge's tokens: {curve: SVG path data, points: [[x, y, length so far], …]}.
- * It leaves `from`, enters `to` where the blocks go on, and runs through it to its end. Points are pixels.
+ * The path of an edge's tokens: {curve: SVG path data, points: [[x, y, length so far], …]}, in pixels.
+ * A curve from `from` to `enter`, then a straight line through the bar to `leave`, if given.
  */
-export function way(from, enter, leave) {
+export function edgePath(from, enter, leave) {
   const [x1, y1] = from;
   const [x2, y2] = enter;
   const bend = Math.max(18, Math.abs(x2 - x1) * 0.5);
@@ -93,8 +93,8 @@ export function way(from, enter, leave) {
   return { curve: `M${x1} ${y1}C${c1} ${y1} ${c2} ${y2} ${x2} ${y2}`, points };
 }
 
-/** The point that lies `distance` pixels along a way. */
-export function along(points, distance) {
+/** The point at `distance` pixels along the points of a path. */
+export function pointAt(points, distance) {
   let low = 0;
   let high = points.length - 1;
   while (high - low > 1) {
@@ -109,7 +109,7 @@ export function along(points, distance) {
 }
 
 /** How dots move on an edge: {speed: px/s, gap: px between dots}. Above 6 tokens/s a dot stands for several. */
-export function motion(tokens_per_s) {
+export function dotMotion(tokens_per_s) {
   if (!(tokens_per_s > 0)) return null;
   const speed = 40 + 34 * Math.log2(1 + tokens_per_s);
   return { speed, gap: Math.max(14, speed / Math.min(6, tokens_per_s)) };

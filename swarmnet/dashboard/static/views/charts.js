@@ -1,19 +1,19 @@
-/** Line and bar charts (uPlot) in the page's own colours, with their newest or pointed-at values in words. */
+/** Line and bar charts (uPlot) in the page's colours, with the newest values or those under the pointer as text. */
 
 import { h, setAttribute, setText } from "../dom.js";
-import { clock, day, exactly, number } from "../format.js";
+import { clock, day, dateTime, number } from "../format.js";
 
 const HEIGHT = 148;
 
 /**
- * A figure. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
- * value into text. The horizontal axis is time in unix seconds, or with `alongX: {label, format, tick}` whatever that says.
+ * A chart. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
+ * value into text. The horizontal axis is Unix time, or with `alongX: {label, format, tick}` another quantity.
  * Charts of one `group` share their cursor. `update(x, columns)` draws; null is where nothing was measured.
  */
 export function chart({ title, series, format, alongX = null, group = null, height = HEIGHT, wholeNumbers = false }) {
   const readout = h("span", { class: "readout" });
   const plot = h("div", { class: "plot", "aria-hidden": "true" });
-  const empty = h("p", { class: "plot-empty quiet", hidden: true }, "Nothing measured yet.");
+  const empty = h("p", { class: "plot-empty quiet", hidden: true }, "No measurements yet.");
   const node = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "chart-title" }, title), readout), plot, empty);
   let drawn = null;
   let data = null;
@@ -42,7 +42,7 @@ export function chart({ title, series, format, alongX = null, group = null, heig
   function said(at) {
     const shown = at ?? lastMeasured(data);
     if (shown === null) return setText(readout, "");
-    const when = alongX ? alongX.format(data[0][shown]) : exactly(data[0][shown]);
+    const when = alongX ? alongX.format(data[0][shown]) : dateTime(data[0][shown]);
     const values = series.map((one, i) => `${one.label ? `${one.label} ` : ""}${format(value(data[i + 1][shown], one))}`).join(" · ");
     setText(readout, at === null ? values : `${alongX ? `${alongX.label} ${when}` : short(data[0][shown])} · ${values}`);
     return undefined;
@@ -90,7 +90,7 @@ const rangeOf = (_, low, high) => {
 function lineOf({ shape, color: name }, color) {
   const stroke = color(name);
   if (shape === "bars") return { stroke, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.7, 12], align: 0 }) };
-  const points = { show: (u) => u.data[0].length < 3, size: 5, fill: stroke }; // a line needs two
+  const points = { show: (u) => u.data[0].length < 3, size: 5, fill: stroke }; // two points make no visible line
   return { stroke, width: 1.5, points, spanGaps: shape === "sparse", dash: shape === "dashed" ? [4, 3] : undefined, fill: shape === "area" ? color("--area") : undefined };
 }
 
@@ -103,7 +103,7 @@ function lastMeasured(data) {
 const HOUR = 3600;
 const TIME_STEPS = [60, 300, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 4 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR, 48 * HOUR, 120 * HOUR, 240 * HOUR];
 
-/** Ticks on the reader's round hours and midnights. */
+/** Ticks at full hours and midnights in local time. */
 function timeSplits(_, _axis, low, high, step) {
   const offset = new Date(high * 1000).getTimezoneOffset() * 60;
   const first = Math.ceil((low - offset) / step) * step + offset;

@@ -1,4 +1,4 @@
-/** The bar of a model's blocks: how many replicas each has, the weakest marked, any of them to be asked. */
+/** The bar of a model's blocks: the replicas of each block, with a mark at the weakest and a cursor for details. */
 
 import { h, s, setAttribute, setText } from "../dom.js";
 import { count, plural } from "../format.js";
@@ -6,21 +6,21 @@ import { runs } from "../words.js";
 import { scale } from "./chain_layout.js";
 
 const HEIGHT = 64;
-const LABEL = 16; // room for the numbers above the columns
-const AXIS = 27; // the mark of the weakest block, and block numbers below it
+const LABEL = 16; // height of the numbers above the columns, in pixels
+const AXIS = 27; // height of the mark and the block numbers below the columns
 const SHOWN_NAMES = 5;
 
 const level = (replicas) => Math.min(3, replicas);
 
 /**
- * `onBlock(block | null)` hears which block is looked at, `onChosen(block)` which one was chosen
- * (Enter or click). `update(model, hosts)` draws; hosts are peers with `id`, `label` and `blocks`.
+ * Calls `onBlock(block | null)` when the cursor moves and `onChosen(block)` on Enter or a click.
+ * `update(model, hosts, name)` draws; hosts are peers with `id`, `label` and `blocks`.
  */
 export function coverage({ onBlock, onChosen }) {
   let model = null;
   let hosts = [];
-  let at = 0;
-  let looking = false;
+  let at = 0; // the block under the cursor
+  let hasCursor = false;
   let width = 0;
   const columns = s("g");
   const numbers = s("g", { class: "coverage-numbers" });
@@ -46,49 +46,49 @@ export function coverage({ onBlock, onChosen }) {
         width: Math.max(0.8, one - gap), height: tall, rx: Math.min(2, one / 4),
       });
     }));
-    const stretches = [...new Set(model.replicas)].flatMap((n) => runs(model.replicas, (other) => other === n).map((run) => [n, run]));
-    numbers.replaceChildren(...stretches.filter(([n, [a, b]]) => x(b) - x(a) > 5 + 6.5 * String(n).length).map(([n, [a, b]]) =>
+    const ranges = [...new Set(model.replicas)].flatMap((n) => runs(model.replicas, (other) => other === n).map((run) => [n, run]));
+    numbers.replaceChildren(...ranges.filter(([n, [a, b]]) => x(b) - x(a) > 5 + 6.5 * String(n).length).map(([n, [a, b]]) =>
       s("text", { x: (x(a) + x(b)) / 2, y: LABEL + HEIGHT - (n ? Math.max(7, (HEIGHT * n) / most) : HEIGHT) - 4 }, String(n))));
     axis.replaceChildren(...ticks(model.blocks, width).map((block) => s("text", { x: x(block + 0.5), y: LABEL + HEIGHT + 22 }, String(block))));
     const weak = model.weakest && new Set(model.replicas).size > 1;
     setAttribute(mark, "visibility", weak ? "visible" : "hidden");
     if (weak) setAttribute(mark, "transform", `translate(${x(model.weakest.block + 0.5)} ${LABEL + HEIGHT + 3})`);
-    pointed();
+    drawCursor();
   }
 
-  function pointed() {
+  function drawCursor() {
     const { x } = scale(width, model.blocks);
     at = Math.min(at, model.blocks - 1);
-    setAttribute(cursor, "visibility", looking ? "visible" : "hidden");
+    setAttribute(cursor, "visibility", hasCursor ? "visible" : "hidden");
     setAttribute(cursor, "x", x(at) - 1);
     setAttribute(cursor, "width", Math.max(3, x(at + 1) - x(at) + 2));
-    const shown = looking || !model.weakest ? at : model.weakest.block;
+    const shown = hasCursor || !model.weakest ? at : model.weakest.block;
     const there = hosts.filter((peer) => peer.blocks[0] <= shown && shown < peer.blocks[1]);
     const names = there.slice(0, SHOWN_NAMES).map((peer) => peer.label).join(", ") + (there.length > SHOWN_NAMES ? ` and ${count(there.length - SHOWN_NAMES)} more` : "");
     const replicas = model.replicas[shown];
-    const text = `${looking ? "Block" : "Weakest: block"} ${shown} · ${replicas ? plural(replicas, "replica") : "hosted by nobody"}${names ? ` · ${names}` : ""}`;
+    const text = `${hasCursor ? "Block" : "Weakest: block"} ${shown} · ${replicas ? plural(replicas, "replica") : "no host"}${names ? ` · ${names}` : ""}`;
     setText(detail, text);
     setAttribute(bar, "aria-valuenow", shown);
     setAttribute(bar, "aria-valuetext", text);
   }
 
-  function look(block) {
-    looking = block !== null;
-    if (looking) at = Math.max(0, Math.min(model.blocks - 1, block));
-    pointed();
-    onBlock(looking ? at : null);
+  function moveCursor(block) {
+    hasCursor = block !== null;
+    if (hasCursor) at = Math.max(0, Math.min(model.blocks - 1, block));
+    drawCursor();
+    onBlock(hasCursor ? at : null);
   }
 
-  bar.addEventListener("pointermove", (event) => look(Math.floor(scale(width, model.blocks).block(event.clientX - bar.getBoundingClientRect().left))));
+  bar.addEventListener("pointermove", (event) => moveCursor(Math.floor(scale(width, model.blocks).block(event.clientX - bar.getBoundingClientRect().left))));
   bar.addEventListener("pointerleave", () => { if (document.activeElement !== bar) look(null); });
-  bar.addEventListener("focus", () => look(looking ? at : (model.weakest?.block ?? 0)));
-  bar.addEventListener("blur", () => look(null));
-  bar.addEventListener("click", () => { if (looking) onChosen(at); });
+  bar.addEventListener("focus", () => moveCursor(hasCursor ? at : (model.weakest?.block ?? 0)));
+  bar.addEventListener("blur", () => moveCursor(null));
+  bar.addEventListener("click", () => { if (hasCursor) onChosen(at); });
   bar.addEventListener("keydown", (event) => {
     const to = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, PageUp: at + 10, PageDown: at - 10, Home: 0, End: model.blocks - 1 }[event.key];
     if (event.key === "Enter") onChosen(at);
     else if (to === undefined) return;
-    else look(to);
+    else moveCursor(to);
     event.preventDefault();
   });
   new ResizeObserver(([entry]) => { width = Math.floor(entry.contentRect.width); draw(); }).observe(bar);
@@ -101,13 +101,13 @@ export function coverage({ onBlock, onChosen }) {
       hosts = peers;
       setAttribute(bar, "aria-label", `Replicas of each block of ${name}`);
       setAttribute(bar, "aria-valuemax", model.blocks - 1);
-      if (same && width) pointed();
+      if (same && width) drawCursor();
       else draw();
     },
   };
 }
 
-/** Block numbers for the axis: round steps, and never closer than text is wide. */
+/** Block numbers for the axis, in round steps that leave 64 pixels to each number. */
 function ticks(blocks, width) {
   const room = Math.max(2, Math.floor(width / 64));
   const step = [1, 2, 5, 10, 20, 25, 50, 100, 200, 500].find((each) => blocks / each <= room) ?? 1000;

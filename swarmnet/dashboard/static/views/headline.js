@@ -1,20 +1,20 @@
-/** How a model is, in a sentence and in numbers. */
+/** The health of a model in a sentence, and its main figures. */
 
 import { h, setAttribute, setText } from "../dom.js";
-import { count, measured, number } from "../format.js";
+import { count, durationParts, number } from "../format.js";
 import { health } from "../words.js";
 
-/** `update(model)` fills it; the model is null where the swarm hosts none. */
+/** `update(model)` fills it with the JSON of a model. */
 export function headline() {
   const symbol = h("span", { class: "health-symbol", "aria-hidden": "true" });
   const title = h("h1", {});
   const text = h("p", { class: "health-text" });
   const state = h("div", { class: "health" }, symbol, h("div", {}, title, text));
-  const speed = figure("Speed", "Tokens that the hosts compute each second, as this page observes it");
+  const speed = figure("Speed", "Tokens per second that the last hosts of all chains answer, from the reports of the hosts");
   const peers = figure("Peers", "Peers that host blocks of this model");
-  const sessions = figure("Sessions", "Answers in progress, and the most there were");
-  const first = figure("First token", "From the question to the first token: half of all were faster than p50, 95 % faster than p95");
-  const each = figure("Each token", "From one token to the next: half of all were faster than p50, 95 % faster than p95");
+  const sessions = figure("Sessions", "Open sessions of clients, and the most in the last 24 hours");
+  const first = figure("First token", "Time from the prompt to the first token: the median (p50) and the 95th percentile (p95) of the last minutes");
+  const each = figure("Each token", "Time from one token to the next: the median (p50) and the 95th percentile (p95) of the last minutes");
   return {
     node: h("div", { class: "headline" }, state, h("dl", { class: "figures" }, [speed, peers, sessions, first, each].map((one) => one.node))),
     update(model) {
@@ -33,7 +33,7 @@ export function headline() {
 }
 
 function times(target, quantiles) {
-  target.set(measured(quantiles?.p50), quantiles ? `p95 ${measured(quantiles.p95).join("\u202f")}` : "not measured yet");
+  target.set(durationParts(quantiles?.p50), quantiles ? `p95 ${durationParts(quantiles.p95).join("\u202f")}` : "not measured yet");
 }
 
 function figure(name, explained) {

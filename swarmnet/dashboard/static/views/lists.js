@@ -1,11 +1,11 @@
-/** The smaller parts of the pages: what to host next, events, jobs, contributions. */
+/** The lists of the pages: advice on what to host, events, training jobs, contributions. */
 
-import { announce, commandNode, h, keyed, setAttribute, setStyle, setText } from "../dom.js";
-import { ago, bytes, count, exactly, number, percent, plural, shortId } from "../format.js";
+import { announce, commandNode, h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
+import { ago, bytes, count, dateTime, number, percent, plural, shortId } from "../format.js";
 import { lossChart } from "./charts.js";
 import { EVENT_KINDS, capital } from "../words.js";
 
-/** `update(advice)`: the reason and the command; null hides it. */
+/** `update(advice)` shows the reason and the command; null hides both. */
 export function advice() {
   const reason = h("p", {});
   const command = commandNode("");
@@ -21,28 +21,28 @@ export function advice() {
   };
 }
 
-const SPOKEN_EVERY_S = 8; // a swarm in trouble has many events; people who listen get them in one sentence
+const ANNOUNCE_EVERY_S = 8; // seconds between announcements to screen readers; a failing swarm has many events
 
-/** `update(events, now_s)`: the newest first; new ones are announced, together. */
+/** `update(events, now_s)`: events, newest first. New ones are announced to screen readers together. */
 export function eventFeed({ short = false } = {}) {
   const list = h("ol", { class: "events", tabindex: short ? null : 0, "aria-label": "Events, newest first" });
-  const none = h("p", { class: "quiet" }, "Nothing has happened yet. Peers that come, go or fail are listed here.");
+  const none = h("p", { class: "quiet" }, "No events yet. Peers that join, leave or fail are listed here.");
   let newest = null;
-  let spoken_s = 0;
+  let announced_s = 0;
   return {
     node: h("div", {}, list, none),
     update(events, now_s) {
       none.hidden = events.length > 0;
       list.hidden = events.length === 0;
-      keyed(list, events, (event) => `${event.at_s}|${event.kind}|${event.peer_id}|${event.text}`, eventNode, (node, event) => {
+      reconcile(list, events, (event) => `${event.at_s}|${event.kind}|${event.peer_id}|${event.text}`, eventNode, (node, event) => {
         const time = node.lastElementChild;
         setText(time, ago(now_s - event.at_s));
-        setAttribute(time, "title", exactly(event.at_s));
+        setAttribute(time, "title", dateTime(event.at_s));
       });
       const fresh = newest === null ? [] : events.filter((event) => event.at_s > newest);
-      if (fresh.length && now_s - spoken_s > SPOKEN_EVERY_S) {
+      if (fresh.length && now_s - announced_s > ANNOUNCE_EVERY_S) {
         announce(fresh.length === 1 ? fresh[0].text : `${plural(fresh.length, "event")}, the newest: ${fresh[0].text}`);
-        spoken_s = now_s;
+        announced_s = now_s;
         newest = events[0].at_s;
       }
       newest ??= events[0]?.at_s ?? 0;
@@ -57,10 +57,10 @@ function eventNode(event) {
     h("span", { class: "event-text" }, text), h("time", {}));
 }
 
-const CURVES = 3; // of so many jobs the loss is drawn, the others are named
+const CURVES = 3; // jobs whose loss is drawn; further jobs have no chart
 const CURVE_EVERY_MS = 60_000;
 
-/** `update(jobs)`: how each job does, and the loss of the first few; `jobs` are entries with `id`. */
+/** `update(jobs)`: the progress of each job, and a chart of the loss of the first few. Jobs have an `id`. */
 export function jobList() {
   const curves = new Map();
 
@@ -72,7 +72,7 @@ export function jobList() {
         const { curve } = await answer.json();
         update(curve.tokens, [curve.loss, curve.val_loss]);
       } catch {
-        return; // the connection is gone, of which the page tells; the curves stay as they were
+        return; // the connection is lost, which the page shows already; the charts keep their data
       }
     }
   }
@@ -92,7 +92,7 @@ export function jobList() {
       none.hidden = jobs.length > 0;
       list.hidden = jobs.length === 0;
       const drawn = curves.size;
-      keyed(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
+      reconcile(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
         const [head, facts, track] = node.firstElementChild.children;
         setAttribute(node.firstElementChild, "href", `/jobs/${encodeURIComponent(job.id)}`);
         setText(head.firstElementChild, job.name ?? shortId(job.id));
@@ -109,18 +109,18 @@ export function jobList() {
 const jobNode = (curve) => h("li", {}, h("a", {}, h("span", { class: "job-head" }, h("strong", {}), h("span", { class: "quiet" })),
   h("span", { class: "job-facts" }), h("span", { class: "track", "aria-hidden": "true" }, h("i", {}))), curve);
 
-/** `update(rows)`: who gave how much, as bars against the most. */
+/** `update(rows)`: the ten peers that computed the most tokens, with bars relative to the first. */
 export function contributionList() {
   const list = h("ol", { class: "shares" });
-  const none = h("p", { class: "quiet" }, "Nothing seen yet. What peers compute is counted while a dashboard of this swarm runs here.");
+  const none = h("p", { class: "quiet" }, "No contributions yet. The dashboard counts what peers compute while it runs.");
   return {
     node: h("div", {}, list, none),
     update(rows) {
       const best = [...rows].filter((row) => row.tokens > 0).sort((a, b) => b.tokens - a.tokens).slice(0, 10);
       none.hidden = best.length > 0;
       list.hidden = best.length === 0;
-      keyed(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
-        `${number(row.tokens)} tokens`, `here ${percent(row.uptime)} of the time`));
+      reconcile(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
+        `${number(row.tokens)} tokens`, `online ${percent(row.uptime)} of the time`));
     },
   };
 }

@@ -1,15 +1,15 @@
-/** The table of peers: sorted, filtered, and as light with 500 rows as with five. */
+/** The table of peers: sorted, filtered, and virtualised: only the rows on the screen are in the document. */
 
-import { h, keyed, setAttribute, setStyle, setText } from "../dom.js";
-import { bytes, count, exactly, lasting, number, percent, plural, seconds, shortId, span } from "../format.js";
+import { h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
+import { bytes, count, dateTime, duration, number, percent, plural, seconds, shortId, span } from "../format.js";
 import { peerState } from "../words.js";
 
-const ROW = 37; // pixels, as in parts.css: what makes it cheap to know which rows are on the screen
-const SPARE = 6; // rows drawn above and below them
+const ROW = 37; // height of a row in pixels, as in parts.css; the rows on the screen follow from it
+const SPARE = 6; // rows kept above and below those on the screen
 
 const STATE_ORDER = ["gone", "silent", "paused", "leaving", "joining", "online"];
 const text = (a, b) => a.localeCompare(b);
-const amount = (a, b) => (a === b ? 0 : (a ?? Infinity) - (b ?? Infinity)); // what is not known comes last
+const amount = (a, b) => (a === b ? 0 : (a ?? Infinity) - (b ?? Infinity)); // unknown values come last
 const stateRank = (peer) => STATE_ORDER.indexOf(peer.silent && peer.state !== "gone" ? "silent" : peer.state);
 
 const COLUMNS = [
@@ -19,14 +19,14 @@ const COLUMNS = [
   { id: "speed", title: "Speed", unit: "tokens/s", less: (a, b) => amount(a.tokens_per_s, b.tokens_per_s), most: true },
   { id: "delay", title: "Delay", less: (a, b) => amount(a.delay_s, b.delay_s) },
   { id: "queue", title: "Queue", less: (a, b) => amount(a.queue_s, b.queue_s), most: true },
-  { id: "cache", title: "Cache room", less: (a, b) => amount(a.cache_bytes_free, b.cache_bytes_free) },
+  { id: "cache", title: "Free cache", less: (a, b) => amount(a.cache_bytes_free, b.cache_bytes_free) },
   { id: "route", title: "Link", less: (a, b) => text(a.connection, b.connection) },
   { id: "precision", title: "Precision", less: (a, b) => text(a.dtype ?? "", b.dtype ?? "") },
   { id: "version", title: "Version", less: (a, b) => text(a.version ?? "", b.version ?? "") },
   { id: "uptime", title: "Uptime", less: (a, b) => amount(b.started_s, a.started_s), most: true },
 ];
 
-/** `update(peers, blocks, now_s)` fills it; peers have `id` and `label`. `chooseBlock(block)` shows its hosts only. */
+/** `update(peers, blocks, now_s)` fills it; peers have `id` and `label`. `chooseBlock(block)` shows only the hosts of a block. */
 export function peerTable() {
   let all = [];
   let blocks = 1;
@@ -36,7 +36,7 @@ export function peerTable() {
   let kind = "all";
   let block = null;
   let rows = [];
-  let settled = []; // ids in the order shown, kept while somebody points at the table
+  let settled = []; // ids in the order shown, which stays while the pointer or the focus is in the table
 
   const before = h("tbody", { "aria-hidden": "true" }, h("tr", {}, h("td", { colspan: COLUMNS.length })));
   const body = h("tbody", {});
@@ -46,10 +46,10 @@ export function peerTable() {
   const table = h("table", { class: "peers" }, h("caption", { class: "visually-hidden" }, "Peers of the swarm"), h("thead", {}, h("tr", {}, heads)), before, body, after);
   const scroll = h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of peers" }, table);
   const search = h("input", { type: "search", placeholder: "Name, id, version …", "aria-label": "Find peers", autocomplete: "off", spellcheck: "false" });
-  const states = h("select", { "aria-label": "Which states" }, [["all", "All states"], ["online", "Online"], ["trouble", "In trouble"]].map(([value, name]) => h("option", { value }, name)));
+  const states = h("select", { "aria-label": "Filter by state" }, [["all", "All states"], ["online", "Online"], ["trouble", "Not serving"]].map(([value, name]) => h("option", { value }, name)));
   const chip = h("button", { type: "button", class: "chip chip-button", hidden: true, onclick: () => chooseBlock(null) });
-  const tally = h("span", { class: "quiet", role: "status" });
-  const none = h("p", { class: "quiet", hidden: true }, "No peer is like that.");
+  const total = h("span", { class: "quiet", role: "status" });
+  const none = h("p", { class: "quiet", hidden: true }, "No peer matches.");
 
   function sortBy(column) {
     order = order.column === column ? { column, down: !order.down } : { column, down: Boolean(column.most) };
@@ -84,8 +84,8 @@ export function peerTable() {
     COLUMNS.forEach((column, at) => setAttribute(heads[at], "aria-sort", column === order.column ? (order.down ? "descending" : "ascending") : null));
     chip.hidden = block === null;
     setText(chip, block === null ? "" : `Block ${block} ✕`);
-    setAttribute(chip, "aria-label", `Only hosts of block ${block}. Show all`);
-    setText(tally, rows.length === all.length ? plural(all.length, "peer") : `${count(rows.length)} of ${count(all.length)}`);
+    setAttribute(chip, "aria-label", `Only hosts of block ${block}. Show all peers`);
+    setText(total, rows.length === all.length ? plural(all.length, "peer") : `${count(rows.length)} of ${count(all.length)}`);
     none.hidden = rows.length > 0 || all.length === 0;
     setAttribute(table, "aria-rowcount", rows.length + 1);
     draw();
@@ -97,7 +97,7 @@ export function peerTable() {
     space(before, first);
     space(after, rows.length - last);
     const focused = body.contains(document.activeElement);
-    keyed(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks, now_s));
+    reconcile(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks, now_s));
     [...body.children].forEach((node, at) => setAttribute(node, "aria-rowindex", first + at + 2));
     if (focused && !body.contains(document.activeElement)) scroll.focus({ preventScroll: true });
   }
@@ -123,7 +123,7 @@ export function peerTable() {
 
   return {
     node: h("div", {}, scroll, none),
-    controls: [tally, chip, states, search],
+    controls: [total, chip, states, search],
     chooseBlock,
     update(peers, of, at_s) {
       all = peers;
@@ -158,7 +158,7 @@ function fill(node, peer, blocks, now_s) {
   setText(link.lastElementChild, shortId(peer.id));
   fillState(state.firstElementChild, peer);
   fillSpan(held.firstElementChild.firstElementChild, peer.blocks, blocks);
-  setText(held.lastElementChild, peer.blocks ? span(peer.blocks) : "trains");
+  setText(held.lastElementChild, peer.blocks ? span(peer.blocks) : "trainer");
   held.firstElementChild.hidden = !peer.blocks;
   setText(speed, number(peer.tokens_per_s));
   setText(delay, seconds(peer.delay_s));
@@ -171,11 +171,11 @@ function fill(node, peer, blocks, now_s) {
   setText(route, peer.connection === "unknown" ? "–" : peer.connection);
   setText(exact, peer.dtype ?? "–");
   setText(version, peer.version || "–");
-  setText(uptime, peer.started_s ? lasting(now_s - peer.started_s) : "–");
-  setAttribute(uptime, "title", peer.started_s ? `since ${exactly(peer.started_s)}` : null);
+  setText(uptime, peer.started_s ? duration(now_s - peer.started_s) : "–");
+  setAttribute(uptime, "title", peer.started_s ? `since ${dateTime(peer.started_s)}` : null);
 }
 
-/** Fills a `.state` node: its symbol, its word, its colour. */
+/** Fills a `.state` node with symbol, word and colour. */
 export function fillState(node, peer) {
   const { symbol, word, kind } = peerState(peer);
   setAttribute(node, "data-kind", kind);
@@ -183,7 +183,7 @@ export function fillState(node, peer) {
   setText(node.lastElementChild, word);
 }
 
-/** Places the bar of a span inside its track of all blocks. */
+/** Places the bar of a span on its track of all blocks. */
 export function fillSpan(node, held, blocks) {
   node.hidden = !held;
   if (!held) return;

@@ -1,0 +1,147 @@
+"""What a failure means: which host is at fault, whether to try again, and the error for the user.
+
+A host may refuse honestly: the numbers that it received were not finite, or too long. Then a host whose outputs they were is at fault, or the
+client. Or the host lies. Every host refuses a client at fault, and one liar is not behind the refusals of hosts that have nothing to do with
+it. So refusals of independent hosts for the same reason blame the client.
+"""
+
+from collections.abc import Sequence
+
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import (
+    ConfigError,
+    IncompatibleVersion,
+    NoRoute,
+    NotAuthorised,
+    SwarmnetError,
+    Unreachable,
+)
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.resources import ResourceLimitReached
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.wire import refusal_pb2
+
+CLIENT_FAULTS = {
+    refusal_pb2.REASON_PROTOCOL: "update swarmnet, or leave out the adapter",
+    refusal_pb2.REASON_TOO_LONG: "send shorter sequences",
+    refusal_pb2.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
+}
+"""Reasons that every honest host would give a client at fault, with what its user can do."""
+PAUSE_S = 0.25
+"""Seconds between two attempts, once the first ones have failed."""
+ATTEMPTS = 10
+"""Repairs in a row, without an answer in between, after which a chain may be given up."""
+
+
+class Suspects:
+    """The hosts that may be the one liar behind all refusals for a reason. Pure."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, frozenset[PeerId]] = {}
+        self._accused: dict[int, frozenset[PeerId]] = {}
+
+    def narrow(self, reason: int, peers: frozenset[PeerId]) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+        """Count a refusal that is the fault of one of ``peers``, if not the client's.
+
+        Returns the peers that may be behind all refusals for ``reason``, and those that were suspected and no longer are.
+        """
+        left = self._left[reason] = self._left.get(reason, peers) & peers
+        accused = self._accused[reason] = self._accused.get(reason, peers) | peers
+        return left, accused - left
+
+
+class Blame:
+    """Attributes the failures of one piece of work: a session between two answers, or a batch of passes."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._suspects = Suspects()
+
+    def attribute(
+        self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), sent_by: Hop | None = None
+    ) -> list[Hop]:
+        """Ban the hosts that may be why ``hop`` failed with ``error``, and return them: they are to be replaced.
+
+        ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client. Hosts that this
+        failure clears are no longer banned. Raises ``ConfigError`` when the client is at fault: no single host can be behind all
+        refusals, or none that could be replaced.
+        """
+        reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
+        suspects, may_be_client = [hop], reason in CLIENT_FAULTS
+        if reason == refusal_pb2.REASON_NOT_FINITE:  # any of them may have made the numbers too large
+            suspects = list(dict.fromkeys([hop, *made_by]))
+        elif reason in CLIENT_FAULTS and sent_by is not None:
+            suspects, may_be_client = [hop, sent_by], False
+        banned = self._narrow(error, reason, suspects) if may_be_client else suspects
+        for each in banned:
+            self._swarm.failed(each.peer)
+        return suspects
+
+    def _narrow(
+        self, error: SwarmnetError, reason: "refusal_pb2.Reason", suspects: Sequence[Hop]
+    ) -> list[Hop]:
+        """The hops that may be behind all refusals. Raises ``ConfigError`` as ``attribute`` does."""
+        left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
+        for peer in cleared:
+            self._swarm.served(peer)
+        if any(self._swarm.can_replace(hop) for hop in suspects if hop.peer in left):
+            return [hop for hop in suspects if hop.peer in left]
+        for peer in left:
+            self._swarm.served(peer)
+        raise ConfigError(f"the hosts refuse what we send: {error}", hint=CLIENT_FAULTS[reason]) from error
+
+
+class RetryPolicy:
+    """Counts the repairs of a chain since it last answered."""
+
+    def __init__(self, recover_s: float) -> None:
+        """``recover_s``: a chain is tried for this long at least."""
+        self._recover_s = recover_s
+        self._attempts = 0
+        self._since = 0.0
+        self._repaired_at = 0.0
+
+    def pause_s(self, error: SwarmnetError | None) -> float:
+        """Seconds to wait before the next attempt; ``error`` ended the last one, and may name a time to wait."""
+        if self._attempts <= 2:  # another host may have room
+            return 0.0
+        asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
+        return min(max(PAUSE_S, asked_s), self._recover_s / 2)
+
+    def is_given_up(self, now: float, *, idle: bool) -> bool:
+        """Count one more failure; True after ``ATTEMPTS`` in a row over at least ``recover_s``.
+
+        An ``idle`` chain had nothing to answer: if it held for ``recover_s`` since its last repair, counting begins anew.
+        """
+        if self._attempts == 0 or (idle and now > self._repaired_at + self._recover_s):
+            self._attempts, self._since = 0, now
+        self._attempts += 1
+        return self._attempts > ATTEMPTS and now > self._since + self._recover_s
+
+    def repaired(self, now: float) -> None:
+        """The chain is whole, as far as is known."""
+        self._repaired_at = now
+
+    def answered(self) -> None:
+        """The chain has answered a step."""
+        self._attempts = 0
+
+
+def explain(error: SwarmnetError) -> SwarmnetError:
+    """The error for the user after many attempts, of which ``error`` ended the last."""
+    if isinstance(error, NoRoute | NotAuthorised):
+        return error
+    if isinstance(error, IncompatibleVersion):
+        return IncompatibleVersion(
+            f"a host runs another version: {error}", hint="upgrade here, or have the host's owner upgrade"
+        )
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED:
+        return NotAuthorised(str(error), hint=error.hint)
+    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY:
+        return ResourceLimitReached(
+            f"the hosts have no room: {error}",
+            error.retry_after_s,
+            hint="try again later, or start another node: swarmnet join",
+        )
+    return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

@@ -1,0 +1,96 @@
+"""Counts of what a host serves, from its start: for reports and for Prometheus."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from swarmnet_node.engine.counters import node_histogram
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.wire import report_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+MAX_PAIRS = 1024
+"""Pairs of neighbours whose positions are counted. Beyond these, the pair that was idle longest is dropped."""
+MAX_SEQUENCES = 1024
+"""Sequences of one session whose times are measured."""
+
+
+class Pair(NamedTuple):
+    """The peers before and after a session. Empty strings stand for clients, which are not told apart."""
+
+    upstream: str
+    downstream: str
+
+
+class HostCounters:
+    """Cumulative counts since the start of a host."""
+
+    def __init__(self) -> None:
+        self.answered = 0
+        self.rebuilt = 0
+        self.links_lost = 0
+        self.clients_lost = 0
+        self.refused: Counter[str] = Counter()
+        """Refusals by reason, as session.proto names them."""
+        self.first_tokens = node_histogram(
+            "first_token_seconds", "From a prompt to its first token, by its first hop.", BOUNDS_S
+        )
+        self.token_times = node_histogram(
+            "token_seconds", "From one token to the next, by their first hop.", BOUNDS_S
+        )
+        self._positions: OrderedDict[Pair, int] = OrderedDict()
+
+    def refuse(self, refusal: Refusal, peer: PeerId) -> None:
+        """Count and log a refusal of ``peer``."""
+        reason = refusal_pb2.Reason.Name(refusal.reason).removeprefix("REASON_").lower()
+        self.refused[reason] += 1
+        _log.info("refused", extra={"reason": reason, "peer": peer})
+
+    def passed(self, pair: Pair, positions: int) -> None:
+        """Count positions that went from one peer of ``pair`` through this host to the other."""
+        self._positions[pair] = self._positions.pop(pair, 0) + positions
+        if len(self._positions) > MAX_PAIRS:
+            self._positions.popitem(last=False)
+
+    def flows(self, open_sessions: Iterable[Pair]) -> list[pb.Flow]:
+        """The busiest pairs: by open sessions, then by positions."""
+        sessions = Counter(open_sessions)
+        pairs = {
+            pair: (sessions[pair], self._positions.get(pair, 0)) for pair in (*self._positions, *sessions)
+        }
+        busiest = sorted(pairs, key=lambda pair: (*pairs[pair], pair), reverse=True)[:MAX_FLOWS]
+        return [
+            pb.Flow(**pair._asdict(), sessions=pairs[pair][0], positions=pairs[pair][1]) for pair in busiest
+        ]
+
+
+class TokenTimes:
+    """Measures how long a client waits for its tokens, as the first hop of its chain sees steps arrive.
+
+    A step of one position carries the token that the step before produced, so the time between the two is one trip through the chain.
+    """
+
+    def __init__(self, counters: HostCounters) -> None:
+        self._counters = counters
+        self._last: dict[int, tuple[float, bool, bool]] = {}
+        """By sequence: arrival of its last step, whether that was of a prompt, and whether more of that prompt was to come."""
+
+    def arrived(self, rows: Iterable[Row], now_s: float) -> None:
+        """Count a step that arrived at ``now_s``, by any monotonic clock."""
+        for row in rows:
+            last = self._last.get(row.sequence)
+            if row.count > 1 or row.start == 0:
+                began_s = last[0] if last is not None and last[2] else now_s
+                self._last[row.sequence] = began_s, True, row.outputs == 0
+            elif last is not None:
+                times = self._counters.first_tokens if last[1] else self._counters.token_times
+                times.observe(now_s - last[0])
+                self._last[row.sequence] = now_s, False, False
+        while len(self._last) > MAX_SEQUENCES:
+            del self._last[next(iter(self._last))]

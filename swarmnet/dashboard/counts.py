@@ -1,0 +1,140 @@
+"""Counts of events at hosts: between two reports of a node, and their totals since the observer began."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swarmnet_protocols.directory.node_reports import BOUNDS_S
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire import report_pb2
+
+BUCKETS = len(BOUNDS_S) + 1
+NO_TIMES = (0,) * BUCKETS
+MAX_PER_SECOND = 1_000_000
+"""Highest rate at which any count of a node may grow. Reports are claims; without a limit one false report would dwarf all others."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of events. ``first_tokens`` and ``token_times`` are histograms with the bounds ``BOUNDS_S``, not cumulative."""
+
+    positions: int = 0
+    answered: int = 0
+    failures: int = 0
+    recoveries: int = 0
+    first_tokens: tuple[int, ...] = NO_TIMES
+    token_times: tuple[int, ...] = NO_TIMES
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.positions + other.positions,
+            self.answered + other.answered,
+            self.failures + other.failures,
+            self.recoveries + other.recoveries,
+            _sum(self.first_tokens, other.first_tokens),
+            _sum(self.token_times, other.token_times),
+        )
+
+    def since(self, earlier: "Counts") -> "Counts":
+        """The difference between these counts and ``earlier`` ones."""
+        return Counts(
+            self.positions - earlier.positions,
+            self.answered - earlier.answered,
+            self.failures - earlier.failures,
+            self.recoveries - earlier.recoveries,
+            tuple(map(int.__sub__, self.first_tokens, earlier.first_tokens)),
+            tuple(map(int.__sub__, self.token_times, earlier.token_times)),
+        )
+
+
+def counts_of(host: report_pb2.HostReport) -> Counts:
+    """The counts of a host since its start."""
+    return Counts(
+        host.positions,
+        host.answered,
+        host.links_lost,
+        host.rebuilt,
+        _buckets(host.first_tokens),
+        _buckets(host.token_times),
+    )
+
+
+def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Counts:
+    """The counts of a host from one report to a later one.
+
+    After a restart of the host, its counts begin at 0. A counter that decreased counts as unchanged, and none grows faster than
+    ``MAX_PER_SECOND``.
+    """
+    old = counts_of(before.host) if is_same_run(before, after) else Counts()
+    new = counts_of(after.host)
+    most = int(MAX_PER_SECOND * max(elapsed_s, 1.0))
+
+    def increase(now: int, then: int) -> int:
+        return min(max(now - then, 0), most)
+
+    return Counts(
+        increase(new.positions, old.positions),
+        increase(new.answered, old.answered),
+        increase(new.failures, old.failures),
+        increase(new.recoveries, old.recoveries),
+        tuple(map(increase, new.first_tokens, old.first_tokens)),
+        tuple(map(increase, new.token_times, old.token_times)),
+    )
+
+
+def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
+    """Whether two reports are from the same run of a node: it was not restarted between them."""
+    return after.uptime_s >= before.uptime_s and after.host.manifest == before.host.manifest
+
+
+def quantile(times: tuple[int, ...], share: float) -> float | None:
+    """The quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its bucket; None for an empty histogram.
+
+    For a quantile beyond the last bound, the last bound is returned.
+    """
+    total = sum(times)
+    if not total:
+        return None
+    below = 0
+    for index, count in enumerate(times[:-1]):
+        if count and below + count >= share * total:
+            low = BOUNDS_S[index - 1] if index else 0.0
+            return low + (BOUNDS_S[index] - low) * (share * total - below) / count
+        below += count
+    return BOUNDS_S[-1]
+
+
+def _buckets(times: report_pb2.Times) -> tuple[int, ...]:
+    if not times.counts:
+        return NO_TIMES
+    return tuple(later - earlier for earlier, later in pairwise((0, *times.counts)))
+
+
+def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int.__add__, one, other))
+
+
+class Totals:
+    """Counts of each model and of each peer since the observer began. They only grow."""
+
+    def __init__(self) -> None:
+        self.models: dict[bytes, Counts] = {}
+        self.peers: dict[PeerId, int] = {}
+        """Positions that each peer computed."""
+
+    def add(
+        self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
+    ) -> None:
+        """Add what ``peer`` did between two of its reports. Counts in its first report are not added: they cannot be checked."""
+        manifest = after.host.manifest
+        counts = counts_between(before, after, elapsed_s)
+        self.models[manifest] = self.models.get(manifest, Counts()) + counts
+        self.peers[peer] = self.peers.get(peer, 0) + counts.positions
+
+    def add_failure(self, manifest: bytes) -> None:
+        """Add the failure of a host of the model."""
+        self.models[manifest] = self.models.get(manifest, Counts()) + Counts(failures=1)
+
+    def keep_only(self, peers: Collection[PeerId]) -> None:
+        """Drop the totals of all other peers."""
+        self.peers = {peer: positions for peer, positions in self.peers.items() if peer in peers}

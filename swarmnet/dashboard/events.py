@@ -1,0 +1,83 @@
+"""Events of the page: what changed for peers and models from one state to the next. Pure functions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.peers import name_of
+
+MAX_EVENTS = 100
+_PRESENT = {"joining", "online", "leaving", "paused"}
+_LEAVING = {"leaving", "paused"}
+
+Entries = Mapping[str, Mapping[str, Any]]
+
+
+def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer has not joined."""
+    announced_leave = {
+        seen.peer
+        for seen in snapshot.peers
+        if seen.announced is not None and seen.announced.state == "leaving"
+    }
+    found = []
+    for peer, entry in after.items():
+        kind = _kind(before.get(peer), entry, snapshot.observed_since_s)
+        if kind == "lost" and peer in announced_leave:
+            kind = "left"
+        if kind is not None:
+            text = f"{name_of(entry, peer)} {_WORDS[kind]}{_blocks_text(entry)}"
+            found.append(_event(snapshot.now_s, kind, text, peer=peer, model=entry["model"]))
+    return found
+
+
+def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
+    """Events "weak" (some block has only one host left, or none) and "healed"."""
+    found = []
+    for manifest, entry in after.items():
+        old = before.get(manifest)
+        if old is None or old["blocks"] != entry["blocks"]:
+            continue
+        was, now = old["weakest"]["replicas"], entry["weakest"]["replicas"]
+        block = entry["weakest"]["block"]
+        if now < was and now <= 1:
+            hosts = "no peer hosts" if now == 0 else "only one peer hosts"
+            found.append(_event(now_s, "weak", f"{hosts} block {block} of {entry['name']}", model=manifest))
+        elif was == 0 < now:
+            found.append(
+                _event(now_s, "healed", f"every block of {entry['name']} is hosted again", model=manifest)
+            )
+        elif was == 1 < now:
+            text = f"every block of {entry['name']} has {now} or more peers"
+            found.append(_event(now_s, "healed", text, model=manifest))
+    return found
+
+
+_WORDS = {"joined": "joined", "left": "left", "lost": "was lost", "recovered": "is back"}
+
+
+def _kind(old: Mapping[str, Any] | None, new: Mapping[str, Any], observed_since_s: float) -> str | None:
+    is_here = new["state"] in _PRESENT
+    if old is None:
+        began_s = new["started_s"]
+        return "joined" if is_here and began_s is not None and began_s > observed_since_s else None
+    if old["state"] == "gone":
+        return "recovered" if is_here else None
+    if not is_here:
+        return "left" if old["state"] in _LEAVING else "lost"
+    if old["started_s"] is None and new["started_s"] is not None and new["started_s"] > observed_since_s:
+        return "joined"
+    return None
+
+
+def _blocks_text(entry: Mapping[str, Any]) -> str:
+    if entry["blocks"] is None:
+        return ""
+    start, end = entry["blocks"]
+    return f", blocks {start}:{end}"
+
+
+def _event(
+    at_s: float, kind: str, text: str, *, peer: str | None = None, model: str | None = None
+) -> dict[str, Any]:
+    return {"at_s": round(at_s, 1), "kind": kind, "peer_id": peer, "model": model, "text": text}

@@ -1,0 +1,100 @@
+"""The JSON of models: replicas of each block, speed of answers, and the blocks that a newcomer should host. Pure functions."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from statistics import median_low
+from typing import Any
+
+from swarmnet.dashboard.counts import Counts, quantile
+from swarmnet.dashboard.observations import Snapshot
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.placement import Claim, choose_start
+
+DEFAULT_SHARE = 3
+"""For a model without hosts, the advice is to host one block in this many."""
+_SHELL_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
+
+Hosts = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def model_entry(
+    model: CatalogModel, snapshot: Snapshot, hosts: Hosts, answered_per_s: float, sessions: int
+) -> dict[str, Any]:
+    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts it and is not gone."""
+    replicas = replicas_of(model.blocks, [entry for _, entry in hosts if entry["state"] == "online"])
+    weakest = min(range(model.blocks), key=lambda block: (replicas[block], block))
+    recent = snapshot.recent.get(model.manifest, Counts())
+    return {
+        "name": model.name,
+        "blocks": model.blocks,
+        "replicas": replicas,
+        "weakest": {"block": weakest, "replicas": replicas[weakest]},
+        "healthy": replicas[weakest] > 0,
+        "peers": len(hosts),
+        "sessions": sessions,
+        "tokens_per_s": round(answered_per_s, 1),
+        "peak_sessions": snapshot.peak_sessions.get(model.manifest),
+        "first_token_s": quantiles(recent.first_tokens),
+        "token_s": quantiles(recent.token_times),
+        "advice": advice(model, snapshot.swarm.join, hosts, replicas),
+    }
+
+
+def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The number of hosts of each block, from the JSON of the hosts that are online."""
+    changes = [0] * (blocks + 1)
+    for entry in online:
+        start, end = entry["blocks"]
+        changes[min(start, blocks)] += 1
+        changes[min(end, blocks)] -= 1
+    return list(accumulate(changes))[:blocks]
+
+
+def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
+    """Median and 95th percentile of a histogram in seconds; None for an empty one."""
+    middle, high = quantile(times, 0.5), quantile(times, 0.95)
+    if middle is None or high is None:
+        return None
+    return {"p50": round(middle, 4), "p95": round(high, 4)}
+
+
+def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
+    """The span that a newcomer should host, as ``routing.placement`` chooses it for nodes, with the reason and the command.
+
+    Its length is the median of the present hosts' spans.
+    """
+    lengths = [entry["blocks"][1] - entry["blocks"][0] for _, entry in hosts]
+    length = min(model.blocks, median_low(lengths) if lengths else -(-model.blocks // DEFAULT_SHARE))
+    claims = [
+        Claim(
+            PeerId(peer),
+            entry["blocks"][0],
+            entry["blocks"][1],
+            1 / entry["step_s"] if entry["step_s"] else 1.0,
+        )
+        for peer, entry in hosts
+        if entry["state"] in {"online", "joining"}
+    ]
+    start = choose_start(claims, blocks=model.blocks, length=length)
+    span = (start, start + length)
+    # Any peer may choose the name of a model, and the reader pastes this command into a shell.
+    name = model.name if _SHELL_SAFE_NAME.fullmatch(model.name) else "MODEL"
+    command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
+    return {"blocks": list(span), "reason": _reason(span, replicas), "command": shlex.join(command)}
+
+
+def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
+    least = min(replicas[span[0] : span[1]])
+    weak = [block for block in range(*span) if replicas[block] == least]
+    first, end = weak[0], weak[-1] + 1
+    where = f"block {first}" if len(weak) == 1 else f"blocks {first}:{end}"
+    if end - first != len(weak):
+        where = f"{len(weak)} of blocks {first}:{end}"
+    if least == 0:
+        return f"no peer hosts {where}: the model cannot answer"
+    if least == 1:
+        return f"only one peer hosts {where}: when it leaves, the model cannot answer"
+    return f"{where} {'has' if len(weak) == 1 else 'have'} the fewest peers: {least}"

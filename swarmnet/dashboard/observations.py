@@ -1,0 +1,190 @@
+"""What the observer knows: a ``Snapshot`` of the swarm at one moment, and the ``PeerTracker`` that keeps one peer's part of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from swarmnet.dashboard.counts import Counts, Totals, is_same_run
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.host_announcements import MAX_STEP_S
+from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.wire import records_pb2, report_pb2
+
+GONE_SHOWN_S = 600.0
+"""Seconds for which a peer that is gone stays on the page."""
+DELAY_SMOOTHING = 0.3
+"""Weight of the newest measurement in the moving average of a delay."""
+
+
+@dataclass(frozen=True)
+class SwarmInfo:
+    """The observed swarm, as its swarm file describes it."""
+
+    name: str
+    id: str
+    admission: str
+    observer: PeerId
+    join: tuple[str, ...] = ("swarm.toml",)
+    """Arguments of the `swarmnet join` command that the page shows to newcomers."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A host's record in the directory."""
+
+    manifest: bytes
+    start: int
+    end: int
+    state: str
+    version: str
+    public_name: str
+    step_s: float
+    sessions: int
+    cache_bytes_free: int
+    is_relayed: bool | None
+    """Whether all its addresses lead through a relay; None if it announces no address."""
+
+
+@dataclass(frozen=True)
+class TimedReport:
+    """A node's report, and the Unix time at which it arrived."""
+
+    report: report_pb2.NodeReport
+    at_s: float
+
+
+@dataclass(frozen=True)
+class PeerObservation:
+    """What is known of one peer. Times are Unix times."""
+
+    peer: PeerId
+    first_seen_s: float
+    announced: Announcement | None = None
+    announced_at_s: float = 0.0
+    """When the newest record was received."""
+    newest: TimedReport | None = None
+    before: TimedReport | None = None
+    """The report before ``newest``; None if the node was restarted between the two."""
+    delay_s: float | None = None
+    failed_at_s: float | None = None
+    """When a poll failed that none has succeeded since; None while the peer answers, and before the first poll."""
+
+    @property
+    def answers(self) -> bool:
+        return self.newest is not None and self.failed_at_s is None
+
+
+@dataclass(frozen=True)
+class JobObservation:
+    """A training job of the catalog: what its owner signed, and which workers announce it."""
+
+    id: str
+    name: str
+    method: str
+    rounds: int
+    workers: Sequence[PeerId] = ()
+    round: int = 0
+    """The highest round that a worker announces."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything known of a swarm at the Unix time ``now_s``."""
+
+    now_s: float
+    observed_since_s: float
+    swarm: SwarmInfo
+    models: Sequence[CatalogModel] = ()
+    peers: Sequence[PeerObservation] = ()
+    jobs: Sequence[JobObservation] = ()
+    totals: Mapping[bytes, Counts] = field(default_factory=dict)
+    """Counts of each model since ``observed_since_s``, by manifest hash."""
+    peer_positions: Mapping[PeerId, int] = field(default_factory=dict)
+    """Positions that each peer computed since ``observed_since_s``."""
+    recent: Mapping[bytes, Counts] = field(default_factory=dict)
+    """Counts of each model over the last minutes."""
+    peak_sessions: Mapping[bytes, int] = field(default_factory=dict)
+    """The most open sessions of each model in the last 24 hours."""
+
+
+class PeerTracker:
+    """Updates the observation of one peer with each record, report and failed poll."""
+
+    def __init__(self, peer: PeerId, now_s: float) -> None:
+        self.observation = PeerObservation(peer, now_s)
+        self.addresses: tuple[str, ...] = ()
+        self._sequence = -1
+
+    @property
+    def peer(self) -> PeerId:
+        return self.observation.peer
+
+    @property
+    def manifest(self) -> bytes:
+        """Manifest hash of the hosted model; empty if the peer hosts none."""
+        seen = self.observation
+        if seen.announced is not None:
+            return seen.announced.manifest
+        return seen.newest.report.host.manifest if seen.newest is not None else b""
+
+    def on_record(self, info: HostInfo, body: records_pb2.HostRecord, sequence: int, now_s: float) -> None:
+        """Take the peer's record from the directory, unless a newer one is known."""
+        if self.observation.announced is not None and sequence <= self._sequence:
+            return
+        self._sequence = sequence
+        announced = Announcement(
+            manifest=body.manifest,
+            start=info.start,
+            end=info.end,
+            state=records_pb2.HostState.Name(body.state).removeprefix("HOST_STATE_").lower()
+            if body.state in records_pb2.HostState.values()
+            else "joining",
+            version=clean(body.version)[:MAX_NAME_CHARS],
+            public_name=clean(body.public_name)[:MAX_NAME_CHARS],
+            step_s=min(info.step_s, MAX_STEP_S),
+            sessions=body.sessions,
+            cache_bytes_free=min(body.cache_bytes_free, MAX_NUMBER),
+            is_relayed=all("/p2p-circuit" in each for each in info.addresses) if info.addresses else None,
+        )
+        self._update(announced=announced, announced_at_s=now_s)
+
+    def on_record_absent(self) -> None:
+        """The directory has no record of the peer."""
+        self._update(announced=None)
+
+    def on_report(self, report: report_pb2.NodeReport, now_s: float, totals: Totals) -> None:
+        """Take a report, and add what the peer did since the one before to ``totals``."""
+        before = self.observation.newest
+        if before is not None:
+            totals.add(self.peer, before.report, report, now_s - before.at_s)
+            if not is_same_run(before.report, report):
+                before = None
+        self._update(newest=TimedReport(report, now_s), before=before, failed_at_s=None)
+
+    def on_delay(self, measured_s: float) -> None:
+        """Take a measurement of half a round trip into the moving average."""
+        average_s = self.observation.delay_s
+        if average_s is None:
+            average_s = measured_s
+        self._update(delay_s=average_s + DELAY_SMOOTHING * (measured_s - average_s))
+
+    def on_failed_poll(self, now_s: float, totals: Totals) -> None:
+        """The peer did not answer. The first failure of a host that had not announced that it leaves counts as a failure of its model."""
+        seen = self.observation
+        if seen.failed_at_s is not None:
+            return
+        self._update(failed_at_s=now_s)
+        left = seen.announced is not None and seen.announced.state in {"leaving", "paused"}
+        if seen.newest is not None and seen.newest.report.HasField("host") and not left:
+            totals.add_failure(seen.newest.report.host.manifest)
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether the peer has been gone for longer than it is shown."""
+        seen = self.observation
+        if seen.announced is not None or seen.answers:
+            return False
+        return now_s - max(seen.first_seen_s, seen.failed_at_s or 0.0) > GONE_SHOWN_S
+
+    def _update(self, **fields: object) -> None:
+        self.observation = replace(self.observation, **fields)  # type: ignore[arg-type]

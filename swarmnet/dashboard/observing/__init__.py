@@ -1,1 +1,0 @@
-"""Collects what the dashboard shows: the directory, and the reports of nodes."""

@@ -1,0 +1,190 @@
+"""The JSON of peers, and of the edges between them along which tokens flow. Pure functions of observations."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from swarmnet.dashboard.counts import MAX_PER_SECOND
+from swarmnet.dashboard.observations import GONE_SHOWN_S, Announcement, PeerObservation, TimedReport
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire import report_pb2
+
+STALE_S = 20.0
+"""Age in seconds beyond which a report gives no rates."""
+START_TOLERANCE_S = 5.0
+"""Start times closer than this are one start: each is a clock minus an uptime, and small errors must not change the state."""
+RECORD_AFTER_FAILURE_S = 2.0
+"""A record received at least this many seconds after a failed poll shows that the peer runs, though it cannot be reached."""
+CLIENT = "client"
+"""Id that stands for all clients, which are not told apart."""
+MAX_EDGES = 1000
+
+_STATES = {"choosing": "joining"}
+
+
+def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The JSON of one peer. ``previous`` is its JSON in the state before, None if that did not have the peer."""
+    state, silent = state_of(seen)
+    report = seen.newest.report if seen.newest else None
+    entry: dict[str, Any] = {
+        "name": None,
+        "version": report.version if report else "",
+        "role": "trainer" if report is not None and report.HasField("worker") else "host",
+        "state": state,
+        "model": None,
+        "blocks": None,
+        "job": None,
+        "dtype": None,
+        "tokens_per_s": 0.0,
+        "step_s": None,
+        "delay_s": None if seen.delay_s is None else round(seen.delay_s, 3),
+        "connection": "unknown",
+        "queue_s": 0.0,
+        "cache_bytes_free": 0,
+        "cache_bytes_limit": 0,
+        "started_s": None,
+        "sessions": 0,
+        "tokens": 0,
+        "last_seen_s": round(_last_seen_s(seen), 1) if silent or state == "gone" else None,
+        "silent": silent,
+    }
+    if seen.announced is not None:
+        entry |= _announced(seen.announced)
+    if seen.newest is not None:
+        entry |= _reported(seen.newest)
+        known_s = previous["started_s"] if previous else None
+        if known_s is not None and abs(entry["started_s"] - known_s) < START_TOLERANCE_S:
+            entry["started_s"] = known_s
+    if state == "gone":
+        entry |= {"sessions": 0, "queue_s": 0.0}
+    else:
+        entry["tokens_per_s"] = round(rate_of(seen, now_s, lambda report: report.host.positions), 1)
+    return entry
+
+
+def state_of(seen: PeerObservation) -> tuple[str, bool]:
+    """The state of a peer, and whether only its announcement says so because it does not answer."""
+    if seen.answers and seen.newest is not None:
+        report = seen.newest.report
+        if report.HasField("worker"):
+            return ("leaving" if report.worker.state == "leaving" else "online"), False
+        return _STATES.get(report.host.state, report.host.state), False
+    announced = seen.announced
+    if announced is None or announced.state == "leaving":
+        return "gone", False
+    if announced.state == "paused":
+        return "paused", True
+    if seen.newest is not None and seen.announced_at_s < (seen.failed_at_s or 0.0) + RECORD_AFTER_FAILURE_S:
+        return "gone", False
+    return _STATES.get(announced.state, announced.state), True
+
+
+def is_shown(seen: PeerObservation, now_s: float) -> bool:
+    """Whether a peer is in the swarm, or was within the last ``GONE_SHOWN_S``."""
+    return state_of(seen)[0] != "gone" or now_s - _last_seen_s(seen) < GONE_SHOWN_S
+
+
+def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.NodeReport], int]) -> float:
+    """The increase of ``count`` per second between the last two reports; 0 if the newest is stale."""
+    newest, before = seen.newest, seen.before
+    if newest is None or before is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
+        return 0.0
+    if newest.at_s <= before.at_s:
+        return 0.0
+    added = max(0, count(newest.report) - count(before.report))
+    return min(added / (newest.at_s - before.at_s), float(MAX_PER_SECOND))
+
+
+def name_of(entry: Mapping[str, Any], peer: PeerId | str) -> str:
+    """The name that a peer chose, or the end of its id: all ids begin alike."""
+    return entry["name"] or f"…{peer[-6:]}"
+
+
+def _last_seen_s(seen: PeerObservation) -> float:
+    return max(seen.first_seen_s, seen.announced_at_s, seen.newest.at_s if seen.newest else 0.0)
+
+
+def _announced(announced: Announcement) -> dict[str, Any]:
+    relayed = {None: "unknown", True: "relayed", False: "direct"}
+    return {
+        "name": announced.public_name or None,
+        "version": announced.version,
+        "model": announced.manifest.hex(),
+        "blocks": [announced.start, announced.end],
+        "step_s": announced.step_s or None,
+        "connection": relayed[announced.is_relayed],
+        "cache_bytes_free": announced.cache_bytes_free,
+        "sessions": announced.sessions,
+    }
+
+
+def _reported(reported: TimedReport) -> dict[str, Any]:
+    report = reported.report
+    common = {
+        "name": report.public_name or None,
+        "version": report.version,
+        "started_s": round(reported.at_s - report.uptime_s),
+    }
+    if report.HasField("worker"):
+        return common | {"job": report.worker.job.hex()}
+    host = report.host
+    return common | {
+        "model": host.manifest.hex(),
+        "blocks": [host.start, host.end],
+        "dtype": host.dtype,
+        "step_s": float(f"{host.step_s:.3g}") or None,
+        "queue_s": float(f"{host.queue_s:.2g}"),
+        "cache_bytes_free": max(0, host.cache_bytes_limit - host.cache_bytes),
+        "cache_bytes_limit": host.cache_bytes_limit,
+        "sessions": host.sessions,
+        "tokens": host.positions,
+    }
+
+
+def edge_entries(
+    observations: Iterable[PeerObservation], known: Collection[PeerId], now_s: float
+) -> dict[str, Any]:
+    """The JSON of the busiest ``MAX_EDGES`` edges by ``SOURCE>TARGET``, between ``known`` peers and clients.
+
+    An edge between two hosts is taken from the report of the receiver, which knows the sender from the connection.
+    """
+    edges: dict[str, dict[str, Any]] = {}
+
+    def add(source: str, target: str, model: str, sessions: int, tokens_per_s: float) -> None:
+        edge = edges.setdefault(
+            f"{source}>{target}",
+            {"source": source, "target": target, "model": model, "sessions": 0, "tokens_per_s": 0.0},
+        )
+        edge["sessions"] += sessions
+        edge["tokens_per_s"] += tokens_per_s
+
+    for seen in observations:
+        newest = seen.newest
+        if newest is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
+            continue
+        rates = _edge_rates(newest, seen.before)
+        model = newest.report.host.manifest.hex()
+        for flow in newest.report.host.flows:
+            rate = rates.get((flow.upstream, flow.downstream), 0.0)
+            if not flow.upstream or flow.upstream in known:
+                add(flow.upstream or CLIENT, seen.peer, model, flow.sessions, rate)
+            if not flow.downstream:
+                add(seen.peer, CLIENT, model, flow.sessions, rate)
+    busy = [edge for edge in edges.values() if edge["sessions"] or edge["tokens_per_s"] >= 0.05]
+    busy.sort(key=lambda edge: (-edge["tokens_per_s"], -edge["sessions"], edge["source"], edge["target"]))
+    return {
+        f"{edge['source']}>{edge['target']}": edge | {"tokens_per_s": round(edge["tokens_per_s"], 1)}
+        for edge in busy[:MAX_EDGES]
+    }
+
+
+def _edge_rates(newest: TimedReport, before: TimedReport | None) -> dict[tuple[str, str], float]:
+    """Positions per second on each (upstream, downstream) of a host, between its last two reports."""
+    if before is None or newest.at_s <= before.at_s:
+        return {}
+    earlier = {(flow.upstream, flow.downstream): flow.positions for flow in before.report.host.flows}
+    rates = {}
+    for flow in newest.report.host.flows:
+        edge = (flow.upstream, flow.downstream)
+        added = max(0, flow.positions - earlier.get(edge, flow.positions))
+        rates[edge] = min(added / (newest.at_s - before.at_s), MAX_PER_SECOND)
+    return rates

@@ -1,0 +1,152 @@
+"""The state of a swarm as JSON, derived from a snapshot; and the JSON Merge Patch from one state to the next. Pure functions."""
+
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from swarmnet.dashboard.events import MAX_EVENTS, model_events, peer_events
+from swarmnet.dashboard.models import model_entry
+from swarmnet.dashboard.observations import JobObservation, PeerObservation, Snapshot
+from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry, rate_of, state_of
+from swarmnet_protocols.directory.node_reports import MAX_NUMBER
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire import report_pb2
+
+MAX_PEERS = 2000
+MAX_CONTRIBUTORS = 64
+
+
+@dataclass(frozen=True)
+class State:
+    """``body`` is the answer of `/api/v1/state`; ``new_events`` are its events that the state before did not have."""
+
+    body: Mapping[str, Any]
+    new_events: tuple[Mapping[str, Any], ...] = ()
+
+
+def derive(
+    snapshot: Snapshot, previous: State | None = None, old_events: tuple[Mapping[str, Any], ...] = ()
+) -> State:
+    """The state of one snapshot, after the state ``previous``.
+
+    ``old_events``: the events of the history, newest first, with which the first state of a process begins.
+    """
+    before: Mapping[str, Any] = {"peers": {}, "models": {}, "events": list(old_events)}
+    if previous is not None:
+        before = previous.body
+    shown = [seen for seen in snapshot.peers if is_shown(seen, snapshot.now_s)][:MAX_PEERS]
+    peers: dict[str, Any] = {
+        seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer)) for seen in shown
+    }
+    present = {PeerId(peer) for peer, entry in peers.items() if entry["state"] != "gone"}
+    edges = edge_entries(shown, present, snapshot.now_s)
+    models = _models(snapshot, peers, edges)
+    by_id = {seen.peer: seen for seen in shown}
+    new = peer_events(before["peers"], peers, snapshot)
+    if previous is not None:
+        new += model_events(before["models"], models, snapshot.now_s)
+    body = {
+        "swarm": {
+            "name": snapshot.swarm.name,
+            "id": snapshot.swarm.id,
+            "admission": snapshot.swarm.admission,
+            "join": shlex.join(snapshot.swarm.join),
+            "now_s": round(snapshot.now_s, 1),
+            "version": version("swarmnet-p2p"),
+            "observed_from": snapshot.swarm.observer[-6:],
+        },
+        "models": models,
+        "peers": peers,
+        "flows": edges,
+        "jobs": {job.id: _job_entry(job, by_id) for job in snapshot.jobs},
+        "events": [*reversed(new), *before["events"]][:MAX_EVENTS],
+    }
+    return State(body, tuple(new))
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON Merge Patch (RFC 7386) that turns ``old`` into ``new``.
+
+    A value that became None is removed by the patch, as the RFC defines it: readers take a missing member for null.
+    """
+    patch: dict[str, Any] = {name: None for name in old if name not in new}
+    for name, value in new.items():
+        known = old.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            if inner := merge_patch(known, value):
+                patch[name] = inner
+        elif name not in old or value != known:
+            patch[name] = value
+    return patch
+
+
+def _models(
+    snapshot: Snapshot, peers: Mapping[str, Mapping[str, Any]], edges: Mapping[str, Any]
+) -> dict[str, Any]:
+    hosts: dict[str, list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
+    for peer, entry in peers.items():
+        if entry["model"] is not None and entry["state"] != "gone":
+            hosts[entry["model"]].append((peer, entry))
+    answered: dict[str, float] = defaultdict(float)
+    for seen in snapshot.peers:
+        manifest = seen.newest.report.host.manifest.hex() if seen.newest else ""
+        answered[manifest] += rate_of(seen, snapshot.now_s, lambda report: report.host.answered)
+    sessions: dict[str, int] = defaultdict(int)
+    for edge in edges.values():
+        if edge["target"] == CLIENT:
+            sessions[edge["model"]] += edge["sessions"]
+    return {
+        (key := model.manifest.hex()): model_entry(model, snapshot, hosts[key], answered[key], sessions[key])
+        for model in snapshot.models
+    }
+
+
+def _job_entry(job: JobObservation, peers: Mapping[PeerId, PeerObservation]) -> dict[str, Any]:
+    """The JSON of one job, from the reports of its workers."""
+    reports = [
+        seen.newest.report.worker
+        for peer in job.workers
+        if (seen := peers.get(peer)) is not None
+        and seen.newest is not None
+        and state_of(seen)[0] != "gone"
+        and seen.newest.report.worker.job.hex() == job.id
+    ]
+    round_number = max([job.round, *(report.round for report in reports)])
+    return {
+        "name": job.name,
+        "method": job.method,
+        "round": min(round_number, job.rounds),
+        "rounds": job.rounds,
+        "workers": len(job.workers),
+        "loss": _mean([report.loss for report in reports if report.HasField("loss")]),
+        "val_loss": _mean([report.val_loss for report in reports if report.HasField("val_loss")]),
+        "tokens": max((report.tokens for report in reports), default=0),
+        "bytes_sent": min(MAX_NUMBER, sum(report.bytes_sent for report in reports)),
+        "contributors": _contributors(reports),
+        "state": _job_state(job, round_number, [report.state for report in reports]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 5) if values else None
+
+
+def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, Any]]:
+    """Each worker's share of the committed rounds, from the report that counts the most rounds."""
+    longest = max(reports, key=lambda report: sum(each.rounds for each in report.contributions), default=None)
+    if longest is None:
+        return []
+    total = sum(each.rounds for each in longest.contributions) or 1
+    most = sorted(longest.contributions, key=lambda each: (-each.rounds, each.peer))[:MAX_CONTRIBUTORS]
+    return [{"peer_id": each.peer, "share": round(each.rounds / total, 4)} for each in most]
+
+
+def _job_state(job: JobObservation, round_number: int, states: Sequence[str]) -> str:
+    if round_number >= job.rounds:
+        return "done"
+    if not job.workers:
+        return "idle"
+    return "waiting" if states and all(state == "waiting" for state in states) else "training"

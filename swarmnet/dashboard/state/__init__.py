@@ -1,1 +1,0 @@
-"""What the dashboard shows, as JSON: pure functions of what was observed."""
