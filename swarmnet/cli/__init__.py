@@ -122,7 +122,7 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output is gone; without this the interpreter complains once more when it flushes.
+        # The reader of stdout has left. Without this the interpreter reports the error again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost handler
@@ -151,9 +151,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # How long an OpenMP thread spins before it sleeps, to be set before torch is imported: long enough to span the gap
-    # between two operations of one forward (asleep in between, decoding takes twice as long), too short to be felt
-    # by the other processes of the machine when the forward is over.
+    # Iterations that an OpenMP thread spins before it sleeps; read when torch is imported. Long enough for the gap between two
+    # operations of one forward (threads that sleep in it make decoding twice as slow), and too short to slow other processes down.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and how their text is read."""
+"""Arguments and options that several commands share, and how their text is read."""
 
 import math
 import re
@@ -149,7 +149,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.
 
 
 def device_option(about: str) -> Any:
-    """`--device` of a command, which says what is computed there."""
+    """The option `--device` with a help text of the command's own."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
 
 
@@ -164,7 +164,7 @@ def parse_blocks(text: str) -> tuple[int, int]:
 
 
 def parse_p2pd_bytes(text: str) -> int:
-    """What ``--max-p2pd`` says."""
+    """The value of ``--max-p2pd`` in bytes."""
     size_bytes = parse_size_bytes(text, option="--max-p2pd")
     if size_bytes < MIN_MEMORY_BYTES:
         raise typer.BadParameter(

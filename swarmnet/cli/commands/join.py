@@ -1,4 +1,4 @@
-"""``swarmnet join``: host a part of a model until told to stop."""
+"""``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +178,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
-    """What the owner of a machine should know before it is shared."""
+    """The facts that the owner of this machine agrees to before it is shared."""
     open_to_all = rules.admission is Admission.OPEN
     return limit_options.rows(limits) | {
         "disk": disk,

@@ -1,4 +1,4 @@
-"""``swarmnet run``: one prompt, or a chat."""
+"""``swarmnet run``: answers one prompt, or chats."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""``swarmnet service``: a command of ours that starts with the machine, under systemd."""
+"""``swarmnet service``: has systemd start a swarmnet command with the machine."""
 
 from typing import Annotated
 
@@ -34,9 +34,9 @@ def install(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the unit and change nothing.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Have systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install come before COMMAND.
+    """Have systemd run `swarmnet COMMAND` now and at each start of this machine. Options of install come before COMMAND.
 
-    Paths are taken from the directory you are in.
+    Relative paths refer to the current directory.
     """
     _check(command)
     service = Service(name, is_system)
@@ -60,7 +60,7 @@ def install(
 def uninstall(
     *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
 ) -> None:
-    """Stop it, and start it no more. Keys and models stay."""
+    """Stop the service and remove its unit. Keys and models stay."""
     service = Service(name, is_system)
     service.uninstall()
     if as_json:
@@ -73,7 +73,7 @@ def uninstall(
 def status(
     *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
 ) -> None:
-    """Print what systemd says of it."""
+    """Print the state of the service, as systemd reports it."""
     service = Service(name, is_system)
     shown = service.status()
     if as_json:
@@ -83,7 +83,7 @@ def status(
 
 
 def _check(command: list[str]) -> None:
-    """Raises what the command itself would raise for a wrong option, before systemd tries it for ever."""
+    """Raise what the command would raise for an invalid option: systemd would restart it for ever."""
     from swarmnet_protocols.membership.invites import is_invite
 
     if command[0] not in RUN_FOR_LONG:

@@ -1,4 +1,4 @@
-"""``swarmnet swarm``: make a swarm, look at its file, change and sign it."""
+"""``swarmnet swarm``: creates, shows, verifies and signs swarm files, and makes their keys."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -96,7 +96,7 @@ app.command("revoke")(swarm_members.revoke)
 
 @app.command("show")
 def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
-    """Print what a swarm file says."""
+    """Print the content of a swarm file."""
     file = swarm_file.load(swarm)
     if as_json:
         print_json(_summary(file))
@@ -146,7 +146,7 @@ def sign(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a swarm file after it was edited; --bootstrap adds an address. Then give the file out again."""
+    """Sign a swarm file after it was edited; --bootstrap adds an address. Then distribute the file again."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
@@ -163,7 +163,7 @@ def new_key(
     *,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key for an issuer. List the public key under `issuers` in swarm.toml, and sign that."""
+    """Make a key for an issuer. List the public key under `issuers` in swarm.toml and sign the file."""
     from swarmnet.swarm_file.keys import create_key
 
     public = f"ed25519:{create_key(path).public_key.hex()}"
@@ -191,7 +191,7 @@ def rotate_key(
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a new authority key in the place of the old ones. The swarm stays the same; give its file out again."""
+    """Replace the authority keys by a new one. The swarm stays the same; distribute its file again."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s

@@ -1,4 +1,4 @@
-"""``swarmnet train``: jobs that many machines train together."""
+"""``swarmnet train``: creates, joins, plots and exports training jobs."""
 
 import asyncio
 import shlex
@@ -136,9 +136,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept.
+    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time: committed rounds are kept.
 
-    The first time it says what the job reads, sends and uses on this machine, and asks.
+    The first time, it shows what the job reads, sends and uses on this machine, and asks.
     """
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})

@@ -1,4 +1,4 @@
-"""``swarmnet tune``: an adapter of one's own for a model in the swarm."""
+"""``swarmnet tune``: fine-tunes an adapter for a model that runs on the swarm."""
 
 import importlib.util
 import math
@@ -110,10 +110,10 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fine-tune a model that runs on the swarm: its weights stay as they are, what learns stays here.
+    """Fine-tune a model that runs on the swarm: its weights stay as they are, the adapter is trained on this machine.
 
-    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. A run that was interrupted goes
-    on when the same command is given again.
+    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. An interrupted run
+    continues when the same command is given again.
     """
     rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
     if not 0 < rate < math.inf:
@@ -162,7 +162,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
         if force:
-            folder.save(tuner)  # should this run crash, the one that it replaces must not go on in its place
+            folder.save(tuner)  # if this run crashes, the run that it replaces must not be continued instead
         words = Words()
 
         def show(event: Fields) -> None:
@@ -220,7 +220,7 @@ def _train(
     evaluate_every: int,
     save_every: int,
 ) -> None:
-    """Train to the last step. A run that ends before, for any reason, is saved as it stands."""
+    """Train to the last step. A run that ends before, for any reason, is saved."""
     saved, points = None, 0
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
@@ -233,7 +233,7 @@ def _train(
             again = _save(tuner, folder)
             if (
                 again != saved
-            ):  # otherwise only an evaluation came after the last checkpoint, which said this step
+            ):  # otherwise the last checkpoint has this step: only an evaluation came after it
                 show(again)
             saved = again
         if saved is not None:
