@@ -9,8 +9,7 @@ import torch
 
 from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.verdict import Verdict
-from swarmnet_client.chain import auditor
-from swarmnet_client.chain import supervisor as mending
+from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.swarm.swarm import Swarm
 from tests.defences import Defence, nothing, replacing, yes
@@ -93,7 +92,7 @@ AUDITS = (
     ),
     Defence(
         "who says nothing is replaced",
-        replacing(mending.ChainSupervisor, "give_up", nothing),
+        replacing(supervisor.ChainSupervisor, "give_up", nothing),
         patched(test_audit.test_a_host_that_says_nothing_of_what_it_computed_is_replaced),
     ),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from swarmnet_client.chain.adapter_upload import place
+from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
@@ -285,7 +285,7 @@ def test_a_hundred_adapters_cost_nobody_else_anything(reference: Reference) -> N
                 hop = Hop(lab.peer_id("a"), 0, 6)
                 for seed in range(100):
                     with_rank = random_tensors(range(6), rank=1 + seed % 16, seed=seed)
-                    await place(swarm, hop, Adapter(with_rank))
+                    await upload_adapter(swarm, hop, Adapter(with_rank))
                     sizes.append(host.adapters.nbytes)
 
         async def talk(name: str, adapter: Adapter | None) -> list[int]:
