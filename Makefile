@@ -43,13 +43,13 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net and not defences" $(PYTEST_ARGS) $(OR_NONE)
 	$(MAKE) --no-print-directory defences
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
 	@echo "lint, types and tests: all good"
 
-# Each test of a defence, seen to fail with the defence switched off.
+# Each test of a defence, seen to fail with the defence switched off. Many wait for a timeout, so four run at once on any machine.
 defences: $(INSTALLED)
-	$(BIN)/python -m pytest tests/test_defences.py -n logical --maxprocesses 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest tests/test_defences.py -n 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
 
 # Every decoder of what others send, fed by a fuzzer for an hour, or for SECONDS. Corpora and findings: .pytest_cache/fuzz
 SECONDS ?= 3600

@@ -1,4 +1,4 @@
-"""The defences against hosts that give wrong outputs, as in ``defences.py``."""
+"""Defences against hosts that give wrong outputs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def believe_the_second(said: torch.Tensor, second: torch.Tensor, third: Any = No
 
 
 def patched(test: Callable[..., object], *arguments: object) -> Callable[[Path], object]:
-    """A test that patches something itself."""
+    """A test that needs a ``MonkeyPatch`` itself."""
 
     def fails(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -55,17 +55,21 @@ def found(liar: str) -> Callable[[Path], object]:
 
 
 AUDITS = (
-    Defence("what hosts send on is computed again", replacing(Auditor, "run", never), found("b1")),
     Defence(
-        "the last hop shows outputs that no row wants",
-        replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
-        lambda _: test_audit.test_outputs_of_first_positions_are_asked_for(),
+        "the outputs that hops send are computed again by others",
+        replacing(Auditor, "run", never),
+        found("b1"),
     ),
     Defence(
-        "a third host decides",
+        "the last hop returns outputs that no row asked for",
+        replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
+        lambda _: test_audit.test_the_last_hop_returns_outputs_of_first_positions(),
+    ),
+    Defence(
+        "a third host decides between two that differ",
         replacing(auditor, "judge", believe_the_second),
         of_a_swarm(
-            lambda reference: test_audit.test_a_witness_that_lies_accuses_nobody(
+            lambda reference: test_audit.test_a_lying_witness_convicts_no_honest_host(
                 reference, liar="b2", number=0
             )
         ),
@@ -73,26 +77,29 @@ AUDITS = (
     Defence(
         "a convicted host is not used",
         replacing(Swarm, "convict", nothing),
-        of_a_swarm(test_audit.test_a_convicted_host_is_not_used_even_where_nobody_else_is),
+        of_a_swarm(test_audit.test_a_convicted_host_is_not_used_even_if_it_is_the_only_one),
     ),
     Defence(
-        "a huge channel hides no lie in the others",
+        "a channel of large values hides no error in the others",
         replacing(verdict, "relative_errors", plain_norm),
         lambda _: decisions.test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(),
     ),
     Defence(
-        "audits spend what was earned",
+        "audits cost a limited share of the work",
         replacing(plan.Ledger, "may_spend", yes),
         lambda _: decisions.test_audits_cost_at_most_three_percent_and_accuse_no_honest_host(),
     ),
     Defence(
-        "neighbours have to agree on what went between them",
+        "two hops must agree on the activations between them",
         replacing(Auditor, "_disagree", nothing),
-        patched(test_audit.test_a_neighbour_that_lies_about_what_went_between_does_not_convict, "c1"),
+        patched(
+            test_audit.test_a_host_that_lies_about_the_activations_between_two_hops_convicts_no_neighbour,
+            "c1",
+        ),
     ),
     Defence(
-        "who says nothing is replaced",
+        "a host that does not answer an audit is replaced",
         replacing(supervisor.ChainSupervisor, "give_up", nothing),
-        patched(test_audit.test_a_host_that_says_nothing_of_what_it_computed_is_replaced),
+        patched(test_audit.test_a_host_that_does_not_report_its_outputs_is_replaced),
     ),
 )

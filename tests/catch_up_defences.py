@@ -1,4 +1,4 @@
-"""The defences of workers against claims of a later round."""
+"""Defences of workers against claims of a later round."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def one_of_four(folder: Path) -> None:
 CATCH_UP = (
     Defence("a claim of a later round replaces no worker's weights", believe_the_latest, one_of_four),
     Defence(
-        "a roster of newcomers continues no other",
+        "a roster of newcomers does not continue an earlier one",
         replacing(test_training_catch_up, "continued", yes),
         lambda _: test_training_catch_up.test_newcomers_and_a_minority_that_was_cut_off_continue_no_roster(),
     ),

@@ -1,4 +1,4 @@
-"""What a defence is: how it is switched off, and the test that then fails. ``test_defences.py`` shows that it does."""
+"""A defence: how it is switched off, and the test that then fails. ``test_defences.py`` checks that it does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Defence:
-    """``fails`` is the test, with whatever it is parametrised by; it may write into the folder it is given."""
+    """A check against hostile input, bad peers or damage.
+
+    ``name`` states what it keeps true. ``fails`` runs the test, with its parameters; it may write into the folder it gets.
+    """
 
     name: str
     switch_off: Callable[[Patch], None]

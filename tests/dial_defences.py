@@ -1,4 +1,4 @@
-"""The defences against having others dial, as in ``defences.py``."""
+"""Defences against peers that make others dial addresses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +20,13 @@ from tests.sim import test_introductions
 from tests.sim.test_introductions import ADDRESSES
 
 
-def what_a_stranger_names(folder: Path) -> None:
+def stranger_names_addresses(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_p2pd.test_what_a_peer_names_is_not_dialled_where_it_has_no_business(folder, patch)
+        test_p2pd.test_private_addresses_named_by_a_peer_are_not_dialled(folder, patch)
 
 
-def believe_anybody(records: list[bytes], **_: object) -> Iterator[Record]:
-    """Whatever looks like a record."""
+def skip_signatures(records: list[bytes], **_: object) -> Iterator[Record]:
+    """Accept records without checking their signatures."""
     for data in records:
         said = records_pb2.SignedRecord.FromString(data)
         yield Record(said.swarm, said.topic, said.signer, said.sequence, said.expires_at_ms / 1000, said.body)
@@ -49,46 +49,50 @@ def try_all_at_once(patch: Patch) -> None:
 
 DIALS = (
     Defence(
-        "addresses that others name are looked at before they are dialled",
+        "addresses that peers name are checked before they are dialled",
         replacing(p2pd, "dialable", lambda _peer, addresses, _networks: tuple(addresses)),
-        what_a_stranger_names,
+        stranger_names_addresses,
     ),
     Defence(
-        "no private network is dialled that is not shared",
+        "addresses of private networks are dialled only in shared ones",
         replacing(dialling, "_may_dial", yes),
-        lambda _: test_dialling.test_these_are_not_dialled("/ip4/10.0.0.1/tcp/4001"),
+        lambda _: test_dialling.test_private_and_malformed_addresses_are_not_dialled(
+            "/ip4/10.0.0.1/tcp/4001"
+        ),
     ),
     Defence(
-        "nor an IPv4 address that is hidden in an IPv6 address",
+        "an IPv4 address inside an IPv6 address is checked too",
         replacing(dialling, "_CARRIES_IPV4", ()),
-        lambda _: test_dialling.test_these_are_not_dialled("/ip6/64:ff9b::a00:1/tcp/4001"),
+        lambda _: test_dialling.test_private_and_malformed_addresses_are_not_dialled(
+            "/ip6/64:ff9b::a00:1/tcp/4001"
+        ),
     ),
     Defence(
         "loopback is shared only by a swarm on one machine",
         share_loopback,
-        lambda _: test_dialling.test_what_is_shared(
+        lambda _: test_dialling.test_a_node_shares_the_networks_of_its_listening_interfaces(
             ["/ip4/0.0.0.0/tcp/0"], [test_dialling.ETHERNET], {"192.168.7.0/24"}
         ),
     ),
     Defence(
-        "few addresses of a peer are dialled",
+        "few addresses of each peer are dialled",
         replacing(dialling, "MAX_DIALLED", 1000),
-        lambda _: test_dialling.test_no_more_than_a_few_are_dialled_and_those_come_first(),
+        lambda _: test_dialling.test_only_the_first_few_addresses_are_dialled(),
     ),
     Defence(
-        "a next hop is dialled where it has signed that it is",
-        replacing(host_announcements, "open_valid", believe_anybody),
-        lambda _: test_introductions.test_nothing_else_names_addresses(
+        "a next hop is dialled at addresses that it signed",
+        replacing(host_announcements, "open_valid", skip_signatures),
+        lambda _: test_introductions.test_addresses_without_the_signature_of_the_next_hop_are_refused(
             test_introductions.announced()[:-1] + b"x"
         ),
     ),
     Defence(
-        "a client causes so many dials and no more",
+        "the dials that a client causes are limited",
         replacing(IntroducedTransport, "_charge", nothing),
-        of_a_host(test_introductions.test_a_client_causes_few_dials_and_takes_none_from_others),
+        of_a_host(test_introductions.test_the_dials_that_a_client_causes_are_limited_for_it_alone),
     ),
     Defence(
-        "why a next hop is not reached is not told, nor how soon that was known",
+        "a client learns neither why a next hop is unreachable nor how soon that was known",
         replacing(IntroducedTransport, "open", TransportWrapper.open),
         of_a_host(
             lambda reference: test_introductions.test_every_failure_looks_the_same_and_takes_as_long(
@@ -97,8 +101,8 @@ DIALS = (
         ),
     ),
     Defence(
-        "a next hop is tried once at a time",
+        "a next hop is dialled once at a time",
         try_all_at_once,
-        of_a_host(test_introductions.test_one_peer_is_tried_by_one_at_a_time),
+        of_a_host(test_introductions.test_a_next_hop_is_dialled_once_at_a_time),
     ),
 )

@@ -1,4 +1,4 @@
-"""The defences of the directory: what a key is full of, what a record may weigh, who notices that it was refused."""
+"""Defences of the directory: limits of a key and of a record, and stores that a full peer refuses."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.unit import test_dht_replication, test_dht_rpc, test_dht_storage
 
 
 def one_origin(patch: Patch) -> None:
-    """All records count as of one subnet."""
+    """Count all records as records of one subnet."""
     stored_by = BoundedStorage.stored_by
     patch.setattr(BoundedStorage, "stored_by", lambda self, scope, _: stored_by(self, scope, "everywhere"))
 
@@ -28,7 +28,7 @@ def check_nothing(patch: Patch) -> None:
     patch.setattr(dht_rpc, "_check_found", nothing)
 
 
-def believe_all_is_kept(patch: Patch) -> None:
+def count_all_as_stored(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
@@ -50,23 +50,23 @@ DIRECTORY = (
         of_a_storage(test_dht_storage.test_a_key_that_one_subnet_has_filled_has_room_for_others),
     ),
     Defence(
-        "nor all of a keeper",
+        "one subnet does not fill the storage of a node",
         one_origin,
         of_a_storage(test_dht_storage.test_records_that_live_long_do_not_drive_out_those_of_other_subnets),
     ),
     Defence(
-        "a statement is small",
+        "a signed record is small",
         replacing(records, "_STATEMENTS", ("none",)),
         lambda _: a_small_record_of("hosts/00"),
     ),
     Defence(
-        "an answer keeps nobody busy",
+        "answers with too much to check are refused",
         check_nothing,
         lambda _: test_dht_rpc.test_an_answer_that_would_keep_us_busy_is_refused([21]),
     ),
     Defence(
-        "a full peer is passed over",
-        believe_all_is_kept,
+        "another peer stores what a full one refused",
+        count_all_as_stored,
         lambda _: test_dht_replication.test_a_peer_that_has_no_room_is_passed_over(),
     ),
 )

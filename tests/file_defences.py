@@ -1,4 +1,4 @@
-"""The defences of what is read from files and statements: signatures, hashes, and who has an identity."""
+"""Defences of files and signed statements: signatures, hashes, and one process per identity."""
 
 import fcntl
 from collections.abc import Callable
@@ -39,32 +39,32 @@ FILES = (
         lambda folder: test_swarm_file.test_a_changed_private_file_is_refused(folder, "bootstrap"),
     ),
     Defence(
-        "by nobody else",
+        "a swarm file is signed by its own authority",
         replacing(SwarmFile, "is_signed_by_authority", yes),
         test_swarm_file.test_another_key_cannot_sign_for_the_swarm,
     ),
     Defence(
-        "its new keys are signed by the old",
+        "new keys of a swarm file are signed by its old ones",
         replacing(Authority, "has_signed_rotations", yes),
         test_swarm_keys.test_a_rotation_that_no_earlier_key_signed_is_refused,
     ),
     Defence(
-        "an older file is refused",
+        "a swarm file older than a known one is refused",
         replacing(entry, "check_update", nothing),
         test_swarm_keys.test_an_older_file_is_refused_once_a_newer_one_was_used,
     ),
     Defence(
-        "another file of the same serial is refused",
+        "another swarm file of the same serial is refused",
         replacing(entry, "check_update", nothing),
         test_swarm_keys.test_another_file_with_the_same_serial_is_refused,
     ),
     Defence(
-        "known keys are not forgotten",
+        "a swarm file continues the known keys",
         replacing(Authority, "continues", yes),
         test_swarm_keys.test_keys_that_do_not_follow_from_the_known_ones_are_refused,
     ),
     Defence(
-        "an identity is on the network once",
+        "one process uses an identity",
         replacing(fcntl, "flock", nothing),
         lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
             test_identity_lock.made_in(folder), "alone", second=True
@@ -73,12 +73,12 @@ FILES = (
 )
 IDENTITY = (
     Defence(
-        "a copied identity is found",
+        "a duplicate identity is detected only by proof that it is alive",
         replacing(Duplicate, "look", nothing),
         lambda _: test_duplicate_identity.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
     ),
     Defence(
-        "by somebody with that key only",
+        "a duplicate identity proves that it has the key",
         replacing(duplicate_identity, "peer_id_of", lambda _: test_duplicate_identity.ALICE.peer_id),
         lambda _: test_duplicate_identity.test_whoever_has_another_key_is_not_heard(),
     ),
@@ -111,7 +111,11 @@ HASHES = (
         replacing(LocalModel, "_check", nothing),
         refused_bits("the weights of a model"),
     ),
-    Defence("a gguf file too", replacing(LocalModel, "_check", nothing), refused_bits("a gguf file")),
+    Defence(
+        "a gguf file is hashed before it is read",
+        replacing(LocalModel, "_check", nothing),
+        refused_bits("a gguf file"),
+    ),
     Defence(
         "the progress of a checkpoint is hashed",
         replacing(training_checkpoint, "_hash_of", lambda _: "0"),
@@ -134,12 +138,12 @@ HASHES = (
     ),
     Defence("jobs are signed", replacing(jobs, "verify", yes), refused_bits("a job")),
     Defence(
-        "kept tokens are hashed",
+        "cached tokens are hashed",
         replacing(data, "_digest", lambda _: "0"),
         lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("tokens", folder),
     ),
     Defence(
-        "kept manifests are hashed",
+        "cached manifests are hashed",
         replacing(resolver, "_digest", lambda *_: "0"),
         lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("a manifest", folder),
     ),

@@ -1,4 +1,4 @@
-"""The defences against too much, too fast or too slowly, as in ``defences.py``."""
+"""Defences against input that is too much, too fast or too slow."""
 
 import contextlib
 
@@ -33,8 +33,8 @@ from tests.unit import test_dht_rpc, test_hostile_messages, test_node_reports, t
 from tests.web_defences import patched
 
 
-def take_what_can_be_read(kind: type[Protobuf], header: bytes) -> Protobuf:
-    """As much of a message as there is before it makes no sense."""
+def parse_leniently(kind: type[Protobuf], header: bytes) -> Protobuf:
+    """Parse the part of a message before the first error."""
     message = kind()
     with contextlib.suppress(DecodeError):
         message.MergeFromString(header)
@@ -50,32 +50,32 @@ def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
 
 FLOODS = (
     Defence(
-        "messages come at a rate",
+        "messages of a peer are read at a limited rate",
         replacing(Scope, "charge", lambda *_: 0.0),
         lambda _: test_hostile_messages.test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams(),
     ),
     Defence(
-        "who owes too much opens no streams",
+        "a peer far over its rate opens no streams",
         replacing(Scope, "check_rate", nothing),
         lambda _: test_hostile_messages.test_streams_of_a_peer_that_owes_too_much_are_not_taken(),
     ),
     Defence(
-        "nor calls the DHT",
+        "a peer far over its rate makes no DHT calls",
         replacing(Scope, "check_rate", nothing),
         lambda _: test_dht_rpc.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
     ),
     Defence(
-        "calls of the DHT have a largest size",
+        "DHT calls have a size limit",
         allow_large_calls,
         lambda _: test_dht_rpc.test_a_call_that_asks_for_too_much_is_not_parsed(),
     ),
     Defence(
-        "a peer has its share of calls at once",
+        "concurrent DHT calls of a peer are limited",
         count_only,
         lambda _: test_dht_rpc.test_calls_that_wait_for_a_handshake_are_few(),
     ),
     Defence(
-        "a tensor is as large as it must be, whatever its header says",
+        "the shape of a tensor is checked before memory is allocated",
         replacing(steps, "_check_shape", nothing),
         lambda _: test_hostile_messages.test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(
             (1 << 30, 1 << 30)
@@ -83,13 +83,13 @@ FLOODS = (
     ),
     Defence(
         "messages nested 100,000 deep are refused",
-        replacing(typed_stream, "parse", take_what_can_be_read),
+        replacing(typed_stream, "parse", parse_leniently),
         lambda _: test_hostile_messages.test_messages_nested_without_end_are_not_parsed(
             session_pb2.SessionRequest
         ),
     ),
     Defence(
-        "a first message may not drip in",
+        "a first message has a deadline",
         wait_for_ever,
         lambda _: test_hostile_messages.test_a_first_message_that_drips_in_is_not_waited_for(),
     ),
@@ -100,94 +100,96 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not fill the pending handshakes",
-        replacing(subnets, "subnet_of", lambda _: "the world"),
-        test_admission.test_who_has_many_identities_in_one_place_displaces_its_own,
+        replacing(subnets, "subnet_of", lambda _: "one subnet"),
+        test_admission.test_many_identities_in_one_subnet_evict_each_other,
     ),
     Defence(
-        "nor does it take all streams",
+        "one subnet does not take all streams",
         replacing(SubnetLimits, "_evict", nothing),
-        lambda _: test_handshake_limits.test_sixteen_who_take_all_streams_keep_no_member_out(),
+        lambda _: test_handshake_limits.test_sixteen_strangers_with_all_streams_keep_no_member_out(),
     ),
     Defence(
-        "silent newcomers make room",
+        "silent newcomers are evicted",
         replacing(Scope, "available", lambda *_: 1 << 30),
-        test_admission.test_silent_newcomers_keep_nobody_out,
+        test_admission.test_silent_newcomers_keep_no_other_newcomer_out,
     ),
     Defence(
-        "those who ask without end make room",
+        "newcomers that ask without end are evicted",
         replacing(Scope, "available", lambda *_: 1 << 30),
-        test_admission.test_who_asks_without_end_keeps_nobody_from_asking,
+        test_admission.test_endless_requests_keep_no_other_newcomer_from_asking,
     ),
     Defence(
         "a peer stays admitted when its handshake stream is evicted",
         replacing(handshake, "MAX_WITHOUT_STREAM", 0),
         patched(
-            test_handshake_limits.test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked
+            test_handshake_limits.test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked
         ),
     ),
     Defence(
-        "a revocation stays for as long as it counts",
+        "a revocation is kept for as long as it counts",
         replacing(revocations, "KEPT_S", 0),
-        lambda _: test_membership.test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(),
+        lambda _: (
+            test_membership.test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounded()
+        ),
     ),
     Defence(
-        "a client leaves early links to others",
+        "waiting links of a client are limited",
         count_only,
         of_a_host(test_host_defences.test_one_client_leaves_early_links_to_others),
     ),
     Defence(
-        "a member shuts no doors but its own",
+        "a member evicts only its own handshake streams",
         replacing(handshake, "MAX_STREAMS_PER_PEER", 1 << 30),
         lambda _: test_handshake_limits.test_a_member_evicts_only_its_own_handshake_streams(),
     ),
     Defence(
-        "strangers leave room to those we know",
+        "strangers leave a share of the resources to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
         lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
     ),
     Defence(
-        "and some calls of the DHT",
+        "strangers leave a share of the DHT calls to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
         lambda _: test_dht_rpc.test_however_many_strangers_call_those_we_know_are_answered(),
     ),
     Defence(
-        "a client has its share of the room for graphs",
+        "the memory for graphs of one client is limited",
         replacing(engine, "GRAPH_CLIENT_SHARE", 1),
         of_a_host(test_pass_graphs.test_graphs_of_one_client_take_at_most_its_share),
     ),
     Defence(
-        "a message waits for room",
+        "a message waits for memory",
         count_only,
         lambda _: (
             test_hostile_messages.test_a_message_waits_for_room_and_is_refused_where_there_never_is_any()
         ),
     ),
     Defence(
-        "a peer has its share of reports",
+        "report streams of a peer are limited",
         count_only,
         lambda _: test_node_reports.test_one_asker_has_so_many_streams_and_a_quiet_one_ends(),
     ),
     Defence(
-        "reports are told at a rate",
+        "reports are sent at a limited rate",
         replacing(Scope, "charge", lambda *_: 0.0),
         lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
     ),
     Defence(
-        "a follower does not use up the numbers of last_exchange",
+        "a follower does not use up exchange numbers",
         replacing(gathering, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_training_exchanges.test_a_follower_that_claims_a_high_exchange_number_is_left_out(
             9 * EXCHANGES_PER_ROUND
         ),
     ),
     Defence(
-        "nor does a gatherer",
+        "a leader does not use up exchange numbers",
         replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_matchmaking.test_a_roster_by_hash_is_checked(
             workers_pb2.Roster(exchange_number=4 * EXCHANGES_PER_ROUND)
         ),
     ),
     Defence(
-        "few are dialled for a probe at once",
+        "concurrent dials for probes are limited",
         count_only,
         lambda _: test_probes.test_one_asker_and_all_of_them_are_dialled_so_often_at_once(),
     ),

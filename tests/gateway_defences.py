@@ -1,4 +1,4 @@
-"""The defences against costly requests to the gateway, and against chat templates, as in ``defences.py``."""
+"""Defences of the gateway against costly requests and against chat templates."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The defences of those who train a job that another peer wrote."""
+"""Defences of workers that train a job of another peer."""
 
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ JOBS = (
     refused("model", "checkpoint", "/models/mine"),
     refused("data", "tokenizer", "~/model"),
     Defence(
-        "no more is read than the job is about",
+        "data beyond the size in the job is not read",
         replacing(test_training_data.data_module, "_with_progress", lambda source, *_: source),
         test_training_data.test_data_beyond_the_jobs_size_is_not_read,
     ),

@@ -1,6 +1,7 @@
-"""The defences that bound what one peer may hold, send and say."""
+"""Defences that bound what one peer may hold and send."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership import handshake
-from swarmnet_protocols.net import Message, framing
+from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
+from swarmnet_protocols.net import Message, Stream, framing
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
@@ -41,19 +42,25 @@ from tests.unit import (
 
 def wait_for_ever(patch: Patch) -> None:
     """No timeout for the first message of a stream, nor for handshake messages."""
-    inbound, receive = StreamScope.inbound, handshake.receive
+    inbound, typed = StreamScope.inbound, Handshakes._typed
 
-    def patient(*arguments: Any) -> StreamScope:
+    def untimed(*arguments: Any) -> StreamScope:
         meter = inbound(*arguments)
         meter._first_message_by = None
         return meter
 
-    patch.setattr(StreamScope, "inbound", patient)
-    patch.setattr(handshake, "receive", lambda stream, _: receive(stream, None))
+    patch.setattr(StreamScope, "inbound", untimed)
+
+    def typed_without_timeout(handshakes: Handshakes, stream: Stream) -> HandshakeStream:
+        found = typed(handshakes, stream)
+        found.silence_s = math.inf
+        return found
+
+    patch.setattr(Handshakes, "_typed", typed_without_timeout)
 
 
 def count_only(patch: Patch) -> None:
-    """Everybody gets whatever they want; it is noted."""
+    """Grant every request and count it."""
 
     def change(scope: Scope, resource: Resource, amount: int) -> None:
         for each in scope._path:
@@ -85,14 +92,14 @@ def hosts_whose_numbers_overflow_at_others(folder: Path) -> None:
         )
 
 
-def suspect_nobody_else(patch: Patch) -> None:
-    """Than the host that fails."""
+def suspect_only_the_failing_host(patch: Patch) -> None:
+    """Suspect only the host that fails."""
     attribute = Blame.attribute
     patch.setattr(Blame, "attribute", lambda self, error, hop, **_: attribute(self, error, hop))
 
 
 def overlooking(where: type, name: str) -> Callable[[Patch], None]:
-    """What a method finds to be against the rules."""
+    """Ignore the violations that a method finds."""
     strict = getattr(where, name)
 
     def lenient(*arguments: Any, **options: Any) -> None:
@@ -102,44 +109,44 @@ def overlooking(where: type, name: str) -> Callable[[Patch], None]:
     return replacing(where, name, lenient)
 
 
-def prompts_for_a_limited_line(reference: Reference) -> None:
-    test_limited_line.test_many_prompts_at_once_come_at_the_rate_and_all_are_answered(
+def prompts_for_a_limited_host(reference: Reference) -> None:
+    test_limited_line.test_many_prompts_at_once_arrive_at_the_limited_rate_and_all_are_answered(
         reference, {"limited": (0, 3), "other": (3, 6)}
     )
 
 
-def a_host_that_grants_nothing(reference: Reference) -> None:
-    test_limited_line.test_a_host_that_grants_nothing_is_replaced(reference, test_limited_line.answer)
+def a_host_without_credit(reference: Reference) -> None:
+    test_limited_line.test_a_host_that_grants_no_credit_is_replaced(reference, test_limited_line.answer)
 
 
 LIMITS = (
     Defence(
-        "the silent are gone in time",
+        "silent streams time out",
         wait_for_ever,
-        lambda _: test_handshake_limits.test_who_says_nothing_at_the_door_is_gone_in_time(),
+        lambda _: test_handshake_limits.test_a_silent_handshake_stream_times_out(),
     ),
     Defence(
-        "messages have a largest size",
+        "messages have a size limit",
         replacing(framing, "check_sizes", nothing),
         lambda _: test_framing.test_oversized_messages_are_not_encoded(Message(bytes(51))),
     ),
     Defence(
-        "refusals have a largest size",
+        "refusals have a size limit",
         replacing(framing, "MAX_REFUSAL_BYTES", 1 << 40),
         lambda _: test_framing.test_an_oversized_refusal_is_a_violation(),
     ),
     Defence(
-        "who was refused has to go in time",
+        "a refused stream that stays open is closed",
         replacing(p2pd_stream, "LINGER_S", 1e9),
         lambda _: test_p2pd_stream.test_who_was_refused_and_does_not_close_is_not_waited_for(),
     ),
     Defence(
-        "and is not listened to for ever",
+        "a refused stream is read to a limit",
         replacing(p2pd_pipe, "LINGER_BYTES", 1 << 40),
         lambda _: test_p2pd_stream.test_who_goes_on_speaking_is_not_listened_to_for_ever(),
     ),
     Defence(
-        "who was served has to go in time",
+        "a served stream that stays open is closed",
         replacing(p2pd_stream, "MAX_IN_FLIGHT_MIB", 1e9),
         lambda _: test_p2pd_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
     ),
@@ -153,29 +160,29 @@ LIMITS = (
         replacing(steps, "MAX_ROWS", 1 << 40),
         lambda _: test_steps.test_the_number_of_rows_is_bounded(test_steps.MAX_ROWS + 1),
     ),
-    Defence("every scope has its limit", count_only, of_all_peers),
+    Defence("every scope has a limit", count_only, of_all_peers),
     Defence(
-        "a client has its share of sessions",
+        "sessions of a client are limited",
         count_only,
         of_a_host(test_host_defences.test_no_client_has_more_sessions_than_its_share),
     ),
     Defence(
-        "a client has its share of passes",
+        "passes of a client are limited",
         count_only,
         of_a_host(test_pass_defences.test_no_client_has_more_passes_at_once_than_its_share),
     ),
     Defence(
-        "caches have a budget",
+        "KV caches have a budget",
         count_only,
         of_a_host(test_host_defences.test_a_cache_over_its_budget_is_refused_before_it_is_allocated),
     ),
     Defence(
-        "logs have a budget",
+        "activation logs have a budget",
         count_only,
-        of_a_host(test_host_defences.test_who_never_acknowledges_fills_no_more_than_the_log_may_take),
+        of_a_host(test_host_defences.test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget),
     ),
     Defence(
-        "positions come at a rate",
+        "positions of a client are accepted at a limited rate",
         replacing(Scope, "charge", lambda *_: 0.0),
         of_a_host(test_host_defences.test_positions_come_at_the_rate_of_the_client),
     ),
@@ -189,40 +196,40 @@ LIMITS = (
         ),
     ),
     Defence(
-        "one host that blames its client is not believed",
+        "a host that blames its client does not end the session alone",
         replacing(Suspects, "narrow", lambda *_: (frozenset(), frozenset())),
         of_a_host(a_host_that_blames_its_client),
     ),
     Defence(
-        "one host whose numbers overflow at others is not believed over them",
-        suspect_nobody_else,
+        "a host whose outputs overflow at others is suspected with them",
+        suspect_only_the_failing_host,
         hosts_whose_numbers_overflow_at_others,
     ),
     Defence(
-        "what a limited line cannot take is not sent",
+        "a rate limit on a host limits its senders",
         replacing(ReceiveWindow, "_send_limit", nothing),
-        of_a_host(prompts_for_a_limited_line),
+        of_a_host(prompts_for_a_limited_host),
     ),
     Defence(
-        "who does not wait for grants is ended",
+        "a sender that does not wait for credit is disconnected",
         overlooking(ReceiveWindow, "start"),
-        of_a_host(test_limited_line.test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay),
+        of_a_host(test_limited_line.test_an_upstream_that_sends_without_credit_is_disconnected_and_charged),
     ),
     Defence(
-        "and so is who sends more than was granted",
+        "a sender that exceeds its credit is disconnected",
         overlooking(ReceiveWindow, "received"),
         lambda _: test_flow_control_streams.test_a_sender_that_ignores_flow_control_is_disconnected(True),
     ),
     Defence(
-        "nobody grants more than is waited for, or too little",
+        "a receiver that grants too little or too much credit is disconnected",
         overlooking(SendWindow, "on_control"),
         lambda _: test_flow_control.test_too_little_or_too_much_credit_is_a_violation(
             (test_flow_control.MIN_BYTES - 1,)
         ),
     ),
     Defence(
-        "who grants nothing is replaced",
+        "a host that grants no credit is replaced",
         replacing(ChainSupervisor, "_drop_stuck_hop", nothing),
-        of_a_host(a_host_that_grants_nothing),
+        of_a_host(a_host_without_credit),
     ),
 )

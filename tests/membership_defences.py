@@ -1,4 +1,4 @@
-"""The defences of the handshake and of issuers: which peers are admitted, and which get a certificate."""
+"""Defences of the handshake and of issuers: which peers are admitted, and which get a certificate."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +24,7 @@ from tests.sim import test_handshake, test_handshake_end
 from tests.unit import test_issuer
 
 
-def ignore_the_calendar(patch: Patch) -> None:
+def ignore_validity(patch: Patch) -> None:
     for module in (certificates, membership):
         patch.setattr(module, "check_current", nothing)
 
@@ -33,7 +33,7 @@ def admit_any_peer(patch: Patch) -> None:
     patch.setattr(membership, "admit", lambda _, certificate, peer, *__: Member(peer, ANY_ROLE))
 
 
-def admit_without_looking(patch: Patch) -> None:
+def skip_admission_checks(patch: Patch) -> None:
     patch.setattr(
         membership,
         "admit",
@@ -55,12 +55,12 @@ def keep_admitted(patch: Patch) -> None:
 
 def end_without_a_reason(patch: Patch) -> None:
     end = AdmittedPeer.end
-    patch.setattr(AdmittedPeer, "end", lambda guest, *_: end(guest))
+    patch.setattr(AdmittedPeer, "end", lambda peer, *_: end(peer))
 
 
 def never_check_again(patch: Patch) -> None:
     async def keep_quiet(_: Handshakes) -> None:
-        """Send nothing that would make the other side check again."""
+        """Send no message that would make the other side check again."""
 
     patch.setattr(Handshakes, "_schedule_check", nothing)
     patch.setattr(Handshakes, "_send_hellos_periodically", keep_quiet)
@@ -88,52 +88,56 @@ def redeemed_by_two_peers(issuer: Issuer) -> None:
 
 
 HANDSHAKE = (
-    Defence("an outsider stays out", admit_any_peer, intruder("outsider")),
-    Defence("certificates end", ignore_the_calendar, intruder("expired")),
-    Defence("certificates begin", ignore_the_calendar, intruder("not yet")),
-    Defence("the revoked are out", replacing(Revocations, "reason_revoked", nothing), intruder("revoked")),
-    Defence("a certificate is of one swarm", ignore_the_calendar, intruder("certificate of another swarm")),
-    Defence("a certificate is of one peer", admit_without_looking, intruder("certificate of another peer")),
-    Defence("certificates are signed", replacing(signed, "verify", yes), intruder("changed certificate")),
+    Defence("an outsider is refused", admit_any_peer, intruder("outsider")),
+    Defence("a certificate ends", ignore_validity, intruder("expired")),
+    Defence("a certificate does not count before it begins", ignore_validity, intruder("not yet")),
+    Defence(
+        "a revoked peer is refused", replacing(Revocations, "find_revocation", nothing), intruder("revoked")
+    ),
+    Defence("a certificate counts in one swarm", ignore_validity, intruder("certificate of another swarm")),
+    Defence(
+        "a certificate counts for one peer", skip_admission_checks, intruder("certificate of another peer")
+    ),
+    Defence("a certificate is signed", replacing(signed, "verify", yes), intruder("changed certificate")),
     Defence(
         "a handshake cannot be replayed",
-        admit_without_looking,
+        skip_admission_checks,
         lambda _: test_handshake.test_a_replayed_handshake_is_refused_under_every_protocol(SESSION),
     ),
     Defence(
-        "every stream is checked",
+        "every stream needs a handshake",
         check_no_stream,
         lambda _: test_handshake.test_a_peer_without_a_handshake_is_refused_under_every_protocol(SESSION),
     ),
     Defence(
-        "openers have the role",
+        "the opener of a stream has the role",
         replacing(handshake, "check_role", nothing),
         lambda _: test_handshake.test_the_wrong_role_is_refused_under_every_protocol(LINK),
     ),
     Defence(
-        "servers have the role",
+        "the server of a stream has the role",
         replacing(handshake, "check_role", nothing),
-        lambda _: test_handshake.test_a_member_who_may_not_serve_it_is_not_asked(LINK),
+        lambda _: test_handshake.test_a_member_without_the_role_of_a_server_is_not_asked(LINK),
     ),
     Defence(
-        "streams end with a revocation",
+        "streams of a revoked peer end",
         keep_admitted,
         lambda _: test_handshake_end.test_the_streams_of_a_revoked_member_end_at_once(),
     ),
     Defence(
-        "revoked peers get the reason",
+        "a revoked peer gets the reason",
         end_without_a_reason,
         lambda _: test_handshake_end.test_the_streams_of_a_revoked_member_end_at_once(),
     ),
     Defence(
-        "streams end with the certificate",
+        "streams end with their certificate",
         never_check_again,
         lambda _: test_handshake_end.test_streams_end_with_the_certificate(),
     ),
     Defence(
-        "removed signers cannot revoke",
-        replacing(Revocations, "believed", lambda revocations, **_: revocations),
-        lambda _: test_handshake_end.test_nobody_is_out_by_the_word_of_a_signer_who_was_removed(),
+        "a removed signer cannot revoke",
+        replacing(Revocations, "trusted", lambda revocations, **_: revocations),
+        lambda _: test_handshake_end.test_revocations_of_a_removed_signer_do_not_count(),
     ),
 )
 ISSUER = (
@@ -150,18 +154,18 @@ ISSUER = (
         of_an_issuer(redeemed_by_two_peers),
     ),
     Defence(
-        "invites end",
+        "an invite ends",
         replacing(invites, "_check_expiry", nothing),
         lambda _: test_issuer.test_an_invite_that_ended_names_the_clock(),
     ),
     Defence(
-        "only authorities and issuers invite",
-        replacing(Rules, "believe", yes),
+        "only the authority and issuers invite",
+        replacing(Rules, "trusts", yes),
         of_an_issuer(test_issuer.test_invites_that_do_not_count),
     ),
     Defence(
-        "the revoked get no certificate",
-        replacing(Revocations, "reason_revoked", nothing),
+        "a revoked peer gets no certificate",
+        replacing(Revocations, "find_revocation", nothing),
         of_an_issuer(test_issuer.test_who_is_revoked_gets_no_certificate),
     ),
 )

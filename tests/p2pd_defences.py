@@ -1,4 +1,4 @@
-"""The defences of p2pd against outsiders, as in ``defences.py``."""
+"""Defences of p2pd against outsiders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ from swarmnet_protocols.net.p2pd.connection_limits import Connection, Connection
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.conformance import test_p2pd_limits
 from tests.defences import Defence, replacing
-from tests.flood_defences import take_what_can_be_read
+from tests.flood_defences import parse_leniently
 from tests.unit import test_connection_limits, test_dht_contacts, test_subnets
 
 
@@ -22,10 +22,10 @@ def close_none(*_: object) -> list[Connection]:
     return []
 
 
-def believe(sealed: Iterable[bytes], **_: object) -> Iterator[Record]:
-    """What is said, whoever has signed it."""
+def skip_signatures(sealed: Iterable[bytes], **_: object) -> Iterator[Record]:
+    """Accept records without checking their signatures."""
     for data in sealed:
-        message = take_what_can_be_read(pb.SignedRecord, data)
+        message = parse_leniently(pb.SignedRecord, data)
         if message.signer:
             yield Record(
                 message.swarm,
@@ -41,13 +41,13 @@ def have_a_kademlia(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(p2pd_process.FLAGS, "dhtServer", 1)
 
 
-def learn_of_anybody(patch: pytest.MonkeyPatch) -> None:
+def learn_any_contact(patch: pytest.MonkeyPatch) -> None:
     learn = Contacts.learn
     patch.setattr(Contacts, "learn", lambda self, contacts, **_: learn(self, contacts))
 
 
 def all_alike(patch: pytest.MonkeyPatch) -> None:
-    """Whatever a connection is to us."""
+    """Rank every connection as idle."""
     excess = connection_limits.excess
 
     def blind(there: Iterable[Connection], _worth: object, limits: ConnectionLimits) -> Sequence[Connection]:
@@ -63,59 +63,59 @@ P2PD = (
         test_p2pd_limits.test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia,
     ),
     Defence(
-        "one address has so many connections",
+        "connections of one address are limited",
         replacing(connection_limits, "excess", close_none),
-        test_p2pd_limits.test_one_address_has_so_many_connections_and_those_at_work_stay,
+        test_p2pd_limits.test_connections_of_one_address_are_limited_and_those_in_use_stay,
     ),
     Defence(
-        "a subnet has so many",
+        "connections of one subnet are limited",
         replacing(connection_limits, "_subnet", lambda each: each.peer),
         lambda _: test_connection_limits.test_a_subnet_has_its_share(),
     ),
     Defence(
-        "a crowd in a few subnets displaces its own",
+        "connections of the largest subnets are closed first",
         replacing(crowds, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
         lambda _: test_connection_limits.test_in_all_those_from_where_most_come_from_go_first(),
     ),
     Defence(
-        "an IPv6 host has a /64",
+        "a /64 of IPv6 counts as one host",
         replacing(crowds, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
         lambda _: test_subnets.test_an_ipv6_host_is_a_64(),
     ),
     Defence(
-        "those at work behind an attacker's address stay",
+        "connections in use stay, even from the address of an attacker",
         all_alike,
         lambda _: test_connection_limits.test_those_at_work_behind_the_address_of_an_attacker_stay(),
     ),
     Defence(
-        "where p2pd holds too much strangers go",
+        "strangers are disconnected first when p2pd is over its memory limit",
         replacing(ConnectionGuard, "_use", lambda *_: Use.KNOWN),
-        test_p2pd_limits.test_where_p2pd_holds_too_much_strangers_go_first,
+        test_p2pd_limits.test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit,
     ),
     Defence(
-        "and it is restarted",
+        "a p2pd over its memory limit is restarted",
         replacing(ConnectionGuard, "_must_restart", lambda _: False),
-        test_p2pd_limits.test_a_p2pd_that_holds_too_much_is_restarted_in_its_place,
+        test_p2pd_limits.test_a_p2pd_over_its_memory_limit_is_restarted,
     ),
     Defence(
-        "a relay buffers little",
+        "the buffers of a relay are small",
         lambda patch: patch.setitem(p2pd_process.FLAGS, "relayBufferSize", 1 << 24),
         lambda _: (
             test_connection_limits.test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold()
         ),
     ),
     Defence(
-        "nobody else says where a peer is",
-        replacing(dht_contacts, "open_valid", believe),
+        "the addresses of a peer are signed by it",
+        replacing(dht_contacts, "open_valid", skip_signatures),
         lambda _: test_dht_contacts.test_nobody_else_can_say_where_a_peer_is(),
     ),
     Defence(
-        "a caller says where it is itself, and nobody else",
-        learn_of_anybody,
+        "a DHT caller announces only its own addresses",
+        learn_any_contact,
         lambda _: test_dht_contacts.test_a_caller_speaks_for_itself_only(),
     ),
     Defence(
-        "an answer brings so many contacts",
+        "contacts in a DHT answer are limited",
         replacing(dht_contacts, "MAX_CONTACTS", 1 << 30),
         lambda _: test_dht_contacts.test_an_answer_has_so_many_and_none_is_too_large(),
     ),

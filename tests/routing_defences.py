@@ -1,4 +1,4 @@
-"""The defences of the choice of chains, as in ``defences.py``."""
+"""Defences of routing against hosts that announce a false speed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,17 +27,17 @@ ROUTING = (
         lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
-        "a claim of no queue counts as the median",
+        "an unmeasured claim of an empty queue counts as the median",
         replacing(chain_search, "median_high", min),
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
     ),
     Defence(
-        "no peer id is ahead of others",
+        "no peer id is preferred",
         ordered_by_id,
         lambda _: test.test_a_liar_has_few_more_chains_than_a_truthful_host(THIRTY, 1.0),
     ),
     Defence(
-        "first and last hop are kept",
+        "a client keeps its first and last hops",
         replacing(EntryGuards, "used", nothing),
         test.test_a_client_keeps_its_first_and_last_hops,
     ),

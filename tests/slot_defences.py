@@ -1,4 +1,4 @@
-"""The defences against places that are held without work, as in ``defences.py``."""
+"""Defences against slots that are held without work."""
 
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.hosting import slots
@@ -12,12 +12,12 @@ from tests.sim import test_slots
 from tests.unit import test_slots as test_slot_to_evict
 
 
-async def for_ever(*_: object) -> None:
-    """No room is made."""
+async def evict_none(*_: object) -> None:
+    """Evict no session."""
 
 
 def end_no_session(patch: Patch) -> None:
-    """However long its first step takes."""
+    """Wait for the first step for ever."""
     patch.setattr(HostedSession, "_first_step", HostedSession._failure)
 
 
@@ -32,67 +32,67 @@ def open_again_at_once(patch: Patch) -> None:
     patch.setattr(ChainSupervisor, "_is_resting", Restless(), raising=False)
 
 
-def count_networks_only(patch: Patch) -> None:
-    """Whoever has one place there is as likely to lose it as who has many."""
+def count_subnets_only(patch: Patch) -> None:
+    """Rank a peer with one slot in a subnet like a peer with many there."""
     patch.setattr(slots, "Place", lambda origin, _peer, *others: crowds.Place(origin, origin, *others))
 
 
 EVICTIONS = (
     Defence(
-        "an empty session makes way where there is no room",
+        "a session without steps is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_empty_sessions_make_way_for_a_client_with_work),
+        of_a_host(test_slots.test_sessions_without_steps_are_evicted_for_a_client_with_work),
     ),
     Defence(
-        "so does one that brings work no more",
+        "an idle session is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_so_do_sessions_that_once_brought_some),
+        of_a_host(test_slots.test_idle_sessions_that_once_had_steps_are_evicted),
     ),
     Defence(
-        "and a pass whose tensors do not come",
+        "a pass without tensors is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_passes_that_bring_nothing_make_way),
+        of_a_host(test_slots.test_passes_without_tensors_are_evicted),
     ),
     Defence(
-        "and a link whose session does not come",
+        "a link without a session is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),
-        of_a_host(test_slots.test_links_to_sessions_that_never_come_make_way),
+        of_a_host(test_slots.test_links_without_a_session_are_evicted),
     ),
     Defence(
-        "caches of idle sessions make way for steps",
-        replacing(Host, "make_room", for_ever),
-        of_a_host(test_slots.test_caches_of_idle_sessions_make_way),
+        "caches of idle sessions are evicted for steps",
+        replacing(Host, "make_room", evict_none),
+        of_a_host(test_slots.test_caches_of_idle_sessions_are_evicted),
     ),
     Defence(
-        "a client has a quarter of the caches",
+        "a client holds at most a quarter of the caches",
         replacing(HostLimits, "client_cache_bytes", lambda _, max_cache_bytes: max_cache_bytes),
         of_a_host(test_slots.test_one_client_has_a_quarter_of_the_caches),
     ),
     Defence(
-        "a session begins with a step, soon",
+        "a session without a first step is ended",
         end_no_session,
         of_a_host(test_slots.test_a_session_without_a_first_step_ends_where_there_is_room),
     ),
     Defence(
-        "who has nothing to send opens no session again",
+        "a client without work does not reopen an evicted session",
         open_again_at_once,
-        of_a_host(test_slots.test_a_client_that_waits_before_its_first_step_notices_nothing),
+        of_a_host(test_slots.test_a_client_may_wait_before_its_first_step),
     ),
     Defence(
-        "who brings work keeps its place",
+        "a slot with work is not evicted",
         replacing(Slot, "is_idle", yes),
-        lambda _: test_slot_to_evict.test_what_was_just_taken_or_used_or_waits_for_us_stays(),
+        lambda _: test_slot_to_evict.test_a_slot_that_is_new_or_in_use_or_waits_for_the_host_is_not_evicted(),
     ),
     Defence(
-        "a drip is no work",
+        "a slot with a few bytes a second is idle",
         replacing(slots, "SLOW_BYTES_PER_S", 1.0),
-        lambda _: test_slot_to_evict.test_what_comes_too_slowly_is_no_work(),
+        lambda _: test_slot_to_evict.test_a_slot_whose_bytes_arrive_too_slowly_is_idle(),
     ),
     Defence(
-        "who has many places loses them before who has one",
-        count_networks_only,
+        "a peer with many slots loses one before a peer with one",
+        count_subnets_only,
         lambda _: (
-            test_slot_to_evict.test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network()
+            test_slot_to_evict.test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet()
         ),
     ),
 )

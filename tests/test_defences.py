@@ -1,4 +1,4 @@
-"""Every test of a defence fails when the defence is switched off: none is vacuous. ``make defences`` lists them."""
+"""Every test of a defence fails when the defence is switched off. ``make defences`` lists them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ DEFENCES = (
 )
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
-"""How the tests fail. Any other error is one of the table itself."""
+"""The errors of a failed test. Any other error is a mistake in the table."""
 
 
 @pytest.mark.defences

@@ -1,4 +1,4 @@
-"""The defences of HTTP endpoints and of the gateway, as in ``defences.py``."""
+"""Defences of HTTP endpoints and of the gateway."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +116,7 @@ WEB = (
     Defence(
         "the queue is bounded",
         replacing(batching, "may_wait", yes),
-        over_nodes(test_batching.test_no_more_are_let_in_than_lanes_and_places),
+        over_nodes(test_batching.test_requests_beyond_the_sequences_and_the_queue_are_refused),
     ),
     Defence(
         "a client that leaves ends its generation",

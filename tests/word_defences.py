@@ -1,4 +1,4 @@
-"""The defences of what peers say: memberships that stolen keys made up, clocks that came back, words that steer a terminal."""
+"""Defences against memberships made with stolen keys, clocks that were ahead, and text that controls a terminal."""
 
 import io
 import sys
@@ -43,7 +43,7 @@ def printed(_: Path) -> None:
         assert "\x1b" not in written.read()
 
 
-def kept_while_ahead(_: Path) -> None:
+def stored_while_ahead(_: Path) -> None:
     clock = test_dht_storage.Time()
     test_dht_storage.test_a_record_that_was_kept_while_the_clock_was_ahead_does_not_keep_its_successor_out(
         clock
@@ -52,28 +52,32 @@ def kept_while_ahead(_: Path) -> None:
 
 WORDS = (
     Defence(
-        "a membership ends with the key that made it up",
+        "a membership made with a stolen key ends with the key",
         forget_who_admitted,
         test_issuer.test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewed_it,
     ),
     Defence(
-        "so does one by its invite",
+        "a membership by an invite of a stolen key ends with the key",
         forget_who_admitted,
         test_issuer.test_so_does_one_whose_invite_it_signed,
     ),
     Defence(
-        "a clock that came back silences nobody",
+        "a publisher whose clock was ahead is heard again",
         replacing(Publisher, "max_lifetime_s", float("inf")),
         lambda _: test_directory.test_a_clock_that_ran_ahead_and_came_back_silences_nobody(2 * 86400.0),
     ),
     Defence(
-        "nor keeps its records out",
+        "a record stored while a clock was ahead is replaced",
         replacing(dht_storage, "MAX_LIFETIME_S", float("inf")),
-        kept_while_ahead,
+        stored_while_ahead,
     ),
-    Defence("words do not steer the terminal", change_nothing(output, displays, logs, name="shown"), printed),
     Defence(
-        "nor does a refusal",
+        "text of peers does not control the terminal",
+        change_nothing(output, displays, logs, name="shown"),
+        printed,
+    ),
+    Defence(
+        "the reason of a refusal does not control the terminal",
         change_nothing(refusal, name="printable"),
         lambda _: test_typed_stream.test_a_refusal_cannot_steer_the_terminal_that_shows_it(),
     ),

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ import torch
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.hosting.announcement import Announcement
 from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
-from swarmnet_node.hosting.services import Services
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, listed, read_records
+from swarmnet_protocols.directory.host_announcements import hosts_topic, read_records
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
-from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 from swarmnet_protocols.timing import Timing
@@ -238,7 +238,12 @@ class Node:
         if self._host is None:
             raise Unreachable("this node is not serving")
         return describe_host(
-            self.status(), self._host, step_s=self._step_s, public_name=self._hosting.public_name
+            self.status(),
+            self._host.engine,
+            self._host.counters,
+            self._host.session_pairs(),
+            step_s=self._step_s,
+            public_name=self._hosting.public_name,
         )
 
     # ---- the directory ----------------------------------------------------------------------------------
@@ -293,31 +298,21 @@ class Node:
                 await self._announce()
 
     async def _announce(self) -> None:
-        engine, host = self._engine, self._host
-        record = pb.HostRecord(
-            manifest=self._hosting.manifest,
-            start=self._span[0],
-            end=self._span[1],
-            state=self._state,
-            version=self._hosting.version,
-            protocol=PROTOCOL,
+        announcement = Announcement(
+            self._hosting.manifest,
+            self._span,
+            self._state,
+            self._dependencies.transport.addresses(),
             step_s=self._step_s,
-            token_s=engine.token_s if engine else 0.0,
-            cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
-            sessions=len(host.sessions) if host else 0,
-            addresses=_best(self._dependencies.transport.addresses()),
+            sessions=len(self._host.sessions) if self._host else 0,
+            version=self._hosting.version,
             public_name=self._hosting.public_name,
         )
         await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest),
-            record.SerializeToString(),
+            announcement.record(self._engine).SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )
-
-
-def _best(addresses: Sequence[str]) -> list[str]:
-    """As many addresses as others read, public ones first."""
-    return listed(sorted(addresses, key=lambda address: "/127." in address or "/::1/" in address))
 
 
 def _measure(stage: Stage, now: Callable[[], float]) -> float:
@@ -329,3 +324,42 @@ def _measure(stage: Stage, now: Callable[[], float]) -> float:
         stage.forward([(stage.new_sequence(), inputs)])
         times.append(now() - started)
     return max(min(times[1:]), MIN_STEP_S)
+
+
+class Services(TransportWrapper):
+    """A transport whose handlers end with the context, while the transport below lives on: it outlives a node that its owner pauses.
+
+    When the context ends, the streams of its handlers are closed, and the transport below keeps no reference to them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._handlers: dict[str, Handler] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
+        """Serve on ``transport`` while the context is open. Afterwards streams are closed as they come."""
+        services = cls(transport)
+        try:
+            yield services
+        finally:
+            services._handlers.clear()
+            await cancel(*services._serving)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self._handlers[protocol.id] = handler
+
+        async def serve(stream: Stream) -> None:
+            handler = self._handlers.get(protocol.id)
+            task = asyncio.current_task()
+            if handler is None or task is None:
+                return
+            self._serving.add(task)
+            try:
+                await handler(stream)
+            finally:
+                self._serving.discard(task)
+
+        await super().serve(protocol, serve)

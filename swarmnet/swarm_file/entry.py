@@ -157,7 +157,7 @@ def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
     from swarmnet_protocols.net.identity import Identity
 
     key = load_key(key_path)
-    if not file.rules().believe(key.public_key, wall_clock()):
+    if not file.rules().trusts(key.public_key, wall_clock()):
         return  # another key has replaced it
     folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
@@ -206,7 +206,7 @@ def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> 
     file = swarm_file.parse(admitted.swarm_file, source=source)
     if file.swarm_id != invite.grant.swarm:
         raise IntegrityError(f"{source} is of another swarm", hint="ask for a new invite")
-    if not file.rules().believe(invite.grant.signer, wall_clock()):
+    if not file.rules().trusts(invite.grant.signer, wall_clock()):
         raise NotAuthorised("the invite was not signed by an authorised key", hint="ask for a new invite")
     file = store_file(data_dir, admitted.swarm_file, source=source)
     file.check_not_expired(wall_clock())

@@ -21,7 +21,7 @@ SIZE = 2_000_000
 TIMING = RoundTiming(contribution_s=8.0, majority_s=12.0, deadline_s=18.0)
 
 
-def test_three_workers_average_and_go_on_when_one_is_gone(tmp_path: Path) -> None:
+def test_three_workers_average_and_two_continue_when_one_is_gone(tmp_path: Path) -> None:
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
             transports = [

@@ -130,7 +130,7 @@ async def bodies(peer: Peer, topic: str) -> set[bytes]:
     return {record.body for record in await peer.directory.lookup(topic)}
 
 
-def test_everybody_finds_what_anybody_published(five: Five) -> None:
+def test_every_peer_finds_the_records_of_every_peer(five: Five) -> None:
     async def scenario(peers: list[Peer]) -> None:
         for number, peer in enumerate(peers):
             await peer.directory.publish("everybody", b"%d" % number, lifetime_s=60.0)
@@ -153,14 +153,14 @@ def test_a_new_publication_replaces_the_old_one_even_if_it_was_to_live_longer(fi
     five.run(scenario)
 
 
-def test_nobody_finds_what_nobody_published(five: Five) -> None:
+def test_an_unpublished_topic_has_no_records(five: Five) -> None:
     async def scenario(peers: list[Peer]) -> None:
         assert list(await peers[2].directory.lookup("nothing")) == []
 
     five.run(scenario)
 
 
-def test_whoever_publishes_fetches_nothing_and_tells_each_peer_once(
+def test_a_publisher_fetches_nothing_and_sends_to_each_peer_once(
     five: Five, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(peers: list[Peer]) -> None:
@@ -325,9 +325,7 @@ def test_forged_records_are_dropped_on_read_and_do_not_hide_good_ones(
     five.run(scenario)
 
 
-def test_a_node_that_claims_a_place_not_its_own_is_not_used(
-    five: Five, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_a_false_node_id_is_not_used(five: Five, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(peers: list[Peer]) -> None:
         from hivemind.dht.routing import DHTID
         from hivemind.proto import dht_pb2
@@ -415,7 +413,7 @@ def fill(peer: Peer, keys: int) -> list[bytes]:
     return [key.to_bytes() for key in made]
 
 
-def test_one_small_call_has_no_large_answer_and_leaves_nothing_behind(five: Five) -> None:
+def test_a_small_call_has_no_large_answer_and_leaves_no_state(five: Five) -> None:
     from hivemind.proto import dht_pb2
 
     from swarmnet_protocols.directory.dht_node import MAX_ANSWER_BYTES

@@ -78,7 +78,7 @@ def test_calls_of_strangers_are_refused_before_they_are_parsed(tmp_path: Path) -
     run(scenario)
 
 
-def test_a_member_does_not_ask_strangers_and_says_that_it_is_refused(tmp_path: Path) -> None:
+def test_a_member_asks_no_strangers_and_reports_that_it_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with join(tmp_path / "member", rules=PRIVATE) as member:
             bootstrap = tuple(member.transport.addresses())
@@ -97,7 +97,7 @@ def test_a_member_does_not_ask_strangers_and_says_that_it_is_refused(tmp_path: P
     run(scenario)
 
 
-def test_a_client_reads_and_does_not_write(tmp_path: Path) -> None:
+def test_a_client_reads_records_but_stores_none(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with join(tmp_path / "keeper", rules=PRIVATE) as keeper:
             await keeper.directory.publish("topic", b"x", lifetime_s=60.0)
@@ -118,7 +118,7 @@ def test_a_client_reads_and_does_not_write(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_revoked_peer_is_out_of_every_routing_table(tmp_path: Path) -> None:
+def test_a_revoked_peer_leaves_every_routing_table(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:
             first = await stack.enter_async_context(join(tmp_path / "0", rules=PRIVATE))

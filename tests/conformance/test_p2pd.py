@@ -74,7 +74,7 @@ def test_a_killed_process_ends_its_streams_and_its_p2pd(
     p2pd_lab.run(scenario)
 
 
-def test_p2pd_does_not_outlive_us_even_if_we_alone_are_killed(tmp_path: Path) -> None:
+def test_p2pd_ends_when_only_its_parent_is_killed(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer_process(tmp_path, ProtocolSpec("/test/unused")) as (process, _):
             children = psutil.Process(process.pid).children(recursive=True)
@@ -86,7 +86,9 @@ def test_p2pd_does_not_outlive_us_even_if_we_alone_are_killed(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_who_does_not_go_when_it_is_refused_keeps_no_room(p2pd_lab: P2pdLab, protocol: ProtocolSpec) -> None:
+def test_a_refused_peer_that_keeps_its_stream_open_holds_no_resources(
+    p2pd_lab: P2pdLab, protocol: ProtocolSpec
+) -> None:
     """It may take its time to hear why, as long as nobody else needs the stream."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
@@ -144,7 +146,7 @@ def test_a_port_in_use_by_another_p2pd_is_not_shared(p2pd_lab: P2pdLab, tmp_path
     p2pd_lab.run(scenario)
 
 
-def test_a_stream_says_from_where_it_was_opened(p2pd_lab: P2pdLab) -> None:
+def test_a_stream_has_the_address_of_its_opener(p2pd_lab: P2pdLab) -> None:
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -159,7 +161,7 @@ def test_a_stream_says_from_where_it_was_opened(p2pd_lab: P2pdLab) -> None:
     p2pd_lab.run(scenario)
 
 
-def test_one_identity_is_on_the_network_once_unless_it_only_dials(tmp_path: Path) -> None:
+def test_an_identity_is_used_once_unless_it_only_dials(tmp_path: Path) -> None:
     listening = P2pdConfig(tmp_path / "id", listen=LOOPBACK)
     dialling = replace(listening, only_dials=True)
 
@@ -192,7 +194,7 @@ def test_a_bad_address_is_a_config_error(tmp_path: Path, config: dict[str, tuple
     assert info.value.hint
 
 
-def test_what_is_no_peer_id_is_a_config_error(tmp_path: Path) -> None:
+def test_an_invalid_peer_id_is_a_config_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with P2pdTransport.create(P2pdConfig(tmp_path / "id", listen=LOOPBACK)) as transport:
             for addresses in ((), ("/ip4/127.0.0.1/tcp/4001/p2p/0OIl",)):
@@ -229,7 +231,7 @@ def test_a_live_bootstrap_peer_is_connected(
     p2pd_lab.run(scenario)
 
 
-def test_what_a_peer_names_is_not_dialled_where_it_has_no_business(
+def test_private_addresses_named_by_a_peer_are_not_dialled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name, and loopback of a machine that is on a network; what the owner named is dialled all the same."""

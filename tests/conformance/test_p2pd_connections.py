@@ -49,9 +49,7 @@ async def hears(stream: Stream, said: bytes) -> None:
         assert (await stream.receive()).payload == said
 
 
-def test_a_connection_that_carries_nothing_any_more_is_dialled_anew(
-    p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
-) -> None:
+def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path) -> None:
     """As after a cut: both ends are well, and TCP tries again only in a while."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
@@ -98,7 +96,7 @@ async def a_line_busy_with_what_we_sent(
 @pytest.mark.parametrize(
     "silence", [a_process_held_up, a_line_busy_with_what_we_sent], ids=lambda silence: silence.__name__
 )
-def test_a_silent_connection_that_is_well_stays(
+def test_a_silent_but_working_connection_stays(
     silence: Silence, p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path
 ) -> None:
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:

@@ -60,7 +60,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
-def test_one_address_has_so_many_connections_and_those_at_work_stay(tmp_path: Path) -> None:
+def test_connections_of_one_address_are_limited_and_those_in_use_stay(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b, peer(tmp_path / "c") as c:
             accepted, dialled = await dial(b, a, ECHO), await dial(a, c, ECHO)
@@ -110,7 +110,7 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
     run(main)
 
 
-def test_a_p2pd_that_holds_too_much_is_restarted_in_its_place(tmp_path: Path) -> None:
+def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
     """At its old address, under its identity, with what it serves; whoever is served has moved away before."""
     said: list[str] = []
 
@@ -142,7 +142,7 @@ def test_a_p2pd_that_holds_too_much_is_restarted_in_its_place(tmp_path: Path) ->
     run(main)
 
 
-def test_where_p2pd_holds_too_much_strangers_go_first(tmp_path: Path) -> None:
+def test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as crowd:
             assert connected(crowd) == 8

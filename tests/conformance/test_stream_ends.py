@@ -81,7 +81,7 @@ def test_close_delivers_what_was_sent_by_the_handler(lab: Lab, protocol: Protoco
 
 
 @pytest.mark.parametrize("is_in_use", [False, True], ids=["at once", "while it is listened to"])
-def test_who_is_refused_learns_why(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
+def test_a_refused_opener_learns_the_reason(lab: Lab, protocol: ProtocolSpec, is_in_use: bool) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         async def handler(stream: Stream) -> None:
             listening = asyncio.create_task(drain(stream) if is_in_use else asyncio.sleep(0))

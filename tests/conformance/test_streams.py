@@ -48,7 +48,7 @@ def test_empty_message(lab: Lab, protocol: ProtocolSpec) -> None:
     lab.run(scenario)
 
 
-def test_the_senders_buffer_is_its_own_again_after_send(lab: Lab, protocol: ProtocolSpec) -> None:
+def test_the_sender_may_reuse_its_buffer_after_send(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         result = await collect(b, protocol)
         stream = await dial(a, b, protocol)
@@ -136,7 +136,7 @@ def test_a_cancelled_receive_loses_nothing(lab: Lab, protocol: ProtocolSpec) -> 
     lab.run(scenario)
 
 
-def test_a_slow_reader_holds_the_sender_back(lab: Lab, protocol: ProtocolSpec) -> None:
+def test_a_slow_reader_blocks_the_sender(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         gate, received, done = asyncio.Event(), 0, asyncio.Event()
         total = 128
@@ -173,7 +173,7 @@ def test_a_slow_reader_holds_the_sender_back(lab: Lab, protocol: ProtocolSpec) -
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["", "by receives that are cancelled"])
-def test_what_waits_for_grants_comes_whole_and_at_the_rate(
+def test_a_message_that_waits_for_credit_arrives_whole_at_the_limited_rate(
     lab: Lab, protocol: ProtocolSpec, is_cancelled: bool
 ) -> None:
     granted = replace(protocol, has_flow_control=True)

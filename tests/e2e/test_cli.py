@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -209,16 +210,23 @@ def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) ->
         assert_all_end(members)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary folder in which the path of a Unix socket stays below the 107 bytes that Linux allows."""
+    with TemporaryDirectory(prefix="sn-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_a_node_removes_the_sockets_of_one_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     call("swarm", "create", "lab", "--open", "--out", str(tmp_path))
     swarm, sockets = str(tmp_path / "swarm.toml"), set[Path]()
     for _ in range(2):
         with NodeProcess((swarm, "--blocks", "0:1"), tmp_path / "data") as process:
             process.wait("ready")
-            found = set(tmp_path.glob("swarmnet-*"))
+            found = set(short_path.glob("swarmnet-*"))
             assert len(found) == 1
             assert not found & sockets
             members, sockets = process.family, found

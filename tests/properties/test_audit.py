@@ -82,7 +82,7 @@ def test_no_more_is_spent_than_was_earned(seed: int) -> None:
     assert share <= SHARE
 
 
-def test_a_lie_that_begins_at_any_position_is_found_by_its_share_of_audits() -> None:
+def test_a_lie_that_begins_late_is_found_by_a_share_of_audits() -> None:
     ledger = Ledger(random.Random(3))
     for hop in HOPS:
         ledger.passed(hop.peer)
@@ -93,7 +93,7 @@ def test_a_lie_that_begins_at_any_position_is_found_by_its_share_of_audits() -> 
 
 
 @given(st.integers(0, 1 << 32), st.booleans())
-def test_one_liar_among_the_three_never_has_an_honest_host_convicted(seed: int, is_witness: bool) -> None:
+def test_one_liar_among_three_hosts_never_convicts_an_honest_one(seed: int, is_witness: bool) -> None:
     true = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     false = torch.roll(true, 1, -1)
     second, third = (false, true) if is_witness else (true, false)
@@ -111,7 +111,7 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_rounding_is_no_lie(seed: int, dtype: torch.dtype) -> None:
+def test_rounding_differences_convict_no_host(seed: int, dtype: torch.dtype) -> None:
     true = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     true[:, 3] = 3e4
     assert verdict.agree(true, true.to(dtype).float())

@@ -68,7 +68,7 @@ def test_every_dial_goes_to_a_public_address_or_into_a_shared_network(
 
 
 @given(st.lists(ips, min_size=1, max_size=20, unique=True))
-def test_no_more_than_a_few_are_dialled_and_those_come_first(found: list[ipaddress.IPv4Address]) -> None:
+def test_only_the_first_few_addresses_are_dialled(found: list[ipaddress.IPv4Address]) -> None:
     addresses = [f"/ip{ip.version}/{ip}/tcp/4001" for ip in found]
     everywhere = tuple(ipaddress.ip_network(each) for each in ("0.0.0.0/0", "::/0"))
     assert dialable(PEER, addresses, everywhere) == tuple(addresses[:MAX_DIALLED])
@@ -84,7 +84,7 @@ def test_no_more_than_a_few_are_dialled_and_those_come_first(found: list[ipaddre
         f"/ip4/93.184.216.34/tcp/4001/p2p/{RELAY}/p2p-circuit",
     ],
 )
-def test_these_are_dialled_with_and_without_the_id_of_the_peer(address: str) -> None:
+def test_public_and_shared_addresses_are_dialled(address: str) -> None:
     assert dialable(PEER, [address], LAN) == dialable(PEER, [f"{address}/p2p/{PEER}"], LAN) == (address,)
 
 
@@ -122,7 +122,7 @@ def test_these_are_dialled_with_and_without_the_id_of_the_peer(address: str) -> 
         "/unix/var/run/docker.sock",
     ],
 )
-def test_these_are_not_dialled(address: str) -> None:
+def test_private_and_malformed_addresses_are_not_dialled(address: str) -> None:
     assert dialable(PEER, [address, f"{address}/p2p/{PEER}"], LAN) == ()
 
 
@@ -147,9 +147,11 @@ LOOPBACKS = {str(network) for network in LOOPBACK_NETWORKS}
         ([], [("fd00::2", "ffff:ffff:ffff:ffff::")], {"fd00::/64"}),
     ],
 )
-def test_what_is_shared(named: list[str], interfaces: list[tuple[str, str]], expected: set[str]) -> None:
+def test_a_node_shares_the_networks_of_its_listening_interfaces(
+    named: list[str], interfaces: list[tuple[str, str]], expected: set[str]
+) -> None:
     assert shared(named, *interfaces) == expected
 
 
-def test_this_machine_has_addresses() -> None:
+def test_interfaces_of_this_machine_are_found() -> None:
     assert shared_networks(own_interfaces(), ["/ip4/127.0.0.1/tcp/0"])

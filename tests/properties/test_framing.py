@@ -115,7 +115,7 @@ def test_every_truncation_is_detected(message: Message, short: int) -> None:
 
 
 @given(sizes, sizes, st.binary(max_size=300))
-def test_any_two_sizes_with_any_bytes_after_them(first: int, second: int, rest: bytes) -> None:
+def test_frames_with_any_announced_sizes_are_read_or_refused(first: int, second: int, rest: bytes) -> None:
     """Sizes over a limit are violations at once; within it, the bytes are a message, a refusal or the end."""
     received, end = read_all([struct.pack(">II", first, second) + rest], SMALL)
     if first == REFUSED:
@@ -235,7 +235,9 @@ def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> No
 
 @pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.id)
 @given(garbage=st.binary(max_size=4096), window=st.sampled_from(WINDOWS))
-def test_garbage_costs_no_more_than_it_weighs(protocol: ProtocolSpec, garbage: bytes, window: str) -> None:
+def test_garbage_takes_no_more_memory_than_its_size(
+    protocol: ProtocolSpec, garbage: bytes, window: str
+) -> None:
     def peak_bytes() -> int:
         tracemalloc.start()
         try:

@@ -68,7 +68,7 @@ def numbers() -> Iterator[int]:
 
 @settings(max_examples=120)
 @given(st.data())
-def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
+def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
     """Steps are appended, sent, acknowledged, and links broken, in any order; hops start fresh or survive."""
     log = a_log()
     truth: Sequences = {}
@@ -110,7 +110,9 @@ def test_any_hop_can_be_fed_from_the_log(data: st.DataObject) -> None:
 
 @settings(max_examples=120)
 @given(st.data())
-def test_a_replacement_in_the_middle_feeds_the_survivor_exactly_what_it_lacks(data: st.DataObject) -> None:
+def test_a_replacement_in_the_middle_sends_the_survivor_exactly_the_missing_steps(
+    data: st.DataObject,
+) -> None:
     """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""
     upstream, truth, number = a_log(), {}, numbers()
     survivor = Downstream()

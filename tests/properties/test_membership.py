@@ -70,7 +70,7 @@ def test_garbage_is_refused(kind: str, garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", SEALED)
-def test_a_body_that_was_signed_but_makes_no_sense_crashes_nobody(kind: str) -> None:
+def test_a_signed_but_invalid_body_is_refused(kind: str) -> None:
     """An authority's key may be in the hands of somebody who sends anything at all under it."""
     sealed, read = SEALED[kind]
 
@@ -84,7 +84,7 @@ def test_a_body_that_was_signed_but_makes_no_sense_crashes_nobody(kind: str) -> 
 
 @pytest.mark.parametrize("kind", SEALED)
 @pytest.mark.parametrize("other", SEALED)
-def test_what_was_signed_as_one_thing_is_no_other(kind: str, other: str) -> None:
+def test_a_signature_counts_for_one_kind_of_statement_only(kind: str, other: str) -> None:
     sealed, read = SEALED[kind]
     body = pb.Signed.FromString(sealed).body
     signature = AUTHORITY.sign(f"swarmnet-{other}-1".encode() + b"\0" + body)
@@ -119,7 +119,7 @@ DAY_S = 24 * 3600
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.booleans()), max_size=30))
-def test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(
+def test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounded(
     revocations: list[tuple[int, int, bool]],
 ) -> None:
     """Each a while after the one before, of one of a few peers or of invites, by a tool that signs the list anew each time."""
@@ -142,7 +142,7 @@ def test_a_list_names_whoever_could_still_come_in_and_never_grows_for_ever(
         assert now >= ends or revoked in named.in_order()
 
 
-def test_an_invite_is_read_as_it_was_made_or_not_at_all() -> None:
+def test_an_invite_is_read_unchanged_or_refused() -> None:
     def read(text: bytes) -> object:
         return read_invite(text.decode("latin-1"), now=NOW)
 

@@ -26,7 +26,7 @@ def uncovered(found: list[Claim]) -> int:
 
 
 @given(claims(), st.integers(1, BLOCKS))
-def test_a_newcomer_fills_as_much_of_the_gaps_as_any_window_could(found: list[Claim], length: int) -> None:
+def test_a_newcomer_fills_the_largest_gap_that_a_window_can(found: list[Claim], length: int) -> None:
     start = choose_start(found, blocks=BLOCKS, length=length)
     assert 0 <= start <= BLOCKS - length
     chosen = uncovered([*found, Claim(PeerId("new"), start, start + length)])
@@ -38,7 +38,7 @@ def test_a_newcomer_fills_as_much_of_the_gaps_as_any_window_could(found: list[Cl
 
 
 @given(claims(), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_hosts_that_join_at_once_settle_in_any_order(
+def test_hosts_that_join_at_once_agree_in_any_order(
     old: list[Claim], lengths: list[int], rng: random.Random
 ) -> None:
     joining = {

@@ -59,7 +59,7 @@ def every_chain(hosts: list[HostInfo], start: int, end: int) -> Iterator[list[Ho
 
 @settings(max_examples=150)
 @given(views(), st.integers(0, 3), st.booleans(), st.booleans())
-def test_a_chain_covers_exactly_and_costs_little_more_than_the_best(
+def test_a_chain_covers_all_blocks_once_at_nearly_the_lowest_cost(
     view: View, seed: int, from_peer: bool, to_peer: bool
 ) -> None:
     source = view.hosts[0].peer if from_peer else None

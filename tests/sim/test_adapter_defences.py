@@ -132,7 +132,7 @@ async def assert_refused(reading: Awaitable[object], reason: int, why: str = "")
         ({"size_bytes": 1 << 40}, refusal_pb2.REASON_OUT_OF_MEMORY),
     ],
 )
-def test_an_offer_that_makes_no_sense_is_refused(
+def test_an_invalid_adapter_upload_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
@@ -159,7 +159,9 @@ def test_an_offer_that_makes_no_sense_is_refused(
         (b"\x07" + bytes(7) + b"[1,2,3]", "not a safetensors file"),
     ],
 )
-def test_a_part_that_does_not_fit_is_refused_clearly(reference: Reference, data: bytes, why: str) -> None:
+def test_a_part_that_does_not_fit_is_refused_with_a_reason(
+    reference: Reference, data: bytes, why: str
+) -> None:
     async def talk(stranger: Stranger) -> None:
         await assert_refused(stranger.bring(data), refusal_pb2.REASON_PROTOCOL, why)
         assert stranger.store.nbytes == 0
@@ -167,7 +169,7 @@ def test_a_part_that_does_not_fit_is_refused_clearly(reference: Reference, data:
     with_stranger(reference, talk)
 
 
-def test_what_is_too_large_is_refused_before_a_byte_of_it_comes(reference: Reference) -> None:
+def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference: Reference) -> None:
     data = part_of(rank=64)
 
     async def talk(stranger: Stranger) -> None:
@@ -178,7 +180,7 @@ def test_what_is_too_large_is_refused_before_a_byte_of_it_comes(reference: Refer
     with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)
 
 
-def test_half_a_hash_is_refused_before_anything_comes(reference: Reference) -> None:
+def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await assert_refused(
             next_reply(await stranger.offer(part_of(), adapter=bytes(31))), refusal_pb2.REASON_PROTOCOL
@@ -188,7 +190,7 @@ def test_half_a_hash_is_refused_before_anything_comes(reference: Reference) -> N
 
 
 @pytest.mark.parametrize("sizes", [(100,), (CHUNK - 1,), (CHUNK, 10), (0,)], ids=str)
-def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[int, ...]) -> None:
+def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, sizes: tuple[int, ...]) -> None:
     """Otherwise an upload of single bytes would hold its room for days."""
 
     async def talk(stranger: Stranger) -> None:
@@ -202,7 +204,7 @@ def test_chunks_are_as_large_as_they_can_be(reference: Reference, sizes: tuple[i
     with_stranger(reference, talk)
 
 
-def test_an_upload_that_stands_still_frees_its_room(reference: Reference) -> None:
+def test_a_stalled_upload_is_ended_and_its_memory_released(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await stranger.offer(bytes(CHUNK))
         gone = await stranger.offer(bytes([1]) * CHUNK)
@@ -217,7 +219,7 @@ def test_an_upload_that_stands_still_frees_its_room(reference: Reference) -> Non
     with_stranger(reference, talk)
 
 
-def test_what_is_here_is_not_sent_again(reference: Reference) -> None:
+def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) -> None:
     data = part_of()
 
     async def talk(stranger: Stranger) -> None:
@@ -256,7 +258,7 @@ def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Refer
     with_stranger(reference, talk)
 
 
-def test_a_host_that_leaves_takes_no_adapters(reference: Reference) -> None:
+def test_a_host_that_leaves_accepts_no_adapters(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         host = stranger.lab.nodes["a"]._host
         assert host is not None
@@ -266,7 +268,7 @@ def test_a_host_that_leaves_takes_no_adapters(reference: Reference) -> None:
     with_stranger(reference, talk)
 
 
-def test_a_hundred_adapters_cost_nobody_else_anything(reference: Reference) -> None:
+def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Reference) -> None:
     """Memory stays within the quota of their owner; who generates meanwhile gets the same tokens, with its adapter."""
     limit = 8 * len(part_of(rank=8))
     ours = Adapter(random_tensors(range(6), seed=99))

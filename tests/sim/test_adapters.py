@@ -104,7 +104,7 @@ def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_an_adapter_through_hops_gives_what_peft_gives(
+def test_an_adapter_through_hops_gives_the_outputs_of_peft(
     reference: Reference, tuned: Tuned, layout: dict[str, tuple[int, int]]
 ) -> None:
     text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
@@ -124,7 +124,7 @@ def test_an_adapter_through_hops_gives_what_peft_gives(
     assert text[len(PROMPT) :] != reference.greedy(PROMPT, TOKENS)
 
 
-def test_eight_clients_with_eight_adapters_and_two_without_get_their_own(reference: Reference) -> None:
+def test_eight_clients_with_adapters_and_two_without_get_their_own_outputs(reference: Reference) -> None:
     all_tuned = [Tuned(reference, "lora" if seed % 4 else "prefix", seed) for seed in range(8)]
     prompts = [[3 + number, *PROMPT] for number in range(10)]
     expected = [each.greedy(prompt, TOKENS) for each, prompt in zip(all_tuned, prompts, strict=False)]
@@ -149,7 +149,7 @@ def test_eight_clients_with_eight_adapters_and_two_without_get_their_own(referen
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("moment", ["offer", "open", "step"])
-def test_a_host_may_die_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
+def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
     """Its replacement, which has more blocks, is brought the adapter before it is opened, and computes the same."""
 
     async def scenario(lab: Lab) -> None:
@@ -174,7 +174,7 @@ def test_a_host_may_die_at_any_time(reference: Reference, tuned: Tuned, victim: 
     simulate(reference, scenario)
 
 
-def test_a_host_that_has_lost_an_adapter_is_brought_it_again(reference: Reference) -> None:
+def test_the_client_uploads_an_adapter_again_to_a_session_host_that_lost_it(reference: Reference) -> None:
     """That is no fault of the host: it stays in the chain."""
     tuned = Tuned(reference, "lora")
 
@@ -195,7 +195,7 @@ def test_a_host_that_has_lost_an_adapter_is_brought_it_again(reference: Referenc
     simulate(reference, scenario)
 
 
-def test_a_host_that_never_has_what_it_was_brought_is_left(reference: Reference) -> None:
+def test_a_host_that_never_keeps_an_uploaded_adapter_is_replaced(reference: Reference) -> None:
     tuned = Tuned(reference, "lora")
 
     async def scenario(lab: Lab) -> None:
@@ -222,7 +222,7 @@ def test_a_host_that_never_has_what_it_was_brought_is_left(reference: Reference)
     simulate(reference, scenario)
 
 
-def test_lanes_with_a_prefix_are_rewound_and_forked_as_others_are(reference: Reference) -> None:
+def test_sequences_with_a_prefix_are_rewound_and_forked_like_others(reference: Reference) -> None:
     tuned = Tuned(reference, "prefix")
     one, other, third = [5, 6, 7, 8, 9, 10], [5, 6, 7, 20, 21], [5, 6, 7, 8, 40]
 
@@ -260,7 +260,7 @@ def test_positions_of_a_prefix_count(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_a_prefix_that_lacks_blocks_is_refused_at_home(reference: Reference) -> None:
+def test_a_prefix_that_lacks_blocks_is_refused_by_the_client(reference: Reference) -> None:
     tuned = Tuned(reference, "prefix")
     some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if not name.startswith("4.")}
 
@@ -273,7 +273,7 @@ def test_a_prefix_that_lacks_blocks_is_refused_at_home(reference: Reference) -> 
     simulate(reference, scenario)
 
 
-def test_hosts_outside_of_an_adapter_are_not_bothered_with_it(reference: Reference) -> None:
+def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Reference) -> None:
     tuned = Tuned(reference, "lora")
     some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if name[0] in "01"}
 
@@ -287,7 +287,7 @@ def test_hosts_outside_of_an_adapter_are_not_bothered_with_it(reference: Referen
     simulate(reference, scenario)
 
 
-def test_a_session_that_ends_while_its_lanes_are_copied_leaves_nothing(reference: Reference) -> None:
+def test_a_session_that_ends_while_its_sequences_are_copied_leaves_nothing(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, LAYOUTS["1 hop"])
         engine = lab.nodes["a"]._engine

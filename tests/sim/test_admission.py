@@ -26,7 +26,7 @@ from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_c
 DEADLINE_S = 5.0
 
 
-def test_an_invite_lets_in_whom_it_says_and_once(tmp_path: Path) -> None:
+def test_an_invite_for_one_use_admits_one_peer_and_answers_it_again(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         invite = world.invite(address(issuer.peer_id))
@@ -60,7 +60,7 @@ def test_a_newcomer_whose_clock_is_wrong_is_told_so(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_who_overhears_a_redemption_gains_nothing(tmp_path: Path) -> None:
+def test_an_overheard_redemption_is_worthless(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         invite = world.invite(address(issuer.peer_id), uses=5)
@@ -74,7 +74,7 @@ def test_who_overhears_a_redemption_gains_nothing(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_somebody_who_issues_nothing_sends_the_newcomer_on(tmp_path: Path) -> None:
+def test_a_member_that_is_no_issuer_redirects_a_newcomer(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.issuer("issuer")
         member = await world.member("member", world.swarm.certificate("member", Role.HOST))
@@ -85,7 +85,7 @@ def test_somebody_who_issues_nothing_sends_the_newcomer_on(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
-def test_a_slow_directory_holds_up_only_those_who_need_it(
+def test_a_slow_directory_delays_only_requests_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(world: World) -> None:
@@ -116,7 +116,7 @@ def test_a_slow_directory_holds_up_only_those_who_need_it(
     run(tmp_path, scenario)
 
 
-def test_without_an_issuer_there_is_nobody_to_ask(tmp_path: Path) -> None:
+def test_without_an_issuer_a_newcomer_gets_an_error(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         member = await world.member("member", world.swarm.certificate("member", Role.HOST))
         newcomer = await world.stranger("newcomer")
@@ -126,7 +126,7 @@ def test_without_an_issuer_there_is_nobody_to_ask(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_revoked_invite_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_revoked_invite_admits_no_peer(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         invite = world.invite(address(issuer.peer_id))
@@ -137,7 +137,7 @@ def test_a_revoked_invite_lets_nobody_in(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_addresses_that_are_none_are_not_handed_out(tmp_path: Path) -> None:
+def test_invalid_addresses_are_not_handed_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.issuer("issuer")
         for number in range(16):
@@ -153,7 +153,7 @@ def test_addresses_that_are_none_are_not_handed_out(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_who_asks_and_says_nothing_is_gone_in_time(tmp_path: Path) -> None:
+def test_a_newcomer_that_sends_nothing_times_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         silent = [
@@ -188,7 +188,7 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_silent_newcomers_keep_nobody_out(tmp_path: Path) -> None:
+def test_silent_newcomers_keep_no_other_newcomer_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         issuer.raw.resources.limit(Resource.PENDING_ADMISSIONS, system=8)
@@ -202,7 +202,7 @@ def test_silent_newcomers_keep_nobody_out(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_who_has_many_identities_in_one_place_displaces_its_own(tmp_path: Path) -> None:
+def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
     """A newcomer far away takes a while to say what it wants; meanwhile others come, and come again."""
 
     async def scenario(world: World) -> None:
@@ -222,7 +222,7 @@ def test_who_has_many_identities_in_one_place_displaces_its_own(tmp_path: Path) 
     run(tmp_path, scenario)
 
 
-def test_who_asks_without_end_keeps_nobody_from_asking(tmp_path: Path) -> None:
+def test_endless_requests_keep_no_other_newcomer_from_asking(tmp_path: Path) -> None:
     """Forty identities of one place, each of which asks again whenever it is answered."""
 
     async def scenario(world: World) -> None:
@@ -264,17 +264,17 @@ def test_who_asks_without_end_keeps_nobody_from_asking(tmp_path: Path) -> None:
         ("/ip4/203.0.113.5/tcp/1/p2p/R/p2p-circuit", "/ip4/203.0.113.5/tcp/1/p2p/R/p2p-circuit", True),
     ],
 )
-def test_where_somebody_comes_from(address: str, other: str, same: bool) -> None:
+def test_addresses_of_one_subnet_are_recognised(address: str, other: str, same: bool) -> None:
     assert subnet_of(address)
     assert (subnet_of(address) == subnet_of(other)) is same
 
 
 @pytest.mark.parametrize("address", ["", "/memory/0", "/ip4/nonsense/tcp/1", "/dns4/example.org/tcp/1"])
-def test_somewhere_that_is_not_known(address: str) -> None:
+def test_other_addresses_have_no_subnet(address: str) -> None:
     assert not subnet_of(address)
 
 
-def test_who_is_sent_off_without_a_word_comes_again(tmp_path: Path) -> None:
+def test_a_newcomer_whose_stream_is_closed_without_an_answer_tries_again(tmp_path: Path) -> None:
     """As by a peer that is crowded at that moment."""
 
     async def scenario(world: World) -> None:

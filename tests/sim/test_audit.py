@@ -82,7 +82,7 @@ def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
     simulate(reference, scenario)
 
 
-def test_outputs_of_first_positions_are_asked_for() -> None:
+def test_the_last_hop_returns_outputs_of_first_positions() -> None:
     """Those of the last hop, which none but the client gets: a prompt wants no output but its last one."""
     spec = ChainSpec(6, 32, 512, torch.float32)
     swarm: Any = SimpleNamespace(ledger=None)
@@ -91,7 +91,7 @@ def test_outputs_of_first_positions_are_asked_for() -> None:
     assert [row.first for row in auditor.add_audited_outputs(rows)] == [4, 1, 0]
 
 
-def test_a_convicted_host_is_not_used_even_where_nobody_else_is(reference: Reference) -> None:
+def test_a_convicted_host_is_not_used_even_if_it_is_the_only_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a1": (0, 6), "a2": (0, 6)})
         await asyncio.sleep(1.0)
@@ -124,7 +124,7 @@ def test_honest_hosts_are_audited_and_not_accused(reference: Reference, number: 
 
 @pytest.mark.parametrize("liar", ["a2", "b2", "c2"])
 @pytest.mark.parametrize("number", range(2))
-def test_a_witness_that_lies_accuses_nobody(reference: Reference, liar: str, number: int) -> None:
+def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str, number: int) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH, [liar])
 
@@ -139,7 +139,7 @@ def test_a_witness_that_lies_accuses_nobody(reference: Reference, liar: str, num
 
 
 @pytest.mark.parametrize("framing", ["a1", "c1"], ids=["upstream", "downstream"])
-def test_a_neighbour_that_lies_about_what_went_between_does_not_convict(
+def test_a_host_that_lies_about_the_activations_between_two_hops_convicts_no_neighbour(
     reference: Reference, framing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:
@@ -185,7 +185,7 @@ def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Re
     assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
 
 
-def test_a_host_that_says_nothing_of_what_it_computed_is_replaced(
+def test_a_host_that_does_not_report_its_outputs_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:

@@ -28,7 +28,7 @@ async def start(lab: Lab) -> None:
         await lab.start(name, lab.hosting(span))
 
 
-def test_lanes_of_mixed_lengths_give_what_each_gives_alone(reference: Reference) -> None:
+def test_sequences_of_mixed_lengths_give_what_each_gives_alone(reference: Reference) -> None:
     wanted = [
         request(ids, 1 + number % TOKENS) for number, ids in enumerate([*prompts(40), prompts(1, 300)[0]])
     ]
@@ -90,7 +90,7 @@ def test_a_node_that_dies_changes_no_answer(reference: Reference, moment: int) -
     assert undisturbed[:6] == [reference.greedy(list(each.ids), TOKENS) for each in wanted[:6]]
 
 
-def test_a_seeded_answer_does_not_depend_on_who_else_is_there(reference: Reference) -> None:
+def test_a_seeded_answer_does_not_depend_on_other_requests(reference: Reference) -> None:
     mine = request([9, 8, 7], TOKENS, temperature=1.5, top_p=0.9, seed=42)
     others = [request(ids, TOKENS, temperature=2.0, seed=number) for number, ids in enumerate(prompts(7))]
 
@@ -105,7 +105,7 @@ def test_a_seeded_answer_does_not_depend_on_who_else_is_there(reference: Referen
     assert simulate(reference, lambda lab: scenario(lab, [another])) != alone
 
 
-def test_whoever_leaves_frees_the_lane_and_costs_nothing_more(reference: Reference) -> None:
+def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
         async with batcher(lab, Limits(active=1, waiting=1)) as (running, _):
@@ -127,7 +127,7 @@ def test_whoever_leaves_frees_the_lane_and_costs_nothing_more(reference: Referen
     simulate(reference, scenario)
 
 
-def test_whoever_waits_may_leave_too(reference: Reference) -> None:
+def test_a_waiting_request_may_leave(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
         async with (
@@ -145,7 +145,7 @@ def test_whoever_waits_may_leave_too(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_no_more_are_let_in_than_lanes_and_places(reference: Reference) -> None:
+def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
         async with batcher(lab, Limits(active=2, waiting=1)) as (running, _):
@@ -182,7 +182,7 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
     simulate(reference, scenario)
 
 
-def test_a_lane_that_begins_anew_frees_its_old_caches(reference: Reference) -> None:
+def test_a_reused_sequence_frees_its_old_caches(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
         async with batcher(lab, Limits(active=1)) as (running, _):
@@ -207,7 +207,7 @@ def test_an_idle_chain_is_closed_and_the_next_answer_opens_another(reference: Re
     simulate(reference, scenario, limit_s=400)
 
 
-def test_blocks_that_nobody_has_are_an_error_for_all_who_wait(reference: Reference) -> None:
+def test_blocks_without_a_host_are_an_error_for_every_waiting_request(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 4)))
         async with batcher(lab) as (running, _):
@@ -222,7 +222,7 @@ def test_blocks_that_nobody_has_are_an_error_for_all_who_wait(reference: Referen
 
 
 @pytest.mark.parametrize("error", [Unreachable("broke"), OutOfResources("full"), SwarmnetError("odd")])
-def test_a_chain_that_breaks_for_good_gives_its_answers_to_another(
+def test_the_answers_of_a_broken_chain_continue_on_another(
     reference: Reference, error: SwarmnetError
 ) -> None:
     class Breaking:
@@ -258,7 +258,7 @@ def test_a_chain_that_breaks_for_good_gives_its_answers_to_another(
     assert opened >= 4
 
 
-def test_an_answer_that_gets_nowhere_is_given_up(reference: Reference) -> None:
+def test_an_answer_without_progress_is_given_up(reference: Reference) -> None:
     async def scenario(lab: Lab) -> int:
         opened = 0
 

@@ -131,7 +131,7 @@ NONSENSE = [skip_steps, nan_inputs]
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 @pytest.mark.parametrize("layout", [LAYOUT, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}], ids=["two", "one"])
-def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
+def test_a_hop_that_sends_invalid_steps_to_the_next_is_replaced(
     reference: Reference,
     layout: Mapping[str, tuple[int, int]],
     nonsense: Callable[[pb.LinkRequest, bytes], bytes],
@@ -152,7 +152,7 @@ def test_a_hop_that_feeds_the_next_one_nonsense_is_replaced(
     assert_liar_is_replaced(reference, {**layout, "b2": (2, 4)}, forge, monkeypatch)
 
 
-def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> None:
+def test_an_overloaded_host_is_left_for_another_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         async with lab.client() as swarm:
@@ -175,7 +175,7 @@ def test_a_host_without_room_is_left_for_one_that_has(reference: Reference) -> N
     assert simulate(reference, scenario) == reference.greedy(PROMPT * 15, 12)
 
 
-def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
+def test_overloaded_hosts_everywhere_are_an_error_of_its_own(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         await asyncio.sleep(1.0)
@@ -188,7 +188,7 @@ def test_no_room_anywhere_is_an_error_of_its_own(reference: Reference) -> None:
     assert simulate(reference, scenario) <= 20.0
 
 
-def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference) -> None:
+def test_a_sequence_longer_than_the_session_is_refused_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm, lab.chain(swarm, max_length=8) as chain:
@@ -213,7 +213,7 @@ def test_a_lane_longer_than_the_session_is_refused_at_once(reference: Reference)
     ],
     ids=str,
 )
-def test_a_record_that_makes_no_sense_is_not_read(reference: Reference, change: dict[str, Any]) -> None:
+def test_an_invalid_record_is_ignored(reference: Reference, change: dict[str, Any]) -> None:
     async def scenario(lab: Lab) -> int:
         directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
         options: dict[str, Any] = {

@@ -118,7 +118,7 @@ PHASES = {
 @pytest.mark.parametrize("fault", LIMIT_S)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_a_hop_fails_and_its_replica_goes_on(
+def test_a_replica_continues_when_a_hop_fails(
     reference: Reference, victim: str, phase: str, fault: str
 ) -> None:
     hit: list[Delivery] = []
@@ -167,7 +167,7 @@ def run_with(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_the_middle_of_four_nodes_fails_and_its_neighbours_go_on(
+def test_neighbours_continue_when_the_middle_of_four_nodes_fails(
     reference: Reference, fault: str, phase: str
 ) -> None:
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -179,7 +179,7 @@ def test_the_middle_of_four_nodes_fails_and_its_neighbours_go_on(
 
 @pytest.mark.parametrize("phase", ["link", "prefill", "first token", "middle", "last token"])
 @pytest.mark.parametrize("victim", ["b", "c"])
-def test_two_neighbours_that_no_longer_reach_each_other_are_parted(
+def test_two_neighbours_that_cannot_reach_each_other_are_separated(
     reference: Reference, victim: str, phase: str
 ) -> None:
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -193,7 +193,7 @@ def test_two_neighbours_that_no_longer_reach_each_other_are_parted(
     assert run_with(reference, TWO_OF_EACH, plan).longest_s <= SILENT_S
 
 
-def test_neighbours_cut_from_each_other_where_only_the_first_has_a_replica(reference: Reference) -> None:
+def test_of_two_separated_neighbours_the_one_with_a_replica_is_replaced(reference: Reference) -> None:
     """The hop that everybody needs stays; of those before it, the near one that does not reach it gives way."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -210,7 +210,9 @@ def test_neighbours_cut_from_each_other_where_only_the_first_has_a_replica(refer
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("pair", [("a", "b"), ("b", "c"), ("a", "c")])
-def test_two_nodes_fail_at_once(reference: Reference, pair: tuple[str, str], fault: str) -> None:
+def test_an_answer_continues_when_two_nodes_fail_at_once(
+    reference: Reference, pair: tuple[str, str], fault: str
+) -> None:
     def plan(lab: Lab) -> list[list[Delivery]]:
         serving = [
             lab.once(arrives_at({lab.peer_id(name), lab.peer_id(name + "2")}, "step 1"), lambda _: None)
@@ -229,7 +231,7 @@ def test_two_nodes_fail_at_once(reference: Reference, pair: tuple[str, str], fau
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.parametrize("when", ["open", "link", f"replay {PREFILL_STEPS + 2}", f"step {PREFILL_STEPS + 4}"])
-def test_a_node_fails_and_then_its_replacement(
+def test_an_answer_continues_when_the_replacement_fails_too(
     reference: Reference, victim: str, when: str, fault: str
 ) -> None:
     layout = {**TWO_OF_EACH, "a3": (0, 2), "b3": (2, 4), "c3": (4, 6)}
@@ -250,7 +252,7 @@ def test_a_node_fails_and_then_its_replacement(
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_a_neighbour_fails_while_a_replacement_is_fed(reference: Reference, fault: str) -> None:
+def test_an_answer_continues_when_a_neighbour_fails_during_replay(reference: Reference, fault: str) -> None:
     """b fails; while b's replacement takes its replay, the hop that feeds it fails as well."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -277,7 +279,7 @@ BACK_S = 6.0
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_of_all_that_failed_whoever_comes_back_is_found(reference: Reference, fault: str) -> None:
+def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: str) -> None:
     """One does not answer from the start; the other fails while it serves, and stays away. Then the first is well again."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -297,7 +299,7 @@ def test_of_all_that_failed_whoever_comes_back_is_found(reference: Reference, fa
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_a_connection_that_is_reset_is_made_again(reference: Reference, victim: str) -> None:
+def test_a_reset_connection_is_opened_again(reference: Reference, victim: str) -> None:
     """Both ends are well: nothing is replaced, and no position is computed twice."""
 
     async def scenario(lab: Lab) -> Outcome:
@@ -320,7 +322,7 @@ def test_a_connection_that_is_reset_is_made_again(reference: Reference, victim: 
     assert max(outcome.waits_s[1:]) <= STEP_S
 
 
-def test_a_host_that_beats_but_does_not_compute_is_replaced(
+def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(lab: Lab) -> Outcome:
@@ -343,7 +345,7 @@ def test_a_host_that_beats_but_does_not_compute_is_replaced(
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_the_sessions_of_a_client_that_is_gone_are_freed(reference: Reference, fault: str) -> None:
+def test_the_sessions_of_a_crashed_client_are_freed(reference: Reference, fault: str) -> None:
     async def scenario(lab: Lab) -> None:
         for name, blocks in ONE_REPLICA.items():
             await lab.start(name, lab.hosting(blocks))

@@ -128,7 +128,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
 
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
-def test_a_member_who_may_not_serve_it_is_not_asked(protocol: ProtocolSpec) -> None:
+def test_a_member_without_the_role_of_a_server_is_not_asked(protocol: ProtocolSpec) -> None:
     wrong = ANY_ROLE - protocol.served_by
     if not wrong:
         assert protocol is REVOCATIONS
@@ -171,7 +171,7 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
 
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
-def test_without_the_door_the_same_stranger_is_heard(protocol: ProtocolSpec) -> None:
+def test_without_handshakes_the_same_stranger_is_served(protocol: ProtocolSpec) -> None:
     """What keeps the tests above from being vacuous."""
 
     async def scenario(world: World) -> None:
@@ -183,7 +183,7 @@ def test_without_the_door_the_same_stranger_is_heard(protocol: ProtocolSpec) -> 
 
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
-def test_a_member_is_heard_under_every_protocol(protocol: ProtocolSpec) -> None:
+def test_a_member_is_served_under_every_protocol(protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob", *protocol.served_by)
         await server.transport.serve(protocol, answer)
@@ -204,7 +204,7 @@ def test_a_refused_member_learns_why_and_what_to_do() -> None:
     run(scenario)
 
 
-def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> None:
+def test_a_peer_that_newer_rules_refuse_learns_the_reason() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         for one, role in ((server, Role.OBSERVER), (client, Role.CLIENT)):
@@ -231,7 +231,7 @@ def test_who_is_refused_a_stream_by_newer_rules_than_its_own_learns_why() -> Non
 # ---- what it costs --------------------------------------------------------------------------------------------
 
 
-def test_two_members_meet_once() -> None:
+def test_two_members_need_one_handshake() -> None:
     """Only the first stream waits for the handshake: a second costs what it costs without one."""
 
     async def scenario(world: World) -> None:
@@ -254,7 +254,7 @@ def test_two_members_meet_once() -> None:
     run(scenario)
 
 
-def test_many_at_once_meet_once() -> None:
+def test_many_streams_at_once_need_one_handshake() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
@@ -268,7 +268,7 @@ def test_many_at_once_meet_once() -> None:
     run(scenario)
 
 
-def test_who_gives_up_waiting_does_not_end_the_meeting() -> None:
+def test_a_caller_that_gives_up_does_not_end_the_handshake() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         with pytest.raises(PeerUnreachable):

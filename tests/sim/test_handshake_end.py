@@ -109,7 +109,7 @@ def test_a_revocation_spreads_to_all_who_are_connected() -> None:
     run(scenario)
 
 
-def test_a_stream_that_overtakes_the_word_at_the_door_waits_for_it() -> None:
+def test_a_stream_that_overtakes_its_handshake_waits_for_it() -> None:
     """Two streams of one peer may cross."""
 
     async def scenario(world: World) -> None:
@@ -180,7 +180,7 @@ class Signers:
         return replace(swarm.rules, keys=keys)
 
 
-def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
+def test_revocations_of_a_removed_signer_do_not_count() -> None:
     async def scenario(world: World) -> None:
         signers, rules = Signers.make(), world.swarm.rules
         server, client = await world.member("bob"), await world.member("alice")
@@ -196,7 +196,7 @@ def test_nobody_is_out_by_the_word_of_a_signer_who_was_removed() -> None:
     run(scenario)
 
 
-def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
+def test_the_list_of_a_removed_signer_hides_no_other() -> None:
     async def scenario(world: World) -> None:
         signers = Signers.make()
         server, behind = await world.member("bob"), await world.member("behind")
@@ -211,7 +211,7 @@ def test_the_list_of_a_signer_who_was_removed_hides_no_other() -> None:
     run(scenario)
 
 
-def test_who_was_away_learns_of_revocations_from_the_first_it_meets() -> None:
+def test_a_returning_member_gets_revocations_from_the_first_peer_it_connects_to() -> None:
     async def scenario(world: World) -> None:
         server, late = await world.member("bob"), await world.member("late")
         mallory = await world.member("mallory")
@@ -238,7 +238,7 @@ def test_streams_end_with_the_certificate() -> None:
     run(scenario)
 
 
-def test_who_is_less_when_its_certificate_ended_begins_anew_as_that() -> None:
+def test_a_peer_whose_certificate_ended_keeps_the_roles_that_need_none() -> None:
     """In an open swarm everybody is a client; only certificates make trainers."""
 
     async def scenario(world: World) -> None:
@@ -296,7 +296,7 @@ def test_a_clock_that_is_far_off_is_named() -> None:
     run(scenario)
 
 
-def test_a_peer_that_restarted_is_met_again() -> None:
+def test_a_restarted_peer_is_admitted_again() -> None:
     async def scenario(world: World) -> None:
         client = await world.member("alice")
         for _ in range(2):
@@ -308,7 +308,7 @@ def test_a_peer_that_restarted_is_met_again() -> None:
     run(scenario)
 
 
-def test_nothing_is_kept_of_somebody_who_left() -> None:
+def test_nothing_is_kept_of_a_peer_that_left() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         await server.transport.serve(SESSION, answer)

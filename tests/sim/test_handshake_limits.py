@@ -28,7 +28,7 @@ from tests.support.refusals import final_refusal
 # ---- limits ---------------------------------------------------------------------------------------------------
 
 
-def test_who_says_nothing_at_the_door_is_gone_in_time() -> None:
+def test_a_silent_handshake_stream_times_out() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         strangers = [await world.stranger(f"stranger {number}") for number in range(100)]
@@ -58,7 +58,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
     run(scenario)
 
 
-def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
+def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
     """They say nothing, or do not go when they are refused: each such stream is there for seconds, and there is always another."""
 
     async def scenario(world: World) -> None:
@@ -77,7 +77,7 @@ def test_sixteen_who_take_all_streams_keep_no_member_out() -> None:
     run(scenario)
 
 
-def test_whoever_there_is_no_room_for_at_the_door_learns_so_and_when_to_come_again() -> None:
+def test_an_overloaded_server_refuses_a_handshake_with_a_retry_time() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
@@ -160,7 +160,7 @@ async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someon
     return server, clients
 
 
-def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
+def test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream that was opened before the end of the handshake stream arrived."""
@@ -176,7 +176,7 @@ def test_whose_door_was_shut_for_want_of_room_is_let_in_until_it_is_revoked(
     run(scenario)
 
 
-def test_so_many_are_remembered_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admitted_peers_without_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_module, "MAX_WITHOUT_STREAM", 1)
 
     async def scenario(world: World) -> None:
@@ -206,7 +206,7 @@ def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.Mo
     run(scenario)
 
 
-def test_who_sends_wrong_revocations_has_to_go() -> None:
+def test_a_peer_that_sends_invalid_revocations_is_disconnected() -> None:
     async def scenario(world: World) -> None:
         server, liar = await world.member("bob"), await world.member("mallory")
 

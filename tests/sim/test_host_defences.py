@@ -119,7 +119,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         ({"span": pb.Span(start=0, end=1 << 31)}, refusal_pb2.REASON_WRONG_SPAN),
     ],
 )
-def test_a_session_for_what_is_not_hosted_is_refused(
+def test_a_session_for_blocks_that_are_not_hosted_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
@@ -131,16 +131,14 @@ def test_a_session_for_what_is_not_hosted_is_refused(
 @pytest.mark.parametrize(
     "changes", [{"session": b"short"}, {"wire": pb.DTYPE_UNSPECIFIED}, {"session": ID * 2}]
 )
-def test_an_opening_that_makes_no_sense_ends_the_stream(
-    reference: Reference, changes: dict[str, Any]
-) -> None:
+def test_an_invalid_open_message_ends_the_stream(reference: Reference, changes: dict[str, Any]) -> None:
     async def talk(stranger: Stranger) -> None:
         await assert_ends(await stranger.send_open(**changes))
 
     with_stranger(reference, talk)
 
 
-def test_a_session_id_is_taken_once(reference: Reference) -> None:
+def test_a_session_id_is_used_once(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await stranger.send_open()
         await assert_ends(await stranger.send_open())
@@ -169,7 +167,7 @@ def test_one_client_leaves_early_links_to_others(reference: Reference) -> None:
     with_stranger(reference, talk, limits=HostLimits(early_links_per_client=2))
 
 
-def test_who_never_acknowledges_fills_no_more_than_the_log_may_take(reference: Reference) -> None:
+def test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
         await link_reply(link)
@@ -198,7 +196,7 @@ def test_positions_come_at_the_rate_of_the_client(reference: Reference) -> None:
     with_stranger(reference, talk, limits=HostLimits(positions_per_s=4.0))
 
 
-def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Reference) -> None:
+def test_without_memory_for_a_queue_a_host_reads_one_step_at_a_time(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
         await link_reply(link)
@@ -228,7 +226,7 @@ def test_without_memory_for_a_queue_steps_are_read_one_at_a_time(reference: Refe
     ],
     ids=["late start", "gap", "overlap", "repetition", "replay after steps", "too long"],
 )
-def test_steps_out_of_order_or_place_end_the_session(
+def test_steps_in_the_wrong_order_or_position_end_the_session(
     reference: Reference, steps: list[Step], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
@@ -266,7 +264,7 @@ def test_a_link_of_an_old_epoch_is_refused_and_a_newer_one_takes_over(reference:
     with_stranger(reference, talk)
 
 
-def test_a_link_may_come_a_little_before_its_session_but_does_not_wait_for_ever(reference: Reference) -> None:
+def test_a_link_waits_a_limited_time_for_its_session(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         early = await stranger.link()
         await stranger.send_open()
@@ -277,7 +275,7 @@ def test_a_link_may_come_a_little_before_its_session_but_does_not_wait_for_ever(
     with_stranger(reference, talk)
 
 
-def test_links_that_wait_are_bounded_and_those_that_give_up_are_forgotten(reference: Reference) -> None:
+def test_waiting_links_are_bounded_and_closed_ones_are_forgotten(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         waiting = [await stranger.link(session=bytes([number]) * 16) for number in range(1, 4)]
         refused = await refusal(link_reply(await stranger.link(session=b"z" * 16)))
@@ -307,7 +305,7 @@ def test_a_cache_over_its_budget_is_refused_before_it_is_allocated(reference: Re
     with_stranger(reference, talk, max_cache_bytes=80_000)
 
 
-def test_a_client_that_does_not_read_does_not_keep_its_session(reference: Reference) -> None:
+def test_a_client_that_does_not_read_loses_its_session(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await stranger.send_open(max_length=1 << 20)
         link = await stranger.link()

@@ -35,7 +35,7 @@ def read(record: bytes) -> tuple[str, ...]:
     return signed_addresses(record, HOST.peer_id, MANIFEST, swarm=SWARM, now=EPOCH)
 
 
-def test_addresses_are_those_that_the_host_has_signed() -> None:
+def test_a_host_dials_the_addresses_that_the_next_hop_signed() -> None:
     assert read(announced()) == ADDRESSES
 
 
@@ -53,7 +53,7 @@ def test_addresses_are_those_that_the_host_has_signed() -> None:
         announced(replace(GOOD, expires_at=EPOCH + 48 * 3600)),
     ],
 )
-def test_nothing_else_names_addresses(record: bytes) -> None:
+def test_addresses_without_the_signature_of_the_next_hop_are_refused(record: bytes) -> None:
     assert read(record) == ()
 
 
@@ -101,7 +101,7 @@ def test_every_failure_looks_the_same_and_takes_as_long(
     with_dialled(reference, talk)
 
 
-def test_a_client_causes_few_dials_and_takes_none_from_others(reference: Reference) -> None:
+def test_the_dials_that_a_client_causes_are_limited_for_it_alone(reference: Reference) -> None:
     async def talk(dialled: Dialled) -> None:
         clock = asyncio.get_running_loop().time
         introductions = Introductions(dialled)
@@ -127,7 +127,7 @@ def test_a_client_causes_few_dials_and_takes_none_from_others(reference: Referen
     with_dialled(reference, talk)
 
 
-def test_one_peer_is_tried_by_one_at_a_time(reference: Reference) -> None:
+def test_a_next_hop_is_dialled_once_at_a_time(reference: Reference) -> None:
     async def talk(dialled: Dialled) -> None:
         dialled.fails_after_s = 1.0
         clock = asyncio.get_running_loop().time

@@ -94,7 +94,7 @@ async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBa
     [{"limited": (0, 3), "other": (3, 6)}, {"other": (0, 3), "limited": (3, 6)}],
     ids=["fed by clients", "fed by a host"],
 )
-def test_many_prompts_at_once_come_at_the_rate_and_all_are_answered(
+def test_many_prompts_at_once_arrive_at_the_limited_rate_and_all_are_answered(
     reference: Reference, layout: dict[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:
@@ -108,7 +108,7 @@ def test_many_prompts_at_once_come_at_the_rate_and_all_are_answered(
     simulate(reference, scenario)
 
 
-def test_so_do_the_replays_for_a_host_that_takes_anothers_place(reference: Reference) -> None:
+def test_replays_for_a_replacement_arrive_at_the_limited_rate(reference: Reference) -> None:
     """Each is the whole prompt of somebody, in steps of twice the size."""
 
     async def scenario(lab: Lab) -> None:
@@ -147,7 +147,7 @@ def test_so_do_the_replays_for_a_host_that_takes_anothers_place(reference: Refer
 
 
 @pytest.mark.parametrize("is_adapted", [False, True], ids=["plain", "with an adapter"])
-def test_so_do_passes_and_adapters(reference: Reference, is_adapted: bool) -> None:
+def test_passes_and_adapters_arrive_at_the_limited_rate(reference: Reference, is_adapted: bool) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("limited", lab.hosting((0, 6)))
         limit(lab, "limited")
@@ -182,7 +182,7 @@ async def compute(lab: Lab) -> int:
 
 
 @pytest.mark.parametrize("use", [answer, compute])
-def test_a_host_that_grants_nothing_is_replaced(
+def test_a_host_that_grants_no_credit_is_replaced(
     reference: Reference, use: Callable[[Lab], Awaitable[int]]
 ) -> None:
     """It beats, and its line takes a lifetime: nobody waits for it longer than for one that computes nothing."""
@@ -203,7 +203,7 @@ def test_a_host_that_grants_nothing_is_replaced(
     simulate(reference, scenario)
 
 
-def test_a_feeder_that_does_not_wait_for_grants_is_ended_and_has_to_pay(reference: Reference) -> None:
+def test_an_upstream_that_sends_without_credit_is_disconnected_and_charged(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 2)))
         limit(lab, "a")

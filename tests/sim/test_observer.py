@@ -99,7 +99,7 @@ def test_a_generation_appears_as_edges(reference: Reference, tmp_path: Any, priv
     simulate(reference, scenario, private=PrivateSwarm() if private else None)
 
 
-def test_times_are_those_that_the_client_waits(reference: Reference, tmp_path: Any) -> None:
+def test_step_times_are_those_that_the_client_measures(reference: Reference, tmp_path: Any) -> None:
     """Three links of 30 ms each way: a token takes 4 of them round, and the first one as long."""
 
     async def scenario(lab: Lab) -> None:

@@ -77,7 +77,7 @@ async def train(
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_batch_with_an_adapter_gives_what_one_process_gives(
+def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
     reference: Reference, local: LocalPass, layout: dict[str, tuple[int, int]], keep_graphs: bool
 ) -> None:
     brought: list[Delivery] = []
@@ -96,7 +96,7 @@ def test_a_batch_with_an_adapter_gives_what_one_process_gives(
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_a_host_is_killed_in_the_midst_and_the_gradients_are_the_same(
+def test_the_gradients_are_the_same_when_a_host_is_killed_in_the_middle(
     reference: Reference, local: LocalPass, backward: bool, keep_graphs: bool
 ) -> None:
     """The second pass that one of the hosts in the middle is asked for has its tensors when it dies."""
@@ -126,7 +126,7 @@ def test_a_host_is_killed_in_the_midst_and_the_gradients_are_the_same(
 
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
-def test_a_host_that_forgot_the_adapter_is_brought_it_again(
+def test_the_client_uploads_an_adapter_again_to_a_host_that_lost_it(
     reference: Reference, local: LocalPass, keep_graphs: bool
 ) -> None:
     refused: list[int] = []
@@ -161,7 +161,7 @@ def test_a_host_that_forgot_the_adapter_is_brought_it_again(
     ],
     ids=["NaN", "too few", "another shape"],
 )
-def test_a_host_that_answers_nonsense_for_the_adapter_is_replaced(
+def test_a_host_that_sends_invalid_gradients_of_the_adapter_is_replaced(
     reference: Reference,
     local: LocalPass,
     lie: Callable[[torch.Tensor], torch.Tensor],
@@ -285,6 +285,6 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
         split([MAX_POSITIONS - positions + 1], positions)
 
 
-def test_a_column_is_in_the_order_of_the_names() -> None:
+def test_flattened_gradients_are_in_the_order_of_the_names() -> None:
     column = pack_tensors({"10.b": torch.tensor([3.0, 4.0]), "1.a": torch.tensor([[1.0], [2.0]])})
     assert column.tolist() == [[1.0], [2.0], [3.0], [4.0]]

@@ -42,7 +42,7 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
 @pytest.mark.parametrize("counts", [COUNTS, MANY], ids=["one microbatch", "many"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_an_adapter_that_no_host_can_compute_is_named_at_once_and_no_host_blamed(
+def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
     reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
     # Of inputs times zero nothing comes, and their gradients are as large as what follows lets them be.
@@ -170,7 +170,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(reference: Reference) 
     simulate(reference, scenario)
 
 
-def test_a_device_without_memory_is_a_shortage_and_another_host_is_asked(
+def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two hosts one has a device that is full."""

@@ -123,7 +123,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         ({"wire": pb.DTYPE_UNSPECIFIED}, refusal_pb2.REASON_PROTOCOL),
     ],
 )
-def test_a_pass_that_is_not_offered_is_refused(
+def test_a_pass_that_the_host_does_not_offer_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
@@ -178,7 +178,7 @@ def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) 
     with_stranger(reference, talk, limits=HostLimits(passes_per_client=3))
 
 
-def test_passes_of_all_together_are_bounded(reference: Reference) -> None:
+def test_passes_of_all_clients_are_bounded_together(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=2)))
         async with (
@@ -192,7 +192,7 @@ def test_passes_of_all_together_are_bounded(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
+def test_a_client_that_does_not_continue_its_pass_loses_it(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         stream = await stranger.begin()
         with pytest.raises(StreamEnded):
@@ -204,7 +204,7 @@ def test_who_does_not_go_on_loses_the_place(reference: Reference) -> None:
     with_stranger(reference, talk, limits=HostLimits(passes_per_client=2))
 
 
-def test_who_does_not_take_the_answer_loses_the_place(
+def test_a_client_that_does_not_read_the_result_loses_its_pass(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads nothing; one message fits on the way."""
@@ -225,7 +225,7 @@ def test_who_does_not_take_the_answer_loses_the_place(
     simulate(reference, scenario)
 
 
-def test_a_host_that_leaves_takes_no_new_pass_and_ends_those_it_has(reference: Reference) -> None:
+def test_a_host_that_leaves_accepts_no_new_pass_and_finishes_the_running_ones(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         node = await lab.start("a", lab.hosting((0, 6)))
         async with lab.network.transport(lab.peer_id("client")) as transport:

@@ -98,7 +98,7 @@ def check(reference: Reference, outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_batch_gives_what_one_process_gives(
+def test_a_batch_gives_the_results_of_one_process(
     reference: Reference, layout: Mapping[str, tuple[int, int]], keep_graphs: bool
 ) -> None:
     outcome = simulate(reference, lambda lab: train(lab, layout, lambda: None, keep_graphs=keep_graphs))
@@ -110,7 +110,7 @@ def test_a_batch_gives_what_one_process_gives(
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("layout", [TWO_OF_B, ANOTHER_CUT], ids=["a replica", "hosts that are cut otherwise"])
-def test_a_host_fails_in_the_midst_and_the_result_is_the_same(
+def test_the_result_is_the_same_when_a_host_fails_in_the_middle(
     reference: Reference, layout: Mapping[str, tuple[int, int]], moment: str, fault: str, keep_graphs: bool
 ) -> None:
     hit: list[Delivery] = []
@@ -183,7 +183,7 @@ LIES: dict[str, Callable[[torch.Tensor], Message | Refusal]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_host_that_answers_nonsense_is_replaced(
+def test_a_host_that_sends_invalid_results_is_replaced(
     reference: Reference, lie: Callable[[torch.Tensor], Message | Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two hosts lies, always. Nobody asks it again, not even who has waited for it."""
@@ -210,7 +210,7 @@ def test_a_host_that_answers_nonsense_is_replaced(
     assert 1 <= len(lies) <= PASSES_PER_HOST
 
 
-def test_a_host_that_beats_but_does_not_compute_is_replaced(
+def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(lab: Lab) -> Outcome:
@@ -253,7 +253,7 @@ def test_every_hop_has_work_at_the_same_time(reference: Reference) -> None:
     assert {"a", "b", "c"} in busy
 
 
-def test_blocks_that_nobody_hosts_are_named(reference: Reference) -> None:
+def test_blocks_without_a_host_are_named(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         with pytest.raises(NoRoute, match="4:6"):
             await train(lab, {"a": (0, 2), "b": (2, 4)}, lambda: None)
@@ -261,7 +261,7 @@ def test_blocks_that_nobody_hosts_are_named(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_hosts_without_room_are_named_so_and_sent_nothing(reference: Reference) -> None:
+def test_overloaded_hosts_are_named_and_sent_nothing(reference: Reference) -> None:
     sent: list[Delivery] = []
 
     async def scenario(lab: Lab) -> None:
@@ -280,7 +280,7 @@ def test_hosts_without_room_are_named_so_and_sent_nothing(reference: Reference) 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_does_not_leave_home(reference: Reference, value: float) -> None:
+def test_the_client_sends_only_finite_values(reference: Reference, value: float) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         await asyncio.sleep(1.0)
@@ -310,6 +310,6 @@ def test_microbatches_are_whole_sequences(counts: tuple[int, ...], parts: list[A
     assert split(counts) == parts
 
 
-def test_a_sequence_that_no_host_takes_is_refused_at_home() -> None:
+def test_a_sequence_too_long_for_every_host_is_refused_by_the_client() -> None:
     with pytest.raises(OutOfResources, match=str(MAX_POSITIONS + 1)):
         split([5, MAX_POSITIONS + 1])

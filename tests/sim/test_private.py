@@ -24,7 +24,7 @@ def simulate_private(reference: Reference, scenario: object) -> None:
     simulate(reference, scenario, private=PrivateSwarm())  # type: ignore[arg-type]
 
 
-def test_members_answer_as_the_whole_model_does(reference: Reference) -> None:
+def test_members_give_the_answers_of_the_whole_model(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, **SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -34,7 +34,7 @@ def test_members_answer_as_the_whole_model_does(reference: Reference) -> None:
     simulate_private(reference, scenario)
 
 
-def test_a_revoked_client_is_out_with_its_sessions(reference: Reference) -> None:
+def test_a_revoked_client_loses_its_sessions(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         assert lab.private is not None
         await start(lab, **SPANS)
@@ -79,7 +79,7 @@ def test_a_revoked_host_is_replaced(reference: Reference) -> None:
     simulate_private(reference, scenario)
 
 
-def test_an_outsider_is_told_why(reference: Reference) -> None:
+def test_an_outsider_learns_why_it_is_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, **SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:

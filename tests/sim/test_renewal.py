@@ -23,7 +23,7 @@ from tests.support.private_swarm import identity_of
 DEADLINE_S = 5.0
 
 
-def test_members_take_a_newer_file_from_whom_they_begin_with(tmp_path: Path) -> None:
+def test_members_take_a_newer_file_from_their_bootstrap_peer(tmp_path: Path) -> None:
     """Where a list says who is in, nobody has a certificate to renew, and all get to know who was added."""
 
     async def scenario(world: World) -> None:
@@ -44,7 +44,7 @@ def test_members_take_a_newer_file_from_whom_they_begin_with(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
-def test_a_certificate_renews_itself_when_two_thirds_of_it_are_over(tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_after_two_thirds_of_its_lifetime(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
@@ -64,7 +64,7 @@ def test_a_certificate_renews_itself_when_two_thirds_of_it_are_over(tmp_path: Pa
     run(tmp_path, scenario)
 
 
-def test_a_member_goes_on_under_a_key_that_came_with_its_renewal(tmp_path: Path) -> None:
+def test_a_member_accepts_a_new_key_that_came_with_its_renewal(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         old, new = world.swarm.rules, identity_of("new authority")
         rotated = replace(old, keys={**old.keys, new.public_key: math.inf})
@@ -98,9 +98,7 @@ def test_a_member_goes_on_under_a_key_that_came_with_its_renewal(tmp_path: Path)
 
 
 @pytest.mark.parametrize("answer", [b"", b"garbage", b"our own"])
-def test_who_says_it_is_an_issuer_and_is_none_keeps_nobody_from_renewing(
-    tmp_path: Path, answer: bytes
-) -> None:
+def test_a_false_issuer_prevents_no_renewal(tmp_path: Path, answer: bytes) -> None:
     async def scenario(world: World) -> None:
         certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
         alice = await world.member("alice", certificate)
@@ -127,7 +125,7 @@ def test_who_says_it_is_an_issuer_and_is_none_keeps_nobody_from_renewing(
     run(tmp_path, scenario)
 
 
-def test_a_late_issuer_stops_nobody_until_the_certificate_ends(tmp_path: Path) -> None:
+def test_without_an_issuer_a_member_stays_until_its_certificate_ends(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         server = await world.member("server", world.swarm.certificate("server", Role.HOST))
         await server.transport.serve(SESSION, echo)

@@ -33,9 +33,7 @@ async def start_all(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_no_replica_left_is_an_error_that_names_the_blocks(
-    reference: Reference, victim: str, fault: str
-) -> None:
+def test_without_a_replica_the_error_names_the_blocks(reference: Reference, victim: str, fault: str) -> None:
     async def scenario(lab: Lab) -> tuple[NoRoute, float]:
         await start_all(lab, LAYOUT)
         loop = asyncio.get_running_loop()
@@ -59,7 +57,7 @@ def test_no_replica_left_is_an_error_that_names_the_blocks(
     assert took_s <= 15.0
 
 
-def test_a_model_nobody_hosts_is_an_error_that_names_the_blocks(reference: Reference) -> None:
+def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Reference) -> None:
     async def scenario(lab: Lab) -> NoRoute:
         await start_all(lab, {"a": (0, 2), "c": (4, 6)})
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -71,7 +69,7 @@ def test_a_model_nobody_hosts_is_an_error_that_names_the_blocks(reference: Refer
 
 
 @pytest.mark.parametrize("away_s", [0.5, 4.0, 9.0])
-def test_a_request_goes_on_when_the_missing_blocks_come_back(reference: Reference, away_s: float) -> None:
+def test_a_request_continues_when_the_missing_blocks_return(reference: Reference, away_s: float) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_all(lab, LAYOUT)
 
@@ -95,9 +93,7 @@ def test_a_request_goes_on_when_the_missing_blocks_come_back(reference: Referenc
 
 
 @pytest.mark.parametrize("leaver", ["a", "b", "c"])
-def test_a_host_that_finishes_loses_its_clients_and_they_lose_nothing(
-    reference: Reference, leaver: str
-) -> None:
+def test_clients_leave_a_finishing_host_without_losing_a_token(reference: Reference, leaver: str) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], float]:
         await start_all(lab, LAYOUT)
         loop = asyncio.get_running_loop()
@@ -138,7 +134,7 @@ def test_a_host_that_finishes_loses_its_clients_and_they_lose_nothing(
     assert finished_s < 5.0
 
 
-def test_a_host_that_finishes_without_a_replica_serves_until_its_grace_is_over(reference: Reference) -> None:
+def test_a_finishing_host_without_a_replica_serves_until_its_grace_ends(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_all(lab, LAYOUT)
 
@@ -183,7 +179,7 @@ def test_nodes_that_choose_their_blocks_cover_the_model(
 
 
 @pytest.mark.parametrize("name", ["n1", "n2", "n3", "n4"])
-def test_a_node_that_loads_is_counted_on(reference: Reference, name: str) -> None:
+def test_a_loading_node_counts_in_placement(reference: Reference, name: str) -> None:
     """Whoever has chosen will not choose again, however long the weights take to come."""
 
     async def scenario(lab: Lab) -> tuple[int, int]:
@@ -210,7 +206,7 @@ def test_a_restarted_node_fills_the_gap_it_left(reference: Reference) -> None:
     assert simulate(reference, scenario) == []
 
 
-def test_a_dead_host_leaves_the_routes_of_those_who_meet_it_and_then_of_all(reference: Reference) -> None:
+def test_a_dead_host_leaves_the_routes_of_its_clients_and_then_of_all(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start_all(lab, {**LAYOUT, "b2": (2, 4)})
         dead = lab.peer_id("b")

@@ -84,7 +84,7 @@ async def be_served(lab: Lab, name: str = "client") -> None:
         assert clock() - began < SERVED_S
 
 
-def test_empty_sessions_make_way_for_a_client_with_work(reference: Reference) -> None:
+def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
         async with AsyncExitStack() as stack:
@@ -99,7 +99,7 @@ def test_empty_sessions_make_way_for_a_client_with_work(reference: Reference) ->
     simulate(reference, scenario)
 
 
-def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
+def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
         async with AsyncExitStack() as stack:
@@ -110,7 +110,7 @@ def test_so_do_sessions_that_once_brought_some(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_caches_of_idle_sessions_make_way(reference: Reference) -> None:
+def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
@@ -170,7 +170,7 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
     simulate(reference, scenario, limit_s=400)
 
 
-def test_a_client_whose_session_made_way_goes_on_when_it_has_a_step(reference: Reference) -> None:
+def test_a_client_whose_session_was_evicted_continues_with_its_next_step(reference: Reference) -> None:
     """It opens no other session before that: it would take the place of somebody else."""
 
     async def scenario(lab: Lab) -> None:
@@ -192,7 +192,7 @@ def test_a_client_whose_session_made_way_goes_on_when_it_has_a_step(reference: R
     simulate(reference, scenario, limit_s=400)
 
 
-def test_a_client_that_waits_before_its_first_step_notices_nothing(reference: Reference) -> None:
+def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -203,7 +203,7 @@ def test_a_client_that_waits_before_its_first_step_notices_nothing(reference: Re
     simulate(reference, scenario, limit_s=1000)
 
 
-def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
+def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=4, passes_per_client=2)))
         begin = pb.Begin(
@@ -236,7 +236,7 @@ def test_passes_that_bring_nothing_make_way(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_links_to_sessions_that_never_come_make_way(reference: Reference) -> None:
+def test_links_without_a_session_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         limits = HostLimits(early_links=2, early_links_per_client=2)
         await lab.start("a", lab.hosting((0, 6), limits=limits))

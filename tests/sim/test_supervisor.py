@@ -71,7 +71,7 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
     simulate(reference, scenario)
 
 
-def test_sessions_move_away_from_a_node_that_steps_aside_and_it_comes_back(reference: Reference) -> None:
+def test_sessions_leave_a_node_that_releases_the_machine_and_it_returns(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("rest", lab.hosting((2, 6)))
         async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), Limits()) as supervisor:
@@ -97,7 +97,7 @@ def test_sessions_move_away_from_a_node_that_steps_aside_and_it_comes_back(refer
     simulate(reference, scenario)
 
 
-def test_a_node_that_has_ended_steps_aside_at_once(reference: Reference) -> None:
+def test_a_node_that_has_ended_releases_the_machine_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
             supervisor.finish(1.0)
@@ -109,7 +109,7 @@ def test_a_node_that_has_ended_steps_aside_at_once(reference: Reference) -> None
     simulate(reference, scenario)
 
 
-def test_a_session_that_has_nowhere_to_go_does_not_keep_the_memory(reference: Reference) -> None:
+def test_a_session_without_another_host_does_not_keep_the_memory(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         async with (
             lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
@@ -157,7 +157,7 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
     simulate(reference, scenario)
 
 
-def test_a_paused_node_says_so_and_nobody_is_sent_to_it(reference: Reference) -> None:
+def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
             supervisor.pause()
@@ -202,7 +202,7 @@ def test_a_paused_node_says_so_and_nobody_is_sent_to_it(reference: Reference) ->
     ],
     ids=["schedule", "battery", "idle", "monthly"],
 )
-def test_it_pauses_and_resumes_by_itself(
+def test_a_node_pauses_and_resumes_by_its_limits(
     reference: Reference,
     limits: Limits,
     forbid: Callable[[FakeMachine], None],
@@ -239,7 +239,7 @@ def test_a_node_that_must_not_run_loads_nothing(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_limits_change_while_it_runs(reference: Reference) -> None:
+def test_limits_change_while_a_node_runs(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(on_battery=True)
@@ -253,7 +253,7 @@ def test_limits_change_while_it_runs(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_who_sets_a_limit_that_is_kept_already_interrupts_nobody(reference: Reference) -> None:
+def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(idle_s=1e6)
@@ -271,7 +271,7 @@ def test_who_sets_a_limit_that_is_kept_already_interrupts_nobody(reference: Refe
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_it_finishes_whether_it_is_paused_or_not(reference: Reference, *, paused: bool) -> None:
+def test_a_node_finishes_paused_or_not(reference: Reference, *, paused: bool) -> None:
     async def scenario(lab: Lab) -> None:
         async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
             if paused:
@@ -283,7 +283,7 @@ def test_it_finishes_whether_it_is_paused_or_not(reference: Reference, *, paused
     simulate(reference, scenario)
 
 
-def test_who_waits_for_the_end_hears_that_it_could_not_come_back(reference: Reference) -> None:
+def test_a_node_that_cannot_resume_ends_with_the_error(reference: Reference) -> None:
     loads = iter([reference.stage])
 
     def load(start: int, end: int) -> Stage:

@@ -34,11 +34,11 @@ LONG = tuple(range(2, 2 + 2 * MIN_SHARED))
         (Load(active=1, room=2), 10, True),
     ],
 )
-def test_who_may_start(load: Load, positions: int, starts: bool) -> None:
+def test_requests_start_while_sequences_and_memory_are_free(load: Load, positions: int, starts: bool) -> None:
     assert may_start(load, LIMITS, positions) is starts
 
 
-def test_who_may_wait_and_when_to_come_again() -> None:
+def test_the_queue_is_bounded_and_a_refusal_names_the_retry_time() -> None:
     assert may_wait(Load(active=4, waiting=1), LIMITS)
     assert not may_wait(Load(active=4, waiting=2), LIMITS)
     assert may_wait(Load(active=1), LIMITS, 5)
@@ -49,7 +49,7 @@ def test_who_may_wait_and_when_to_come_again() -> None:
     assert retry_after_s(Load(active=1, waiting=1000, answer_s=10)) == 60
 
 
-def test_the_lane_that_holds_most_of_a_prompt_is_taken() -> None:
+def test_the_sequence_that_holds_most_of_a_prompt_is_reused() -> None:
     sequences = [
         RunningSequence(0, used=3),
         RunningSequence(1, list(LONG), used=9),

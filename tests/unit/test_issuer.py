@@ -185,7 +185,7 @@ def test_invites_that_do_not_count(issuer: Issuer) -> None:
 
 
 def revoked(named: RevokedIds) -> Revocations:
-    return NOBODY_OUT.learn([sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW)
+    return NOBODY_OUT.updated([sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW)
 
 
 def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:

@@ -178,7 +178,7 @@ def test_a_certificate_that_ended_takes_nothing_from_who_needs_none(admission: A
 
 
 def learned(*lists: bytes, known: Revocations = NOBODY_OUT) -> Revocations:
-    return known.learn(lists, rules=RULES, now=NOW)
+    return known.updated(lists, rules=RULES, now=NOW)
 
 
 def revoke(named: RevokedIds, *, serial: int = 1, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> bytes:
@@ -209,18 +209,18 @@ def test_of_one_signer_the_newest_list_counts_and_of_all_signers_all() -> None:
 
     for order in ((old, new), (new, old)):
         known = learned(*order)
-        assert (known.reason_revoked(ALICE, None), bool(known.reason_revoked(BOB, None))) == (None, True)
+        assert (known.find_revocation(ALICE, None), bool(known.find_revocation(BOB, None))) == (None, True)
     assert learned(old, known=known) is known
 
     both = learned(other, known=known)
-    assert both.reason_revoked(ALICE, None)
-    assert both.reason_revoked(BOB, None)
+    assert both.find_revocation(ALICE, None)
+    assert both.find_revocation(BOB, None)
     assert both.serials == {AUTHORITY.public_key: 2, ISSUER.public_key: 1}
     assert both.newer_than({AUTHORITY.public_key: 2}) == (other,)
     assert set(both.newer_than({})) == {new, other}
 
     later = replace(RULES, keys={AUTHORITY.public_key: math.inf})
-    assert both.believed(rules=later, now=NOW).reason_revoked(ALICE, None) is None
+    assert both.trusted(rules=later, now=NOW).find_revocation(ALICE, None) is None
 
 
 def test_lists_that_are_not_as_they_should_be_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting import reports
-from swarmnet_node.hosting.host_counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean

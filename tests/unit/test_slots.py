@@ -34,14 +34,14 @@ slots = st.lists(
 
 
 @given(slots)
-def test_nobody_who_brings_work_gives_way_and_somebody_else_does(given: list[Slot]) -> None:
+def test_only_an_idle_slot_is_evicted(given: list[Slot]) -> None:
     found = leaving(*given)
     idle = [each for each in given if each.is_idle(NOW)]
     assert (found in idle) if idle else (found is None)
 
 
 @given(slots)
-def test_it_is_of_the_network_and_there_of_the_peer_that_hold_the_most(given: list[Slot]) -> None:
+def test_the_evicted_slot_is_of_the_largest_subnet_and_its_largest_peer(given: list[Slot]) -> None:
     found = leaving(*given)
     if found is not None:
         idle = [each for each in given if each.is_idle(NOW)]
@@ -53,35 +53,35 @@ def test_it_is_of_the_network_and_there_of_the_peer_that_hold_the_most(given: li
         )
 
 
-def test_what_never_brought_work_goes_before_what_has() -> None:
+def test_a_slot_that_never_had_work_is_evicted_first() -> None:
     used, empty = slot("a", "n", NOW - 100, has_worked=True), slot("b", "n", NOW - NEW_S)
     assert leaving(used, empty) is empty
 
 
-def test_the_longest_idle_goes_first() -> None:
+def test_the_longest_idle_slot_is_evicted_first() -> None:
     early, late = slot("a", "n", NOW - 9, has_worked=True), slot("b", "n", NOW - 8, has_worked=True)
     assert leaving(late, early) is early
 
 
-def test_one_place_of_a_peer_is_safe_from_another_who_has_many_in_the_same_network() -> None:
+def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet() -> None:
     honest = slot("honest", "n", NOW - 50)
     others = [slot("greedy", "n", NOW - number) for number in range(4, 8)]
     found = leaving(honest, *others)
     assert found is others[-1]
 
 
-def test_what_was_just_taken_or_used_or_waits_for_us_stays() -> None:
+def test_a_slot_that_is_new_or_in_use_or_waits_for_the_host_is_not_evicted() -> None:
     assert leaving(slot(since=NOW - NEW_S / 2)) is None
     assert leaving(slot(since=NOW - IDLE_S / 2, has_worked=True)) is None
     assert leaving(slot(at_work=True)) is None
 
 
-def test_who_holds_nothing_of_what_is_needed_stays() -> None:
+def test_a_slot_without_the_needed_resource_is_not_evicted() -> None:
     empty, full = slot("a"), slot("b", since=NOW - 6)
     assert slot_to_evict([empty, full], NOW, {empty: 0, full: 9}.__getitem__) is full
 
 
-def test_what_comes_too_slowly_is_no_work() -> None:
+def test_a_slot_whose_bytes_arrive_too_slowly_is_idle() -> None:
     async def scenario() -> None:
         await asyncio.sleep(100.0)
         dripping, flowing = slot(since=90.0), slot(since=90.0)

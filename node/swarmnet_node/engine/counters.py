@@ -1,7 +1,6 @@
 """Histograms of an engine, cumulative since its start, as Prometheus and node reports read them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
@@ -28,27 +27,15 @@ def total(histogram: Histogram) -> float:
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 
-def _forward_s() -> Histogram:
-    return node_histogram("forward_seconds", "How long one forward of sessions' work took.")
-
-
-def _forward_positions() -> Histogram:
-    return node_histogram("forward_positions", "Positions in one such forward.", POSITIONS)
-
-
-def _wait_s() -> Histogram:
-    return node_histogram("wait_seconds", "How long work of sessions waited for its forward.")
-
-
-def _pass_s() -> Histogram:
-    return node_histogram("pass_seconds", "How long one training pass took to compute, without its wait.")
-
-
-@dataclass(frozen=True)
 class EngineCounters:
-    """The measurements of one engine."""
+    """What one engine has computed since its start, and how long that took."""
 
-    forward_s: Histogram = field(default_factory=_forward_s)
-    forward_positions: Histogram = field(default_factory=_forward_positions)
-    wait_s: Histogram = field(default_factory=_wait_s)
-    pass_s: Histogram = field(default_factory=_pass_s)
+    def __init__(self) -> None:
+        self.forward_s = node_histogram("forward_seconds", "How long one forward of sessions' work took.")
+        self.forward_positions = node_histogram(
+            "forward_positions", "Positions in one such forward.", POSITIONS
+        )
+        self.wait_s = node_histogram("wait_seconds", "How long work of sessions waited for its forward.")
+        self.pass_s = node_histogram(
+            "pass_seconds", "How long one training pass took to compute, without its wait."
+        )

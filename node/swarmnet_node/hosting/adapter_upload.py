@@ -1,4 +1,9 @@
-"""Taking in one part of a client's adapter: announced, counted, hashed and checked before it is kept."""
+"""The upload of one part of a client's adapter: memory is reserved, the hash and the shapes are checked, and only then is it stored.
+
+1. The client offers a part by its SHA-256 and size. If the store has it, the host answers ``stored``.
+2. Otherwise the host reserves memory, answers ``wanted``, and receives the part in chunks.
+3. It checks the hash, loads the part onto its device and answers ``stored``.
+"""
 
 import asyncio
 import hashlib
@@ -20,7 +25,7 @@ AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """An offer for blocks that are here; ``start`` is the first block of the engine's stage."""
+    """One upload. ``start``: the first block of the engine's stage, numbered as in the whole model."""
 
     offer: pb.Offer
     store: AdapterStore
@@ -30,10 +35,10 @@ class AdapterUpload:
     heartbeat_s: float
 
     async def run(self) -> None:
-        """Take the part unless it is here, and say so; send heartbeats meanwhile.
+        """Receive and store the part unless the store has it. Heartbeats are sent meanwhile.
 
-        Raises ``Refusal`` when there is no room, ``ProtocolViolation`` for a part that is not what was announced or does not fit
-        the blocks, ``StreamEnded`` or ``DeadlineExceeded`` when the client is gone or too slow.
+        Raises ``Refusal`` at a limit of the store, ``ProtocolViolation`` for a part without the announced hash or size or that does not
+        fit the blocks, and ``StreamEnded`` or ``DeadlineExceeded`` when the client has left or is too slow.
         """
         owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.offer.adapter
         if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:

@@ -20,7 +20,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
-from swarmnet_node.hosting.host_counters import HostCounters
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
@@ -111,7 +111,7 @@ def _rate(per_s: float) -> RateLimit:
 
 @dataclass(frozen=True)
 class HostedModel:
-    """The offer of a host: blocks of the model ``manifest`` from ``start`` on, to clients of ``swarm``."""
+    """The model of which a host serves blocks, from block ``start`` on, to clients of ``swarm``."""
 
     swarm: bytes
     manifest: bytes
@@ -125,15 +125,15 @@ class Host:
         self,
         transport: Transport,
         engine: Engine,
-        offer: HostedModel,
+        model: HostedModel,
         *,
         timing: Timing,
         limits: HostLimits,
         clock: Clock = wall_clock,
     ) -> None:
         self.engine = engine
-        self.start = offer.start
-        self.end = offer.start + engine.stage.blocks
+        self.start = model.start
+        self.end = model.start + engine.stage.blocks
         self.timing = timing
         self.limits = limits
         self.transport = transport
@@ -146,11 +146,11 @@ class Host:
         limits.set_on(transport.resources, largest_step_bytes)
         engine.client_cache_bytes = limits.client_cache_bytes
         engine.limit_caches(engine.max_cache_bytes)
-        self._offer = offer
+        self._model = model
         self._clock = clock
         self._session_parts = SessionParts(
             engine,
-            offer.start,
+            model.start,
             limits.log_bytes,
             timing,
             self.counters,
@@ -176,10 +176,14 @@ class Host:
     def sessions(self) -> Sequence[HostedSession]:
         return tuple(self._sessions.values())
 
+    def session_pairs(self) -> list[Pair]:
+        """The peers before and after each session that is linked."""
+        return [pair for session in self.sessions if (pair := session.pair) is not None]
+
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
         """The next hop that a client names, at the addresses that this hop itself has signed, if any."""
-        peer, offer = PeerId(next.id), self._offer
-        addresses = signed_addresses(next.record, peer, offer.manifest, swarm=offer.swarm, now=self._clock())
+        peer, model = PeerId(next.id), self._model
+        addresses = signed_addresses(next.record, peer, model.manifest, swarm=model.swarm, now=self._clock())
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
@@ -228,7 +232,7 @@ class Host:
         wanted = request.open
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
-        self._check_offered(wanted)
+        self._check_served(wanted)
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
@@ -285,14 +289,14 @@ class Host:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
-    def _check_offered(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
+    def _check_served(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
         if self.leaving:
             raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
-        if wanted.swarm != self._offer.swarm:
+        if wanted.swarm != self._model.swarm:
             raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this host belongs to another swarm")
-        if wanted.manifest != self._offer.manifest:
+        if wanted.manifest != self._model.manifest:
             raise Refusal(
-                refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._offer.manifest.hex()[:16]}"
+                refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._model.manifest.hex()[:16]}"
             )
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
             raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
@@ -306,7 +310,7 @@ class Host:
             await self._run_pass(request.begin, client)
 
     async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
-        self._check_offered(wanted)
+        self._check_served(wanted)
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
         try:
             with ExitStack() as held:
@@ -324,7 +328,7 @@ class Host:
         if not request.HasField("offer"):
             raise ProtocolViolation("an adapter begins with Offer")
         async with self._refusing(client):
-            self._check_offered(request.offer)
+            self._check_served(request.offer)
             heartbeat_s = self.timing.heartbeat_s
             await AdapterUpload(
                 request.offer, self.adapters, self.engine, self.start, client, heartbeat_s

@@ -11,12 +11,13 @@ A report contains, for a node that hosts blocks:
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
+from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Stream
@@ -25,7 +26,7 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
 if TYPE_CHECKING:
-    from swarmnet_node.hosting.host import Host
+    from swarmnet_node.engine.engine import Engine
     from swarmnet_node.owner.control import NodeStatus
 
 EVERY_S = 0.5
@@ -34,10 +35,16 @@ IDLE_S = 60.0
 """Seconds without a request, or with an unread report, after which a stream is closed."""
 
 
-def describe_host(status: "NodeStatus", host: "Host", *, step_s: float, public_name: str) -> pb.NodeReport:
-    """The report of a node that hosts blocks."""
-    engine, counters = host.engine, host.counters
-    pairs = [pair for session in host.sessions if (pair := session.pair) is not None]
+def describe_host(
+    status: "NodeStatus",
+    engine: "Engine",
+    counters: HostCounters,
+    open_sessions: Iterable[Pair],
+    *,
+    step_s: float,
+    public_name: str,
+) -> pb.NodeReport:
+    """The report of a node that hosts blocks. ``open_sessions``: the neighbours of each; ``step_s``: seconds of a step of one token."""
     report = pb.HostReport(
         manifest=status.manifest,
         model=clean(status.model),
@@ -60,7 +67,7 @@ def describe_host(status: "NodeStatus", host: "Host", *, step_s: float, public_n
         clients_lost=counters.clients_lost,
         first_tokens=_times(counters.first_tokens),
         token_times=_times(counters.token_times),
-        flows=counters.flows(pairs),
+        flows=counters.flows(open_sessions),
     )
     return pb.NodeReport(
         version=status.version, public_name=public_name, uptime_s=status.uptime_s, host=report

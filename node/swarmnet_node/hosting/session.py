@@ -24,7 +24,7 @@ import torch
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.hosting.host_counters import HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.directory.node_reports import is_peer_id

@@ -114,13 +114,13 @@ class Admissions:
             return
         admissions = cls(transport, membership, directory, bootstrap)
         with ExitStack() as stack:
-            tasks = [admissions._keep_renewed(), admissions._keep_current()]
+            tasks = [admissions._renew_certificates(), admissions._fetch_swarm_files()]
             if issuer is not None:
                 issued = stack.enter_context(IssuedCertificates.open(issuer.folder))
                 now = membership.clock()
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
-                tasks.append(admissions._keep_announced(issuer.key))
+                tasks.append(admissions._announce_issuer(issuer.key))
             await transport.serve(ADMISSION, admissions._answer)
             running = [asyncio.create_task(task, name="admission") for task in tasks]
             try:
@@ -199,12 +199,12 @@ class Admissions:
                         _ISSUER_KIND, pb.IssuerRecord, record.body, max_body_bytes=MAX_RECORD_BYTES
                     )
                     addresses = [each for each in body.addresses if len(each) <= MAX_ADDRESS_CHARS]
-                    is_trusted = self._membership.rules.believe(signer, self._membership.clock())
+                    is_trusted = self._membership.rules.trusts(signer, self._membership.clock())
                     (trusted if is_trusted else others).append(addresses[:MAX_ADDRESSES])
         # Untrusted keys come last: such an issuer may be one that only a newer swarm file names, or no issuer at all.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
-    async def _keep_announced(self, key: Signer) -> None:
+    async def _announce_issuer(self, key: Signer) -> None:
         while True:
             body = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
             with contextlib.suppress(SwarmnetError):
@@ -215,8 +215,8 @@ class Admissions:
 
     # ---- this peer's swarm file and certificate ----------------------------------------------------------
 
-    async def _keep_current(self) -> None:
-        """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list no renewal would bring it."""
+    async def _fetch_swarm_files(self) -> None:
+        """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list there are no renewals that would bring it."""
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
             if not self._bootstrap:
@@ -232,7 +232,7 @@ class Admissions:
             except SwarmnetError as error:
                 _log.debug("%s gave no newer swarm file: %s", address, error)
 
-    async def _keep_renewed(self) -> None:
+    async def _renew_certificates(self) -> None:
         while True:
             renew_at = self._membership.renew_at
             left_s = CLOCK_CHECK_S if renew_at is None else renew_at - self._membership.clock()

@@ -81,7 +81,7 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
     message = pb.Certificate(
         swarm=swarm,
         peer=admittance.peer,
-        roles=to_wire(admittance.roles),
+        roles=roles_to_wire(admittance.roles),
         not_before=int(now) - CLOCK_SKEW_S,
         not_after=int(now + lifetime_s),
         id=secrets.token_bytes(ID_BYTES),
@@ -107,11 +107,11 @@ def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None
     """Raise ``NotAuthorised`` unless ``certificate`` is of the swarm of ``rules``, signed by trusted keys, and valid at ``now``."""
     if certificate.swarm != rules.swarm:
         raise NotAuthorised("the certificate is of another swarm", hint=_ASK_FOR_INVITE)
-    if not rules.believe(certificate.issuer, now):
+    if not rules.trusts(certificate.issuer, now):
         raise NotAuthorised(
             "the certificate was signed by a key that the swarm does not trust", hint=_ASK_FOR_INVITE
         )
-    if not all(rules.believe(key, certificate.admitted_at) for key in certificate.admitted_by):
+    if not all(rules.trusts(key, certificate.admitted_at) for key in certificate.admitted_by):
         raise NotAuthorised(
             "the certificate goes back to a key that the swarm does not trust any more", hint=_ASK_FOR_INVITE
         )
@@ -130,7 +130,7 @@ def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None
 def _open(data: bytes) -> Certificate:
     """The certificate in ``data`` and the one inside it. Signatures and form are checked, not signers and times."""
     message, issuer = unseal(_KIND, pb.Certificate, data, max_body_bytes=MAX_CERTIFICATE_BYTES)
-    roles = from_wire(message.roles)
+    roles = roles_from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
         raise IntegrityError("the certificate has no peer or no id")
     if len(message.invite) not in {0, ID_BYTES} or len(message.grant_signer) not in {0, KEY_BYTES}:
@@ -160,16 +160,16 @@ def _open(data: bytes) -> Certificate:
     )
 
 
-def to_wire(roles: Iterable[Role]) -> list[str]:
+def roles_to_wire(roles: Iterable[Role]) -> list[str]:
     """Roles as a message has them: in ascending order, each once."""
     wanted = set(roles)
     return [f"ROLE_{role.name}" for role in Role if role in wanted]
 
 
-def from_wire(numbers: Iterable[int]) -> frozenset[Role]:
-    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as :func:`to_wire` writes them."""
+def roles_from_wire(numbers: Iterable[int]) -> frozenset[Role]:
+    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as :func:`roles_to_wire` writes them."""
     listed = list(numbers)
     roles = frozenset(role for role in Role if pb.Role.Value(f"ROLE_{role.name}") in listed)
-    if not roles or [pb.Role.Value(name) for name in to_wire(roles)] != listed:
+    if not roles or [pb.Role.Value(name) for name in roles_to_wire(roles)] != listed:
         raise IntegrityError("the roles are not a list of known ones in order")
     return roles

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
-from swarmnet_protocols.membership.certificates import ID_BYTES, MAX_PEER_CHARS, from_wire, to_wire
+from swarmnet_protocols.membership.certificates import (
+    ID_BYTES,
+    MAX_PEER_CHARS,
+    roles_from_wire,
+    roles_to_wire,
+)
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, decode, seal, unseal
 from swarmnet_protocols.net import PeerId
@@ -78,7 +83,7 @@ def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[
     grant = pb.Grant(
         swarm=swarm,
         id=secrets.token_bytes(ID_BYTES),
-        roles=to_wire(terms.roles),
+        roles=roles_to_wire(terms.roles),
         not_after=terms.not_after,
         uses=terms.uses,
         key=_key(seed).public_key,
@@ -142,7 +147,7 @@ def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: floa
     grant = _open_grant(request.grant)
     if grant.swarm != rules.swarm:
         raise NotAuthorised("the invite is to another swarm")
-    if not rules.believe(grant.signer, now):
+    if not rules.trusts(grant.signer, now):
         raise NotAuthorised(
             "the invite was signed by a key that the swarm does not trust", hint="ask for a new invite"
         )
@@ -156,7 +161,7 @@ def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: floa
 
 def _open_grant(data: bytes) -> Grant:
     message, signer = unseal(_GRANT, pb.Grant, data, max_body_bytes=MAX_GRANT_BYTES)
-    roles = from_wire(message.roles)
+    roles = roles_from_wire(message.roles)
     if len(message.id) != ID_BYTES or len(message.key) != KEY_BYTES or len(message.peer) > MAX_PEER_CHARS:
         raise IntegrityError("the invite has an id, key or peer of the wrong size")
     if not 1 <= message.uses <= MAX_USES:

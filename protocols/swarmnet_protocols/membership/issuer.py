@@ -10,7 +10,7 @@ from pathlib import Path
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import Grant, open_redemption
-from swarmnet_protocols.membership.membership import Membership, admit
+from swarmnet_protocols.membership.membership import Membership, Revoked, admit
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import Signer
@@ -152,7 +152,7 @@ class Issuer:
 
     def __init__(self, key: Signer, rules: Rules, issued: IssuedCertificates, *, now: float) -> None:
         """Raises ``ConfigError`` for a key that the swarm file does not name."""
-        if not rules.believe(key.public_key, now):
+        if not rules.trusts(key.public_key, now):
             raise ConfigError(
                 "this key may not issue certificates for this swarm",
                 hint=f'list "ed25519:{key.public_key.hex()}" under issuers in swarm.toml and sign it',
@@ -170,8 +170,8 @@ class Issuer:
         grant = open_redemption(request, peer, rules=self._rules, now=now)
         if revocations.revokes_invite(grant.id):
             raise NotAuthorised("this invite was revoked", hint="ask for a new one")
-        if reason := revocations.reason_revoked(peer, None):
-            raise NotAuthorised(reason, hint="ask the owner of the swarm")
+        if revocation := revocations.find_revocation(peer, None):
+            raise Revoked(*revocation)
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:

@@ -36,7 +36,7 @@ _SEALED_BYTES = 256
 
 
 class Revoked(NotAuthorised):
-    """``revocation_list``, which is sealed, names the peer or its certificate."""
+    """A peer, its certificate or its invite is on ``revocation_list``, which is sealed."""
 
     def __init__(self, message: str, revocation_list: bytes) -> None:
         super().__init__(message, hint="ask the owner of the swarm")
@@ -54,7 +54,7 @@ class Member:
 
 
 class Membership:
-    """What this peer shows others, and what it checks them against.
+    """What this peer shows to others, and what it checks others against.
 
     With a ``folder``, certificate and revocation lists outlive the process.
     """
@@ -86,11 +86,11 @@ class Membership:
     @property
     def revocations(self) -> Revocations:
         """The revocation lists whose signers the rules trust now."""
-        return self._revocations.believed(rules=self.rules, now=self.clock())
+        return self._revocations.trusted(rules=self.rules, now=self.clock())
 
     @property
     def me(self) -> Member:
-        """This peer, judged as any other. Raises ``NotAuthorised`` if it is no member."""
+        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it is none."""
         if self._own is None:
             self._own = self.open(self.certificate)
         return self.admit(self.peer, self._own)
@@ -135,15 +135,8 @@ class Membership:
             return None
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
-        """``peer`` as a member, in any role. Raises ``Revoked`` if a list names it, and ``NotAuthorised`` if it is no member."""
-        revocations = self.revocations
-        for signer in revocations.serials:
-            revocation_list = revocations.of(signer)
-            if revocation_list is None:
-                continue
-            if reason := Revocations([revocation_list]).reason_revoked(peer, certificate):
-                raise Revoked(reason, revocation_list.sealed)
-        return admit(self.rules, certificate, peer, ANY_ROLE, revocations, self.clock())
+        """``peer`` as a member, in any role. Raises as :func:`admit`."""
+        return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
 
     def take_swarm_file(self, data: bytes) -> None:
         """Adopt the rules of a newer swarm file. An invalid or older one is logged and ignored."""
@@ -159,7 +152,7 @@ class Membership:
             self._notify_listeners()
 
     def take_certificate(self, sealed: bytes) -> None:
-        """Replace the certificate of this peer. Raises ``NotAuthorised`` for an invalid one.
+        """Replace the certificate of this peer. Raises ``NotAuthorised`` for one that is invalid or for another peer.
 
         Raises ``OutOfResources`` when it cannot be written; it is used all the same, for the life of the process.
         """
@@ -180,15 +173,15 @@ class Membership:
     def take_revocations(self, sealed: Iterable[bytes]) -> None:
         """Take the sealed lists that are newer. Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid."""
         old = self.revocations
-        learned = old.learn(sealed, rules=self.rules, now=self.clock())
-        if learned is old:
+        updated = old.updated(sealed, rules=self.rules, now=self.clock())
+        if updated is old:
             return
-        self._revocations = learned
+        self._revocations = updated
         self._notify_listeners()
         if self._folder is None:
             return
-        for signer in learned.serials:
-            new = learned.of(signer)
+        for signer in updated.serials:
+            new = updated.of(signer)
             if new is not None and new is not old.of(signer):
                 try:
                     write_whole(self._folder / REVOCATIONS_NAME / signer.hex(), new.sealed)
@@ -211,7 +204,9 @@ class Membership:
                     sealed = _read_file(
                         folder / REVOCATIONS_NAME / signer.hex(), MAX_LIST_BYTES + _SEALED_BYTES
                     )
-                    self._revocations = self._revocations.learn([sealed], rules=self.rules, now=self.clock())
+                    self._revocations = self._revocations.updated(
+                        [sealed], rules=self.rules, now=self.clock()
+                    )
         except OSError as error:
             raise ConfigError(
                 f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
@@ -229,7 +224,7 @@ def admit(
     """``peer`` as a member with at least one of the roles ``needed``. ``peer`` is the id that the transport has authenticated.
 
     ``certificate`` comes from ``open_certificate``. Where members need none, one that is not valid at ``now`` is ignored. Raises
-    ``NotAuthorised`` with the reason if ``peer`` is no member or lacks the roles.
+    ``Revoked`` if a list names it, and ``NotAuthorised`` with the reason if ``peer`` is no member or lacks the roles.
     """
     if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
         certificate = None
@@ -237,8 +232,8 @@ def admit(
         check_current(certificate, rules=rules, now=now)
         if certificate.peer != peer:
             raise NotAuthorised("the certificate is for another peer", hint=_ASK_FOR_INVITE)
-    if reason := revocations.reason_revoked(peer, certificate):
-        raise NotAuthorised(reason, hint=_ASK_FOR_INVITE)
+    if revocation := revocations.find_revocation(peer, certificate):
+        raise Revoked(*revocation)
     match rules.admission:
         case Admission.OPEN:
             roles = rules.anyone

@@ -100,7 +100,7 @@ class Revocations:
             if serials.get(signer, -1) < self._lists[signer].serial
         )
 
-    def learn(self, sealed: Iterable[bytes], *, rules: Rules, now: float) -> "Revocations":
+    def updated(self, sealed: Iterable[bytes], *, rules: Rules, now: float) -> "Revocations":
         """These lists, updated with those in ``sealed`` that are newer; ``self`` if none is.
 
         Raises what :func:`open_list` raises if one is invalid; then none is taken.
@@ -114,19 +114,19 @@ class Revocations:
         """The list of one signer."""
         return self._lists.get(signer)
 
-    def believed(self, *, rules: Rules, now: float) -> "Revocations":
+    def trusted(self, *, rules: Rules, now: float) -> "Revocations":
         """The lists whose signers ``rules`` trust at ``now``."""
-        return Revocations(each for each in self._lists.values() if rules.believe(each.signer, now))
+        return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
-    def reason_revoked(self, peer: PeerId, certificate: Certificate | None) -> str | None:
-        """Why ``peer`` with ``certificate`` is revoked; None if it is not."""
+    def find_revocation(self, peer: PeerId, certificate: Certificate | None) -> tuple[str, bytes] | None:
+        """Why ``peer`` with ``certificate`` is revoked, and the sealed list that says so; None if it is not."""
         for each in self._lists.values():
             if peer in each.revoked.peers:
-                return "this peer was revoked"
+                return "this peer was revoked", each.sealed
             if certificate is not None and certificate.id in each.revoked.certificates:
-                return "this certificate was revoked"
+                return "this certificate was revoked", each.sealed
             if certificate is not None and certificate.invite in each.revoked.invites:
-                return "the invite of this certificate was revoked"
+                return "the invite of this certificate was revoked", each.sealed
         return None
 
     def revokes_invite(self, invite: bytes) -> bool:
@@ -154,7 +154,7 @@ def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
     message, signer = unseal(_KIND, pb.RevocationList, data, max_body_bytes=MAX_LIST_BYTES)
     if message.swarm != rules.swarm:
         raise NotAuthorised("the revocation list is of another swarm")
-    if not rules.believe(signer, now):
+    if not rules.trusts(signer, now):
         raise NotAuthorised("the revocation list was signed by a key that the swarm does not trust")
     ids = (*message.certificates, *message.invites)
     if len(message.peers) + len(ids) > MAX_ENTRIES:

@@ -81,7 +81,7 @@ class Rules:
         """Whether every member needs a certificate."""
         return self.admission is Admission.CERTIFICATE
 
-    def believe(self, key: bytes, now: float) -> bool:
+    def trusts(self, key: bytes, now: float) -> bool:
         """Whether the signature of ``key`` is valid at Unix time ``now``.
 
         A key that is listed with an end is valid until then. A key that is not listed never was: it may have been stolen.

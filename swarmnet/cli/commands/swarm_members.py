@@ -259,7 +259,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
                 certificate = None
             if certificate is not None:
                 until = _iso(certificate.not_after)
-                state = "revoked" if revoked.reason_revoked(issued.peer, certificate) else "member"
+                state = "revoked" if revoked.find_revocation(issued.peer, certificate) else "member"
             rows.append(
                 {
                     "peer_id": issued.peer,
@@ -279,7 +279,7 @@ def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
             hint="for a swarm with members: swarmnet swarm create NAME --out DIR",
         )
     key = load_key(path or swarm_file.file_in(swarm).parent / KEY_NAME)
-    if not file.rules().believe(key.public_key, wall_clock()):
+    if not file.rules().trusts(key.public_key, wall_clock()):
         raise ConfigError(
             "the key is neither of an authority nor of an issuer of this swarm",
             hint="use authority.key, or list the key under issuers and sign the file",
@@ -305,7 +305,7 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
     if not path.exists():
         return None
     own = _read_list(path, file, wall_clock())
-    if own.signer != key.public_key and file.rules().believe(own.signer, wall_clock()):
+    if own.signer != key.public_key and file.rules().trusts(own.signer, wall_clock()):
         raise ConfigError(
             f"{path} was signed with another key", hint="keep one directory for each key that revokes"
         )

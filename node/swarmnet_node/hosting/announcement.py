@@ -1,0 +1,58 @@
+"""A node's announcement in the directory, which clients read to build chains and joining nodes to choose their blocks.
+
+A node publishes one in each of its states:
+
+1. ``choosing``: the blocks that it intends to take, so that nodes which join at the same time take others.
+2. ``joining``: the blocks that it is loading.
+3. ``online``: clients may open sessions. Published again every ``Timing.announce_s``, because records expire.
+4. ``leaving`` and ``paused``: clients must not choose this host.
+
+``directory/host_announcements.py`` holds the other side: which announcements a reader takes for plausible.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, listed
+from swarmnet_protocols.wire import records_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a node announces about the blocks ``span`` [start, end) that it hosts, or is about to host."""
+
+    manifest: bytes
+    span: tuple[int, int]
+    state: "pb.HostState"
+    addresses: Sequence[str]
+    """Multiaddrs of the node. As many are announced as readers accept, public ones first."""
+    step_s: float
+    """Measured seconds for one token through these blocks; 0: not measured yet."""
+    sessions: int
+    version: str
+    public_name: str
+
+    def record(self, engine: "Engine | None") -> pb.HostRecord:
+        """The record to publish. ``engine``: None before the blocks are loaded."""
+        return pb.HostRecord(
+            manifest=self.manifest,
+            start=self.span[0],
+            end=self.span[1],
+            state=self.state,
+            version=self.version,
+            protocol=PROTOCOL,
+            step_s=self.step_s,
+            token_s=engine.token_s if engine else 0.0,
+            cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
+            sessions=self.sessions,
+            addresses=listed(sorted(self.addresses, key=_is_loopback)),
+            public_name=self.public_name,
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return "/127." in address or "/::1/" in address
