@@ -1,1 +1,1 @@
-"""Joining a swarm: the network connection, and admission to a private swarm."""
+"""Joining a swarm: the network connection, admission to a private swarm, and probes of reachability."""

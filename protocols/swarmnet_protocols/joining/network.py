@@ -1,7 +1,7 @@
 """Joining a swarm: transport, handshakes, directory and admission under one identity; also redeeming an invite and revoking.
 
-From below: p2pd, the membership handshake, the directory, the admission protocol, and on top the guarded transport, over which every
-other protocol runs.
+:func:`connect` builds these layers, lowest first: p2pd, the membership handshake, the directory, the admission protocol, and the guarded
+transport, over which every other protocol runs.
 """
 
 import asyncio

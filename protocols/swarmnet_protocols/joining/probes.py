@@ -1,4 +1,4 @@
-"""Probes: another peer dials this one's ports and sends the time, so that a node learns whether it can be reached and its clock is right."""
+"""Probes: a peer dials the ports of another one and sends the time, so that a node learns whether it can be reached and its clock is right."""
 
 import asyncio
 import ipaddress

@@ -9,20 +9,24 @@ The life of a stream:
 3. Messages. A message is a protobuf header and raw bytes. It is framed (``framing.py``) and counted in the scope of its peer: memory is
    reserved before it is read, and a peer that sends too many messages is read more slowly. The owner's limits on the link apply to all streams
    together (``rate_limit.py``); for large payloads the receiver grants credit (``flow_control.py``).
-4. End. Either side closes the stream or refuses it with a reason (``refusal.py``); the other side's ``receive`` raises after the last message.
-   What was reserved is released when both sides have closed, or after a timeout.
+4. End. Either side closes the stream, or refuses it with a reason (``refusal.py``): a handler by raising :class:`Refusal`. The other side's
+   ``receive`` raises ``StreamEnded`` or ``Refused`` after the last message. What was reserved is released when both sides have closed, or after
+   a timeout.
 
 ``p2pd/`` implements this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` holds for both.
-Protocols of protobufs use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
+Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol
 
-from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
+
+if TYPE_CHECKING:
+    # Imports protobuf, which `--help` and most checks of options do without.
+    from swarmnet_protocols.net.refusal import Refusal
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58. It contains the peer's public key."""
@@ -85,12 +89,12 @@ class Stream(Protocol):
     def close(self) -> None:
         """End the stream in both directions. Messages already sent are delivered if the other side reads them. Idempotent."""
 
-    def refuse(self, refusal: Refusal) -> None:
-        """Close the stream with a reason for the other side, unless part of a message has been sent. Nothing more is read."""
+    def refuse(self, refusal: "Refusal") -> None:
+        """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. Part of a message before it drops the reason."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
-"""Serves one inbound stream, which is closed when the handler returns or raises."""
+"""Serves one inbound stream, which is closed when the handler returns, and refused when it raises ``Refusal`` or ``ResourceLimitReached``."""
 
 
 class Transport(Protocol):
@@ -152,7 +156,7 @@ class StreamWrapper:
     def close(self) -> None:
         self._stream.close()
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: "Refusal") -> None:
         self._stream.refuse(refusal)
         self.close()
 

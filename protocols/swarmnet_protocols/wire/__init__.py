@@ -1,1 +1,1 @@
-"""Protobuf code generated from proto/ (never edited by hand) and the framing around it."""
+"""Protobuf code generated from proto/ (never edited by hand), canonical JSON, and the roles of members."""

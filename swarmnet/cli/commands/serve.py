@@ -28,9 +28,9 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.paths import default_cache_dir
-from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.files import allow_open_files
