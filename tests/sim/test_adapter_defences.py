@@ -198,7 +198,7 @@ def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, size
         assert (await next_reply(stream)).HasField("wanted")
         for size in sizes:
             await send_chunk(stream, bytes(size))
-        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "was due")
+        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "expected a chunk")
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
