@@ -134,7 +134,7 @@ FLOODS = (
     Defence(
         "waiting links of a client are limited",
         count_only,
-        of_a_host(test_host_defences.test_one_client_leaves_early_links_to_others),
+        of_a_host(test_host_defences.test_one_client_leaves_pending_links_to_others),
     ),
     Defence(
         "a member evicts only its own handshake streams",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from swarmnet_client.chain.adapter_upload import place
+from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
@@ -198,7 +198,7 @@ def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, size
         assert (await next_reply(stream)).HasField("wanted")
         for size in sizes:
             await send_chunk(stream, bytes(size))
-        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "was due")
+        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "expected a chunk")
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
@@ -287,7 +287,7 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
                 hop = Hop(lab.peer_id("a"), 0, 6)
                 for seed in range(100):
                     with_rank = random_tensors(range(6), rank=1 + seed % 16, seed=seed)
-                    await place(swarm, hop, Adapter(with_rank))
+                    await upload_adapter(swarm, hop, Adapter(with_rank))
                     sizes.append(host.adapters.nbytes)
 
         async def talk(name: str, adapter: Adapter | None) -> list[int]:

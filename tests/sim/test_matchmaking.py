@@ -1,7 +1,10 @@
 """Matchmaking under crashes, hangs, cuts and lying peers."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -276,6 +279,50 @@ def test_a_follower_stays_if_the_leader_it_is_redirected_to_is_unreachable(fault
             assert (caught.value.round, caught.value.state) == (4, b"t" * 32)
 
     simulate(3, scenario)
+
+
+@pytest.mark.parametrize("moment", ["before", "waiting"])
+def test_an_excluded_follower_is_in_no_roster(moment: str) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        leader, liar, other = workers
+        await leader.matchmaking.set_position(3, START)
+        if moment == "before":
+            leader.excluded.add(liar.member.peer)
+        async with cancelled(liar.gather([leader])):
+            await asyncio.sleep(1)
+            leader.excluded.add(liar.member.peer)
+            rosters = await asyncio.gather(leader.gather(workers), other.gather([leader]))
+        assert [names(roster) for roster in rosters] == [[leader.member.peer, other.member.peer]] * 2
+        assert asyncio.get_running_loop().time() < TIMEOUT_S, "no worker waits for an excluded one"
+
+    simulate(3, scenario)
+
+
+def test_no_worker_follows_an_excluded_leader_to_which_another_redirects() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar, second, third = workers
+        third.excluded.add(liar.member.peer)
+        await liar.matchmaking.set_position(3, START)
+        async with cancelled(second.gather([liar]), third.gather([second])):
+            await asyncio.sleep(
+                2 * TIMING.matchmaking_heartbeat_s
+            )  # the second worker has a leader, the third is redirected
+            roster = await liar.gather([second])
+        assert names(roster) == [liar.member.peer, second.member.peer]
+
+    simulate(3, scenario)
+
+
+@contextlib.asynccontextmanager
+async def cancelled(*waiting: Coroutine[Any, Any, Roster]) -> AsyncIterator[None]:
+    """Run ``waiting`` in the background until the context ends."""
+    tasks = [asyncio.create_task(each) for each in waiting]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sizes(network: MemoryNetwork) -> list[int]:

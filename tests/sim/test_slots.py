@@ -238,7 +238,7 @@ def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
 
 def test_links_without_a_session_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        limits = HostLimits(early_links=2, early_links_per_client=2)
+        limits = HostLimits(pending_links=2, pending_links_per_client=2)
         await lab.start("a", lab.hosting((0, 6), limits=limits))
         async with AsyncExitStack() as stack:
             attacker = Attacker(lab, stack)

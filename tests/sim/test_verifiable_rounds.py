@@ -238,3 +238,27 @@ def test_workers_train_on_without_those_whose_results_were_false(
         saved = CheckpointStore(lab.folder / name).load_newest(open_job(lab.sealed).id)
         assert saved is not None
         assert saved.parameters.abs().max() < 100
+
+
+def test_an_exclusion_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = 'min_workers = 2\naggregate = "centered-clip"'
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
+    monkeypatch.setattr(terms_module, "ALIGNMENT", 16)
+    liar = lab.peer("liar")
+    lying_workers(monkeypatch, {liar})
+    remembered: list[set[PeerId]] = []
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        anna = lab.workers["anna"]._workers.excluded
+        if (name, event["event"]) == ("anna", "ready"):
+            remembered.append(set(anna))
+        elif (name, event["event"], len(remembered)) == ("anna", "round", 1) and event["round"] >= 6:
+            lab.crash("anna")
+        elif name == "boris" and event["event"] == "round" and event["round"] == 8:
+            lab.start("anna")
+        elif event["event"] == "done":
+            lab.workers["liar"].stop()
+
+    lab.observer = watch
+    run(train(lab, "anna", "boris", "clara", "liar"))
+    assert remembered == [set(), {liar}]

@@ -13,9 +13,7 @@ from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.state_transfer import (
-    StateServer,
-)
+from swarmnet_protocols.training.state_transfer import StateServer
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
@@ -31,6 +29,8 @@ class Worker:
     member: Candidate
     matchmaking: Matchmaking
     states: StateServer
+    excluded: set[PeerId]
+    """Peers that this worker neither follows nor leads."""
     measured: dict[PeerId, float] = field(default_factory=dict)
 
     async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
@@ -48,11 +48,14 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
             member = Candidate(identity.peer_id, (), weight=100.0)
-            matchmaking = Matchmaking(transport, JOB, max_members=8, timing=TIMING)
+            excluded: set[PeerId] = set()
+            matchmaking = Matchmaking(
+                transport, JOB, max_members=8, timing=TIMING, is_excluded=excluded.__contains__
+            )
             states = StateServer(transport, JOB, TIMING)
             await matchmaking.serve()
             await states.serve()
-            up.set_result(Worker(transport, member, matchmaking, states))
+            up.set_result(Worker(transport, member, matchmaking, states, excluded))
             await asyncio.Event().wait()
 
     living.append(asyncio.create_task(live()))

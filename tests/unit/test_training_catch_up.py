@@ -50,7 +50,7 @@ def test_fewer_than_half_move_a_worker_nowhere(
     here = [MINE if same or place.round % 2 else Position(4, place.state) for place in honest]
     liars = liars[: max(0, len(here) - 1)]
     verdict = catch_up(MINE, said(*here, *liars), same_state=same)
-    assert isinstance(verdict, Stay) or verdict.place.round == MINE.round
+    assert isinstance(verdict, Stay) or verdict.position.round == MINE.round
 
 
 def test_newcomers_and_a_minority_that_was_cut_off_continue_no_roster() -> None:

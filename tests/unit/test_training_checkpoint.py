@@ -12,6 +12,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, _hash_of, params_hash
 from swarmnet_protocols.errors import ConfigError, OutOfResources
+from swarmnet_protocols.net import PeerId
 from tests.support.tiny_job import tiny_trainer
 from tests.support.torn_writes import checkpoint_of, plain_model
 
@@ -27,11 +28,13 @@ def test_a_checkpoint_restores_every_bit(tmp_path: Path) -> None:
     trainer.steps(0, 0, 3)
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
     outer = {"momentum": torch.randn(5), "own.residual": torch.tensor([1.0, -0.0])}
-    saved = WorkerCheckpoint("a job", 7, 6, trainer.parameters(), trainer.optimizer_state(), outer)
+    saved = WorkerCheckpoint(
+        "a job", 7, 6, trainer.parameters(), trainer.optimizer_state(), outer, (PeerId("liar"),)
+    )
     checkpoints.save(saved, trainer.write)
     loaded = checkpoints.load_newest("a job")
     assert loaded is not None
-    assert (loaded.round, loaded.revision) == (7, 6)
+    assert (loaded.round, loaded.revision, loaded.excluded) == (7, 6, ("liar",))
     assert torch.equal(loaded.parameters, saved.parameters)
     assert params_hash(loaded.parameters) == params_hash(saved.parameters)
     for before, after in ((saved.optimizer, loaded.optimizer), (outer, loaded.outer)):

@@ -26,6 +26,7 @@ from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import sync
 from swarmnet_protocols.models.checkpoint import sha256_of
+from swarmnet_protocols.net import PeerId
 
 _PROGRESS = "progress.json"
 _MAX_PROGRESS_BYTES = 64 << 10
@@ -39,7 +40,7 @@ class WorkerCheckpoint:
     """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
     ``parameters``: the agreed ones, flat ``[n]`` float32. ``optimizer``: AdamW's state. ``outer``: the method's outer state, and the
-    residual of error feedback.
+    residual of error feedback. ``excluded``: workers that sent false results.
     """
 
     job_id: str
@@ -48,6 +49,7 @@ class WorkerCheckpoint:
     parameters: Tensor
     optimizer: Mapping[str, Tensor]
     outer: Mapping[str, Tensor]
+    excluded: tuple[PeerId, ...] = ()
 
 
 MAX_SET_ASIDE = 3
@@ -116,6 +118,7 @@ class CheckpointStore:
             parameters=read_model(folder),
             optimizer=load_file(folder / _STATE / "optimizer.safetensors"),
             outer=load_file(folder / _STATE / "outer.safetensors"),
+            excluded=tuple(map(PeerId, progress["excluded"])),
         )
 
     def export(self, target: Path) -> None:
@@ -162,6 +165,7 @@ def _write_progress(folder: Path, checkpoint: WorkerCheckpoint) -> None:
         "round": checkpoint.round,
         "revision": checkpoint.revision,
         "params_hash": params_hash(checkpoint.parameters),
+        "excluded": list(checkpoint.excluded),
         "files": files,
     }
     (folder / _PROGRESS).write_text(json.dumps(progress | {"sha256": _hash_of(progress)}, indent=1))
@@ -183,6 +187,7 @@ def _checked_progress(folder: Path) -> dict[str, Any]:
         is_valid = isinstance(progress["job"], str) and all(
             type(progress[key]) is int and progress[key] >= 0 for key in ("round", "revision")
         )
+        progress["excluded"] = [str(peer) for peer in progress.get("excluded", ())]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise invalid from error
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {_PROGRESS}

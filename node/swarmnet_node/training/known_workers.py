@@ -1,7 +1,7 @@
-"""The other workers of a job as one worker knows them: alive, voters, and sources of the shared state."""
+"""The other workers of a job as one worker knows them: alive, voters, excluded, and sources of the shared state."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.net import PeerId
@@ -12,6 +12,8 @@ from swarmnet_protocols.training.state_transfer import Source
 
 DISTRUST_S = 120.0
 """Seconds for which a worker is left out after it claimed a round that no voter confirms."""
+MAX_EXCLUDED = 256
+"""Excluded workers that are remembered: four groups of 64 that lied. One that is forgotten costs another round."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 
@@ -19,11 +21,13 @@ REFRESH_S = 5.0
 class KnownWorkers:
     """The workers of ``job_id`` except ``me``.
 
-    Workers come from the directory and from each roster. Witnesses are the members of the last roster that continued the one before;
-    a majority of them decides whether this worker is behind, so newcomers cannot claim that it is.
+    Workers come from the directory and from each roster. Voters are the members of the last roster that continued the one before;
+    a majority of them decides whether this worker is behind, so newcomers cannot claim that it is. Excluded workers are neither.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
+        self.excluded: dict[PeerId, None] = {}
+        """Workers that sent false results, the latest last."""
         self._directory = directory
         self._job_id = job_id
         self._me = me
@@ -39,7 +43,7 @@ class KnownWorkers:
             return
         self._refreshed_s = clock()
         for info in await find_workers(self._directory, self._job_id):
-            if info.peer != self._me:
+            if info.peer != self._me and info.peer not in self.excluded:
                 self._known.setdefault(info.peer, info.member)
 
     def alive(self) -> list[Candidate]:
@@ -51,14 +55,25 @@ class KnownWorkers:
         """Leave a worker out for ``DISTRUST_S``."""
         self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_S
 
+    def exclude(self, peers: Iterable[PeerId]) -> None:
+        """Leave ``peers`` out for the rest of the job; beyond ``MAX_EXCLUDED`` the earliest are forgotten."""
+        for peer in peers:
+            self.excluded.pop(peer, None)
+            self.excluded[peer] = None
+            self._known.pop(peer, None)
+            self._voters.pop(peer, None)
+        for peer in [*self.excluded][:-MAX_EXCLUDED]:
+            del self.excluded[peer]
+
     def voters(self) -> list[Candidate]:
         """The workers that are asked whether this one is behind; before the first roster, all that may be alive."""
         return list(self._voters.values()) or self.alive()
 
     def set_roster(self, members: Sequence[Candidate]) -> None:
         """Replace the known workers by the members of a new roster; they become the voters if it continues the last one."""
-        self._known = {member.peer: member for member in members if member.peer != self._me}
-        if self._known and continued([*self._voters, self._me], {member.peer: member for member in members}):
+        allowed = {member.peer: member for member in members if member.peer not in self.excluded}
+        self._known = {peer: member for peer, member in allowed.items() if peer != self._me}
+        if self._known and continued([*self._voters, self._me], allowed):
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[Source]:

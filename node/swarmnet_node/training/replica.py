@@ -12,7 +12,7 @@ import torch
 from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
 from swarmnet_node.training.shared_state import SharedState
 from swarmnet_node.training.trainer import StepReport, Trainer
-from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
@@ -119,8 +119,10 @@ class Replica:
         self.revision = state.revision
         self._feedback = self._new_feedback()
 
-    def checkpoint(self, job_id: str, round_number: int) -> WorkerCheckpoint:
-        """A checkpoint of the replica, valid until the next step."""
+    def checkpoint(
+        self, job_id: str, round_number: int, excluded: tuple[PeerId, ...] = ()
+    ) -> WorkerCheckpoint:
+        """A checkpoint of the replica, valid until the next step. ``excluded``: see :class:`WorkerCheckpoint`."""
         return WorkerCheckpoint(
             job_id=job_id,
             round=round_number,
@@ -128,6 +130,7 @@ class Replica:
             parameters=self.method.agreed(),
             optimizer=self.trainer.optimizer_state(),
             outer=self.method.state() | self._residual(),
+            excluded=excluded,
         )
 
     def restore(self, saved: WorkerCheckpoint) -> None:

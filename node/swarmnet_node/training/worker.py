@@ -137,6 +137,7 @@ class Worker:
             max_members=self._job.exchange.max_workers,
             timing=dependencies.timing,
             same_state=self._method.shares_weights,
+            is_excluded=self._workers.excluded.__contains__,
         )
         deadline_s = self._job.exchange.deadline_s
         self._averager = Averager(
@@ -295,7 +296,7 @@ class Worker:
         wait_s = pending.matchmaking_s + self._now() - start_s
         self._pending = None
         self._rates.add(outcome.arrivals)
-        self._matchmaking.exclude(outcome.refuted)
+        self._workers.exclude(outcome.refuted)
         if outcome.behind:
             # The others may have committed without us. Repeating the round as a newcomer will show it.
             self.round, self._slot = pending.round, None
@@ -359,6 +360,7 @@ class Worker:
         saved = await self._compute(self._checkpoints.load_newest, self.job_id)
         if saved is not None:
             self.round = saved.round
+            self._workers.exclude(saved.excluded)
             await self._compute(self._replica.restore, saved)
         await self._publish_state()
 
@@ -421,9 +423,11 @@ class Worker:
     async def _save(self) -> None:
         """Write a checkpoint. A round whose exchange is pending does not count as done."""
         done = self.round if self._pending is None else self._pending.round
+        excluded = tuple(self._workers.excluded)
 
         def save() -> None:
-            self._checkpoints.save(self._replica.checkpoint(self.job_id, done), self._replica.trainer.write)
+            checkpoint = self._replica.checkpoint(self.job_id, done, excluded)
+            self._checkpoints.save(checkpoint, self._replica.trainer.write)
 
         await self._compute(save)
 

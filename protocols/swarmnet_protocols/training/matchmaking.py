@@ -14,7 +14,7 @@ another position than the leader gets the leader's position instead of a roster,
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
@@ -72,15 +72,24 @@ class OutOfSync(SwarmnetError):
 class Matchmaking:
     """Matchmaking of one worker in one job, as leader or as follower.
 
-    ``same_state``: all workers start a round from one state. False for gossip methods, whose replicas differ.
+    ``same_state``: all workers start a round from one state. False for gossip methods, whose replicas differ. ``is_excluded``: whether this
+    worker neither follows nor leads a peer.
     """
 
     def __init__(
-        self, transport: Transport, job: bytes, *, max_members: int, timing: Timing, same_state: bool = True
+        self,
+        transport: Transport,
+        job: bytes,
+        *,
+        max_members: int,
+        timing: Timing,
+        same_state: bool = True,
+        is_excluded: Callable[[PeerId], bool] = lambda _: False,
     ) -> None:
         self._transport = transport
         self._job = job
         self._same_state = same_state
+        self._is_excluded = is_excluded
         self._max_members = min(max_members, MAX_MEMBERS)
         self._timing = timing
         self._round = 0
@@ -98,7 +107,6 @@ class Matchmaking:
         self._followers: dict[PeerId, _Follower] = {}
         self._catching_up: dict[PeerId, Candidate] = {}
         """Workers that were sent this worker's position since the last roster: they fetch the state, and are expected."""
-        self._excluded: set[PeerId] = set()
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -109,10 +117,6 @@ class Matchmaking:
         """This worker is now at ``round``, which starts from ``state``. Followers at other positions are told at once."""
         self._round, self._state, self._averaging = round, state, False
         await self._dismiss_out_of_sync()
-
-    def exclude(self, peers: Iterable[PeerId]) -> None:
-        """Never again follow or lead ``peers``, which sent false results."""
-        self._excluded.update(peers)
 
     async def leave(self) -> None:
         """Accept no followers any more, and end the streams of those that wait."""
@@ -140,8 +144,7 @@ class Matchmaking:
     async def _form_group(
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
-        allowed = (member for member in others if member.peer not in self._excluded)
-        others = sorted(allowed, key=lambda member: member.peer)
+        others = sorted(others, key=lambda member: member.peer)
         synced_by = [member for member in others if member.peer == self._synced_by]
         before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
         after = [member for member in others if member.peer > me.peer]
@@ -211,6 +214,8 @@ class Matchmaking:
             else:
                 self._leader = leader
 
+        if self._is_excluded(leader.peer):
+            raise NotAuthorised(f"{leader.peer} sent false results")
         stream = await self._transport.open(
             leader.peer, MATCHMAKING, addresses=leader.addresses, deadline_s=self._timing.open_s
         )
@@ -280,6 +285,7 @@ class Matchmaking:
         self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
         expected |= self._catching_up
+        expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
         self._catching_up.clear()
 
         def complete() -> bool:
@@ -336,11 +342,12 @@ class Matchmaking:
             if follower.round == self._round
             and not self._is_other(follower.state)
             and not follower.answer.done()
+            and not self._is_excluded(follower.member.peer)
             and follower.member.last_exchange < highest
         ]
 
     async def _receive(self, stream: Stream) -> None:
-        if stream.peer in self._excluded:
+        if self._is_excluded(stream.peer):
             raise NotAuthorised(f"{stream.peer} sent false results")
         typed = TypedStream(
             stream,

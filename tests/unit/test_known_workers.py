@@ -1,0 +1,66 @@
+"""The workers that a training worker knows: excluded ones neither vote nor lead, nor send a state."""
+
+import random
+
+from swarmnet_node.training.known_workers import MAX_EXCLUDED, KnownWorkers
+from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import MemoryNetwork
+from swarmnet_protocols.training.job_records import WorkerInfo, publish_worker
+from swarmnet_protocols.training.rosters import Candidate
+from tests.support.virtual_time import run
+
+JOB = "ab" * 32
+ME = Identity.from_seed(b"me").peer_id
+LIAR = Identity.from_seed(b"liar")
+
+
+def roster(*names: str) -> list[Candidate]:
+    return [Candidate(PeerId(name), ()) for name in names]
+
+
+def new_workers() -> tuple[KnownWorkers, MemoryBoard]:
+    board = MemoryBoard(MemoryNetwork(random.Random(0)), lambda: 1_800_000_000.0)
+    return KnownWorkers(MemoryDirectory(board, Identity.from_seed(b"me"), bytes(32)), JOB, ME), board
+
+
+def names(members: list[Candidate]) -> set[str]:
+    return {member.peer for member in members}
+
+
+def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
+    async def scenario() -> None:
+        workers, board = new_workers()
+        workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
+        assert names(workers.voters()) == {LIAR.peer_id, "a", "b"}
+        workers.exclude([LIAR.peer_id])
+        await publish_worker(
+            MemoryDirectory(board, LIAR, bytes(32)), JOB, WorkerInfo(LIAR.peer_id, (), 900, bytes(32))
+        )
+        await workers.refresh(now=True)
+        workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
+        assert names(workers.voters()) == names(workers.alive()) == {"a", "b"}
+        assert LIAR.peer_id not in [source.peer for source in workers.sources([PeerId("a")], only=False)]
+
+    run(scenario())
+
+
+def test_excluded_workers_do_not_make_a_roster_of_newcomers_continue_the_last_one() -> None:
+    async def scenario() -> None:
+        workers, _ = new_workers()
+        workers.set_roster(roster(ME, "a", "b", "liar"))
+        workers.exclude([PeerId("liar")])
+        workers.set_roster(roster("liar", "x", "y", ME))
+        assert names(workers.voters()) == {"a", "b"}
+
+    run(scenario())
+
+
+def test_the_list_of_excluded_workers_is_bounded() -> None:
+    async def scenario() -> None:
+        workers, _ = new_workers()
+        workers.exclude(PeerId(f"p{number}") for number in range(MAX_EXCLUDED + 9))
+        assert [*workers.excluded] == [f"p{number}" for number in range(9, MAX_EXCLUDED + 9)]
+
+    run(scenario())
