@@ -1,11 +1,13 @@
-"""A systemd unit for a command of ours: written, started, looked at, removed."""
+"""systemd: the unit of a swarmnet command, and notifications of its state by sd_notify(3)."""
 
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,3 +173,32 @@ def _require_systemd() -> None:
             "there is no systemd on this machine",
             hint="start swarmnet with what starts other programs here; --dry-run shows the command",
         )
+
+
+def notify_ready(text: str) -> None:
+    """Report that this process serves. ``text`` is what `systemctl status` shows."""
+    _notify(f"READY=1\nSTATUS={_one_line(text)}")
+
+
+def notify_status(text: str) -> None:
+    """Replace the text that `systemctl status` shows."""
+    _notify(f"STATUS={_one_line(text)}")
+
+
+def notify_stopping() -> None:
+    """Report that this process is about to stop."""
+    _notify("STOPPING=1")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _notify(message: str) -> None:
+    """Send a datagram to systemd. Does nothing if systemd did not start this process."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+        channel.connect(address.replace("@", "\0", 1) if address.startswith("@") else address)
+        channel.sendall(message.encode())

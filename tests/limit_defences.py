@@ -1,6 +1,7 @@
 """Defences that bound what one peer may hold and send."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership import handshake
-from swarmnet_protocols.net import Message, framing
+from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
+from swarmnet_protocols.net import Message, Stream, framing
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
 from swarmnet_protocols.net.p2pd import stream as p2pd_stream
@@ -41,7 +42,7 @@ from tests.unit import (
 
 def wait_for_ever(patch: Patch) -> None:
     """No timeout for the first message of a stream, nor for handshake messages."""
-    inbound, receive = StreamScope.inbound, handshake.receive
+    inbound, typed = StreamScope.inbound, Handshakes._typed
 
     def untimed(*arguments: Any) -> StreamScope:
         meter = inbound(*arguments)
@@ -49,7 +50,13 @@ def wait_for_ever(patch: Patch) -> None:
         return meter
 
     patch.setattr(StreamScope, "inbound", untimed)
-    patch.setattr(handshake, "receive", lambda stream, _: receive(stream, None))
+
+    def typed_without_timeout(handshakes: Handshakes, stream: Stream) -> HandshakeStream:
+        found = typed(handshakes, stream)
+        found.silence_s = math.inf
+        return found
+
+    patch.setattr(Handshakes, "_typed", typed_without_timeout)
 
 
 def count_only(patch: Patch) -> None:

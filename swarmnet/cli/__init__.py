@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -35,15 +35,15 @@ class Commands(LazyGroup):
         LazyCommand("model", "swarmnet.cli.commands.model:app", USE, "Fetch and check model files."),
         LazyCommand("join", "swarmnet.cli.commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
-            "status", "swarmnet.cli.commands.control:status", SHARE, "What the node on this machine does."
+            "status", "swarmnet.cli.commands.status:status", SHARE, "What the node on this machine does."
         ),
         LazyCommand(
             "limits", "swarmnet.cli.commands.limits:limits", SHARE, "What the node may take, and when."
         ),
         LazyCommand(
-            "pause", "swarmnet.cli.commands.limits:pause", SHARE, "Give the memory back for a while."
+            "pause", "swarmnet.cli.commands.control:pause", SHARE, "Give the memory back for a while."
         ),
-        LazyCommand("resume", "swarmnet.cli.commands.limits:resume", SHARE, "Serve again."),
+        LazyCommand("resume", "swarmnet.cli.commands.control:resume", SHARE, "Serve again."),
         LazyCommand(
             "finish", "swarmnet.cli.commands.control:finish", SHARE, "Stop it after its sessions have moved."
         ),
@@ -114,7 +114,7 @@ def _options(
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Every error ends here, as one message with a next step."""
+    """Run one command and return its exit code. Every error is printed here as one message with a next step."""
     arguments = arguments or ["--help"]
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
@@ -132,6 +132,17 @@ def execute(arguments: Sequence[str]) -> int:
         failure.show(as_json="--json" in options)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check a command line without running it. Raises ``typer.TyperException`` for an unknown command or option, or an invalid value."""
+    command: Any = typer.main.get_command(app)
+    name, rest, context = "swarmnet", list(arguments), None
+    while True:
+        context = command.make_context(name, rest, parent=context)
+        if not hasattr(command, "resolve_command"):
+            return
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:

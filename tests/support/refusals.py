@@ -1,5 +1,6 @@
 """Refusals that tests expect."""
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable
 
@@ -7,6 +8,9 @@ import pytest
 
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.refusal import Refused
+
+TIMEOUT_S = 30.0
+"""A stream that is not refused may carry heartbeats for ever."""
 
 
 async def refusal(reading: Awaitable[object]) -> Refused:
@@ -17,11 +21,15 @@ async def refusal(reading: Awaitable[object]) -> Refused:
 
 
 async def final_refusal(stream: Stream) -> Refused:
-    """The refusal at the end of ``stream``, after any messages. Closes the stream."""
+    """The refusal at the end of ``stream``, after any messages. Closes the stream.
+
+    Raises ``TimeoutError`` if there is none within ``TIMEOUT_S``.
+    """
 
     async def drain() -> None:
         while True:
             await stream.receive()
 
     with contextlib.closing(stream):
-        return await refusal(drain())
+        async with asyncio.timeout(TIMEOUT_S):
+            return await refusal(drain())

@@ -119,7 +119,7 @@ BAD = [
     ("swarm show nowhere", 3, "nowhere", "get the file"),
     ("swarm verify tampered/swarm.toml", 7, "changed", "swarm sign"),
     ("swarm verify later/swarm.toml", 8, "format", "upgrade"),
-    ("swarm sign lab --key other/authority.key", 3, "not of the authority", "authority.key"),
+    ("swarm sign lab --key other/authority.key", 3, "does not belong to the authority", "authority.key"),
     ("swarm sign open --key nowhere", 3, "no authority", "--key"),
     ("swarm invite open", 3, "no authority", "swarm create"),
     ("swarm invite lab --role king", 2, "--role", "invite --help"),

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft201909Validator, ValidationError
 
 from swarmnet import cli
-from swarmnet.cli.parsing import check_arguments
+from swarmnet.cli import check_arguments
 from tests.support.deployment import (
     COMPOSE_SCHEMA,
     DEPLOY,
@@ -96,8 +96,9 @@ def test_units_wait_for_the_word_that_it_serves(name: str) -> None:
     """`Type=notify` and a command that never says so would be a start that fails after its timeout."""
     unit = Unit(name)
     assert unit["Service"]["Type"] == "notify"
-    module = {"join": "hosting"}.get(unit.command[1], unit.command[1])
-    assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / "commands" / f"{module}.py").read_text()
+    command = unit.command[1]
+    module = {"join": "foreground"}.get(command, f"commands/{command}")
+    assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / f"{module}.py").read_text()
 
 
 def test_compose_follows_the_specification() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.cli.commands.hosting import Foreground
+from swarmnet.cli.foreground import Foreground
 from swarmnet_protocols.models import Progress
 from tests.support.fake_node import ADDRESS, STATUS, FakeNode
 

@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from swarmnet import units
-from swarmnet.cli.commands.limits import lifted, read_options, rows
 from swarmnet.cli.consent import AGREED_NAME, TRAINING, ask_once
+from swarmnet.cli.limit_options import lifted, read_options, rows
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import ConfigError
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet import cli
-from swarmnet.supervision import notify_ready, notify_status, notify_stopping
-from swarmnet.systemd import MARK, Service, quote, unit_text
+from swarmnet.systemd import MARK, Service, notify_ready, notify_status, notify_stopping, quote, unit_text
 from swarmnet_protocols.errors import ConfigError
 
 JOIN = ["join", "lab/swarm.toml", "--num-blocks", "10"]

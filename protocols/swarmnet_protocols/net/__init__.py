@@ -19,11 +19,14 @@ Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol
 
-from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
+
+if TYPE_CHECKING:
+    # Imports protobuf, which `--help` and most checks of options do without.
+    from swarmnet_protocols.net.refusal import Refusal
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58. It contains the peer's public key."""
@@ -86,7 +89,7 @@ class Stream(Protocol):
     def close(self) -> None:
         """End the stream in both directions. Messages already sent are delivered if the other side reads them. Idempotent."""
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: "Refusal") -> None:
         """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. Part of a message before it drops the reason."""
 
 
@@ -153,7 +156,7 @@ class StreamWrapper:
     def close(self) -> None:
         self._stream.close()
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: "Refusal") -> None:
         self._stream.refuse(refusal)
         self.close()
 

@@ -19,8 +19,8 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.paths import default_data_dir, locked_data_dir
-from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet.swarm_file.entry import enter
+from swarmnet.systemd import notify_ready, notify_stopping
 
 if TYPE_CHECKING:
     from pathlib import Path

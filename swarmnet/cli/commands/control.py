@@ -1,30 +1,38 @@
-"""``swarmnet status`` and ``swarmnet finish``: the node on this machine."""
+"""``swarmnet pause``, ``resume`` and ``finish``: control the node on this machine."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from swarmnet.cli.commands.limits import rows
+from swarmnet.cli.foreground import DEFAULT_GRACE_S
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
-from swarmnet.cli.output import print_json, print_table, print_text
+from swarmnet.cli.output import print_json, print_text
 from swarmnet.paths import default_data_dir
-from swarmnet.units import counted, show_duration, show_size
-
-if TYPE_CHECKING:
-    from swarmnet_node.owner.control import NodeStatus
-
-DEFAULT_GRACE_S = 30.0
 
 
-def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Print what the node on this machine is doing."""
+def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+    """Give back the memory of the node on this machine within 5 seconds, until `swarmnet resume`."""
     from swarmnet_node.owner import control
 
-    node = control.status(data_dir or default_data_dir())
+    control.pause(data_dir or default_data_dir())
     if as_json:
-        print_json(_fields(node))
+        print_json({"pausing": True})
     else:
-        _print(node)
+        print_text(
+            "the node asks its sessions to move and frees its memory; `swarmnet resume` brings it back"
+        )
+
+
+def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+    """Have the node on this machine serve again after `swarmnet pause`."""
+    from swarmnet_node.owner import control
+
+    folder = data_dir or default_data_dir()
+    control.resume(folder)
+    if as_json:
+        print_json({"resuming": True})
+    else:
+        print_text("the node serves again as soon as its limits let it; see `swarmnet status`")
 
 
 def finish(
@@ -45,44 +53,3 @@ def finish(
         print_json({"finishing": True, "grace_s": grace_s})
     else:
         print_text(f"the node takes no new sessions and stops within {grace_s:g} s")
-
-
-def _fields(node: "NodeStatus") -> dict[str, object]:
-    from dataclasses import asdict
-
-    fields = asdict(node)
-    span = [fields.pop("start"), fields.pop("end")]
-    return fields | {"manifest": node.manifest.hex(), "blocks": span, "addresses": list(node.addresses)}
-
-
-def _print(node: "NodeStatus") -> None:
-    mebibyte = 1 << 20
-    limits = rows(node.limits)
-    print_table(
-        f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
-        {
-            **({"warning": node.warning} if node.warning else {}),
-            "swarm": node.swarm,
-            "model": node.model,
-            "blocks": f"{node.start}:{node.end} of {node.total_blocks}",
-            "sessions": node.sessions,
-            "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
-            "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
-            "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
-            "running for": show_duration(node.uptime_s),
-            "addresses": "\n".join(node.addresses),
-            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('memory'))}",
-            f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
-            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('in a month'))}",
-            **{
-                f"limit: {name}": text
-                for name, text in limits.items()
-                if text not in {"no limit", "always", "all"}
-            },
-            "version": node.version,
-        },
-    )
-
-
-def _of(limit: str) -> str:
-    return limit if limit == "no limit" else f"limit {limit}"

@@ -20,14 +20,14 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.paths import default_data_dir, locked_data_dir
-from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import LOOPBACK
 
 if TYPE_CHECKING:
-    from swarmnet.cli.commands.hosting import HostedNode
+    from swarmnet.cli.foreground import HostedNode
     from swarmnet.dashboard.server import ServerConfig
     from swarmnet.swarm_file.content import SwarmFile
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from swarmnet.addresses import parse_endpoint, usual_listen
-from swarmnet.cli.commands import limits as limiting
+from swarmnet.cli import limit_options
 from swarmnet.cli.commands.dashboard import dashboard_config, dashboard_of
-from swarmnet.cli.commands.hosting import Foreground
 from swarmnet.cli.consent import ask_once
+from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -75,23 +75,23 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             help="What one client, such as a gateway, may take of that memory and of the sessions.",
         ),
     ] = 25,
-    max_ram: limiting.MaxRam = None,  # these, down to the cores, are read from the context
-    max_gpu_mem: limiting.MaxGpuMem = None,
-    up: limiting.Up = None,
-    down: limiting.Down = None,
-    monthly: limiting.Monthly = None,
-    schedule: limiting.ScheduleText = None,
-    idle_only: limiting.IdleOnly = None,
-    idle_after: limiting.IdleAfter = None,
-    no_battery: limiting.NoBattery = None,
-    cores: limiting.Cores = None,
+    max_ram: limit_options.MaxRam = None,  # these, down to the cores, are read from the context
+    max_gpu_mem: limit_options.MaxGpuMem = None,
+    up: limit_options.Up = None,
+    down: limit_options.Down = None,
+    monthly: limit_options.Monthly = None,
+    schedule: limit_options.ScheduleText = None,
+    idle_only: limit_options.IdleOnly = None,
+    idle_after: limit_options.IdleAfter = None,
+    no_battery: limit_options.NoBattery = None,
+    cores: limit_options.Cores = None,
     priority: Annotated[
         str,
         typer.Option(
             "--priority",
             metavar="low|normal",
             help="Whether everything else on this machine goes first.",
-            rich_help_panel=limiting.PANEL,
+            rich_help_panel=limit_options.PANEL,
         ),
     ] = "low",
     issuer: IssuerOption = None,
@@ -133,12 +133,12 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
     if priority not in {"low", "normal"}:
         raise typer.BadParameter("use low or normal", param_hint="'--priority'")
-    changes = limiting.read_options(context.params)
+    changes = limit_options.read_options(context.params)
     endpoint = parse_endpoint(metrics) if metrics is not None else None
     page = dashboard_config(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
-        limits = replace(limiting.remembered(directory), **changes)
+        limits = replace(limit_options.remembered(directory), **changes)
         cache_dir = cache_dir or default_cache_dir()
         facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
@@ -180,7 +180,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
     """What the owner of a machine should know before it is shared."""
     open_to_all = rules.admission is Admission.OPEN
-    return limiting.rows(limits) | {
+    return limit_options.rows(limits) | {
         "disk": disk,
         "used by": "every peer that has the swarm file" if open_to_all else "members of the swarm",
         "others see": "this machine's IP address, its peer id, the blocks it hosts and how fast they are"

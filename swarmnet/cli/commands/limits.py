@@ -1,143 +1,28 @@
-"""``swarmnet limits``, ``pause`` and ``resume``: what the owner of a machine allows the node on it."""
+"""``swarmnet limits``: show or change what the owner of this machine allows the node to use."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from swarmnet import units
+from swarmnet.cli.limit_options import (
+    Cores,
+    Down,
+    IdleAfter,
+    IdleOnly,
+    MaxGpuMem,
+    MaxRam,
+    Monthly,
+    NoBattery,
+    ScheduleText,
+    Up,
+    lifted,
+    read_options,
+    rows,
+)
 from swarmnet.cli.options import DataDirOption, JsonFlag
-from swarmnet.cli.output import print_json, print_table, print_text
+from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
-from swarmnet_node.owner.limits import Limits
-
-PANEL = "Limits on this machine"
-
-
-def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
-    """An option of both `join` and `limits`; not given, a limit stays as it was."""
-    return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
-
-
-MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Memory of the whole node.")]
-MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Memory of the GPU.")]
-Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Sent at most, such as 20mbit.")]
-Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Received at most.")]
-Monthly = Annotated[
-    str | None, _limit("--monthly", metavar="SIZE", about="Sent and received in a month, then pause.")
-]
-ScheduleText = Annotated[
-    str | None,
-    _limit(
-        "--schedule",
-        metavar="WHEN",
-        about="Run only then, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
-        default="always",
-    ),
-]
-IdleOnly = Annotated[
-    bool | None, _limit("--idle-only", about="Run only while the machine is not in use.", default=False)
-]
-IdleAfter = Annotated[
-    str | None,
-    _limit("--idle-after", metavar="TIME", about="Untouched for this long, it is not in use.", default="3m"),
-]
-NoBattery = Annotated[bool | None, _limit("--no-battery", about="Pause on battery.", default=False)]
-Cores = Annotated[
-    int | None,
-    typer.Option(
-        "--cores",
-        "--threads",
-        metavar="N",
-        min=1,
-        help="Cores to compute with.",
-        show_default="all",
-        rich_help_panel=PANEL,
-    ),
-]
-
-_READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "max-ram": ("max_ram_bytes", units.parse_size_bytes),
-    "max-gpu-mem": ("max_gpu_mem", units.parse_share),
-    "up": ("up_bytes_per_s", units.parse_rate_bytes_per_s),
-    "down": ("down_bytes_per_s", units.parse_rate_bytes_per_s),
-    "monthly": ("monthly_bytes", units.parse_size_bytes),
-    "schedule": ("schedule", str),
-    "idle-only": ("idle_only", bool),
-    "idle-after": ("idle_after_s", units.parse_duration_s),
-    "no-battery": ("no_battery", bool),
-    "cores": ("cores", int),
-}
-"""By the name of the option: the field of ``Limits``, and how its text is read."""
-
-
-def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` for which one of a command's ``parameters``, by their names in Python, was given.
-
-    Raises ``typer.BadParameter`` for one that cannot be read, ``ConfigError`` for one that no node can keep.
-    """
-    given: dict[str, Any] = {}
-    for name, (field, read) in _READERS.items():
-        text = parameters.get(name.replace("-", "_"))
-        if text is None:
-            continue
-        try:
-            given[field] = read(text)
-        except ValueError as error:
-            raise typer.BadParameter(
-                f"{text!r} is not possible: {error}", param_hint=f"'--{name}'"
-            ) from error
-    Limits(**given)
-    return given
-
-
-def remembered(data_dir: Path) -> Limits:
-    """The limits that the node in ``data_dir`` had last."""
-    from swarmnet_node.owner.machine import load_limits
-
-    return load_limits(data_dir)
-
-
-def remember(data_dir: Path, limits: Limits) -> None:
-    """Keep ``limits`` for the next start in ``data_dir``. Raises ``ConfigError`` if they cannot be written."""
-    from swarmnet_node.owner.machine import save_limits
-
-    save_limits(data_dir, limits)
-
-
-def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``Limits`` for these options, as they are without a limit. Raises ``typer.BadParameter`` for others."""
-    if unknown := [name for name in names if name not in _READERS]:
-        raise typer.BadParameter(
-            f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"
-        )
-    defaults = asdict(Limits())
-    return {field: defaults[field] for field in (_READERS[name][0] for name in names)}
-
-
-def rows(limits: Limits) -> dict[str, str]:
-    """What limits say, for people."""
-    when = [limits.schedule] if limits.schedule else []
-    when += (
-        [f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}"]
-        if limits.idle_only
-        else []
-    )
-    when += ["not on battery"] if limits.no_battery else []
-    share = limits.max_gpu_mem
-    return {
-        "memory": units.show_memory(limits.max_ram_bytes) if limits.max_ram_bytes else "no limit",
-        "GPU memory": "no limit"
-        if share is None
-        else (f"{share:.0%}" if share <= 1 else units.show_memory(share)),
-        "up": units.show_rate(limits.up_bytes_per_s) if limits.up_bytes_per_s else "no limit",
-        "down": units.show_rate(limits.down_bytes_per_s) if limits.down_bytes_per_s else "no limit",
-        "in a month": units.show_size(limits.monthly_bytes) if limits.monthly_bytes else "no limit",
-        "when": ", ".join(when) or "always",
-        "cores": str(limits.cores or "all"),
-    }
 
 
 def limits(  # noqa: PLR0913 - a command line, not an interface
@@ -172,28 +57,3 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
         print_json(asdict(now))
     else:
         print_table("what the node may take", rows(now))
-
-
-def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Give back the memory of the node on this machine within 5 seconds, until `swarmnet resume`."""
-    from swarmnet_node.owner import control
-
-    control.pause(data_dir or default_data_dir())
-    if as_json:
-        print_json({"pausing": True})
-    else:
-        print_text(
-            "the node asks its sessions to move and frees its memory; `swarmnet resume` brings it back"
-        )
-
-
-def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Have the node on this machine serve again after `swarmnet pause`."""
-    from swarmnet_node.owner import control
-
-    folder = data_dir or default_data_dir()
-    control.resume(folder)
-    if as_json:
-        print_json({"resuming": True})
-    else:
-        print_text("the node serves again as soon as its limits let it; see `swarmnet status`")

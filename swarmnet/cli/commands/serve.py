@@ -28,9 +28,9 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.paths import default_cache_dir
-from swarmnet.supervision import notify_ready, notify_stopping
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.files import allow_open_files
@@ -203,7 +203,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     options = LoadOptions.picked(serving.dtype, serving.device)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
-        swarm = await stack.enter_async_context(Swarm.visit(local, network))
+        swarm = await stack.enter_async_context(Swarm.connect(local, network))
         engine = await stack.enter_async_context(open_engine(local, swarm, options, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)

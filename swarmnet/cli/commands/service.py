@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from swarmnet.cli import check_arguments
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
 from swarmnet.cli.output import note, print_json, print_table, print_text
-from swarmnet.cli.parsing import check_arguments
 from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
-from swarmnet.cli.commands import limits as limiting
+from swarmnet.cli import limit_options
 from swarmnet.cli.commands import train_status
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -130,8 +130,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
         ),
     ] = None,
-    up: limiting.Up = None,
-    down: limiting.Down = None,
+    up: limit_options.Up = None,
+    down: limit_options.Down = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -141,7 +141,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time it says what the job reads, sends and uses on this machine, and asks.
     """
     check_job_id(job)
-    changes = limiting.read_options({"up": up, "down": down})
+    changes = limit_options.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     note_if_first(entry.bootstrap, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
@@ -164,9 +164,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
-        limits = replace(limiting.remembered(directory), **changes)
+        limits = replace(limit_options.remembered(directory), **changes)
         if changes:
-            limiting.remember(directory, limits)
+            limit_options.remember(directory, limits)
         config = WorkerConfig(
             job=job,
             network=entry.network(listen or usual_listen(directory), announce, issuer),

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from swarmnet.addresses import write_addresses
-from swarmnet.cli.commands.control import DEFAULT_GRACE_S
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.output import note, print_json, print_text, progress, say
-from swarmnet.supervision import notify_ready, notify_status, notify_stopping
+from swarmnet.systemd import notify_ready, notify_status, notify_stopping
 from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
@@ -56,6 +55,10 @@ class HostedNode(Protocol):
 
     def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
         """Have ``listener`` called whenever the node has begun to pause, or to serve again."""
+
+
+DEFAULT_GRACE_S = 30.0
+"""Seconds that running sessions have to move to other hosts before a node stops."""
 
 
 @dataclass(frozen=True)
