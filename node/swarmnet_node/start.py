@@ -243,11 +243,11 @@ def _limits(quotas: "Quotas", share: float) -> "HostLimits":
         limits,
         sessions_per_client=min(limits.sessions, quotas.sessions or math.ceil(limits.sessions * share)),
         passes_per_client=min(limits.passes, quotas.passes or math.ceil(limits.passes * share)),
-        early_links_per_client=math.ceil(limits.early_links * share),
+        pending_links_per_client=math.ceil(limits.pending_links * share),
         adapter_bytes_per_client=min(
             limits.adapter_bytes, quotas.adapter_bytes or int(limits.adapter_bytes * share)
         ),
-        log_bytes_per_client=int(limits.log_bytes_in_all * share),
+        log_bytes_per_client=int(limits.total_log_bytes * share),
         cache_share_per_client=share,
         cache_bytes_per_client=quotas.cache_bytes,
         positions_per_s=quotas.positions_per_s,

@@ -304,7 +304,7 @@ class Governor:
         self._resources = resources
         self._most: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
-            Resource.LOG: hosting.limits.log_bytes_in_all,
+            Resource.LOG: hosting.limits.total_log_bytes,
             Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
             Resource.PASSES: hosting.limits.passes,
         }

@@ -1,4 +1,4 @@
-"""What hosts refuse from strangers."""
+"""Messages of misbehaving clients that hosts refuse."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ ID = bytes(16)
 
 
 class Stranger:
-    """Somebody who speaks to one host in raw messages."""
+    """A peer that exchanges raw messages with one host."""
 
     def __init__(self, lab: Lab, transport: Transport) -> None:
         self.lab = lab
@@ -59,7 +59,7 @@ class Stranger:
 
 
 async def session_reply(stream: Stream) -> pb.SessionReply:
-    """The next reply that is not a beat."""
+    """The next reply that is not a heartbeat."""
     while True:
         reply = pb.SessionReply.FromString((await stream.receive()).header)
         if reply.WhichOneof("kind") not in ("heartbeat", "opened"):
@@ -157,14 +157,14 @@ def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> Non
     with_stranger(reference, talk, limits=HostLimits(sessions_per_client=3))
 
 
-def test_one_client_leaves_early_links_to_others(reference: Reference) -> None:
+def test_one_client_leaves_pending_links_to_others(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         for number in range(1, 3):
             await stranger.link(session=bytes([number]) * 16)
         refused = await refusal(link_reply(await stranger.link(session=b"z" * 16)))
         assert "pending links of " + stranger.transport.peer_id in refused.detail
 
-    with_stranger(reference, talk, limits=HostLimits(early_links_per_client=2))
+    with_stranger(reference, talk, limits=HostLimits(pending_links_per_client=2))
 
 
 def test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget(reference: Reference) -> None:
@@ -288,7 +288,7 @@ def test_waiting_links_are_bounded_and_closed_ones_are_forgotten(reference: Refe
         await stranger.send_open()
         assert (await link_reply(early)).HasField("linked")
 
-    with_stranger(reference, talk, limits=HostLimits(early_links=3))
+    with_stranger(reference, talk, limits=HostLimits(pending_links=3))
 
 
 def test_a_cache_over_its_budget_is_refused_before_it_is_allocated(reference: Reference) -> None:

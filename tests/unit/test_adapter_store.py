@@ -44,7 +44,7 @@ class BoundedStore(AdapterStore):
 
 
 def put(store: BoundedStore, owner: PeerId, number: int, nbytes: int = SIZE) -> None:
-    with store.room(store.scope(owner), nbytes):
+    with store.reserve(store.scope(owner), nbytes):
         pass
     store.put(owner, store.scope(owner), digest(number), adapter(nbytes))
 
@@ -61,7 +61,7 @@ def with_store(talk: Callable[[BoundedStore], Awaitable[None]]) -> None:
 
 
 def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> None:
-    with pytest.raises(Refusal) as caught, store.room(store.scope(owner), nbytes):
+    with pytest.raises(Refusal) as caught, store.reserve(store.scope(owner), nbytes):
         pass
     assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
@@ -141,7 +141,7 @@ def test_what_nobody_uses_for_long_goes() -> None:
 
 def test_what_is_on_its_way_counts() -> None:
     async def talk(store: BoundedStore) -> None:
-        with store.room(store.scope(ALICE), 3 * SIZE), store.room(store.scope(ALICE), 2 * SIZE):
+        with store.reserve(store.scope(ALICE), 3 * SIZE), store.reserve(store.scope(ALICE), 2 * SIZE):
             assert store.nbytes == 5 * SIZE
             assert_no_room(store, ALICE, 1)
         put(store, ALICE, 0)
@@ -151,7 +151,7 @@ def test_what_is_on_its_way_counts() -> None:
 
 def test_an_adapter_that_is_larger_than_announced_is_refused() -> None:
     async def talk(store: BoundedStore) -> None:
-        with store.room(store.scope(ALICE), SIZE):
+        with store.reserve(store.scope(ALICE), SIZE):
             pass
         with pytest.raises(Refusal):
             store.put(ALICE, store.scope(ALICE), digest(0), adapter(6 * SIZE))

@@ -18,7 +18,7 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     resources = ResourceManager()
     hosting = Hosting("model", bytes(32), 4, lambda start, end: NotImplemented)
     for resource, most in (
-        (Resource.LOG, hosting.limits.log_bytes_in_all),
+        (Resource.LOG, hosting.limits.total_log_bytes),
         (Resource.ADAPTER_BYTES, hosting.limits.adapter_bytes),
         (Resource.PASSES, hosting.limits.passes),
     ):

@@ -1,4 +1,4 @@
-"""The parts of adapters that clients uploaded to one host. Only its owner can use a part, until it is idle or memory is needed."""
+"""The store of adapter parts that clients have uploaded to one host. A part serves its owner only, until it is idle or memory is needed."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ Key = tuple[PeerId, bytes]
 """Owner and hash. Another client that knows the hash has to upload the bytes."""
 
 
-class Room:
-    """The memory of one adapter, in the scope of its owner, until ``release``."""
+class _Reservation:
+    """One adapter and its bytes, reserved in the scope of its owner until ``release``."""
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
         """Raises ``ResourceLimitReached``."""
@@ -38,24 +38,24 @@ class Room:
 @dataclass(eq=False)
 class _Kept:
     adapter: StageAdapter
-    room: "Room"
+    reservation: _Reservation
     users: int = 0
     expiry: asyncio.TimerHandle | None = None
 
 
 class AdapterStore:
-    """Adapters by owner and hash, least recently used first. Those in use stay; of the others the oldest are dropped first."""
+    """Adapters by owner and hash. Those in use stay; of the others the least recently used are dropped first."""
 
-    def __init__(self, in_all: Scope, *, idle_s: float) -> None:
-        """``in_all`` is the scope around those of owners. An adapter that is idle for ``idle_s`` is dropped."""
-        self._in_all = in_all
+    def __init__(self, system: Scope, *, idle_s: float) -> None:
+        """``system`` is the scope around those of owners. An adapter that is idle for ``idle_s`` is dropped."""
+        self._system = system
         self._idle_s = idle_s
         self._kept: dict[Key, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all adapters here, and of those being uploaded."""
-        return self._in_all.used[Resource.ADAPTER_BYTES]
+        return self._system.used[Resource.ADAPTER_BYTES]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -73,23 +73,23 @@ class AdapterStore:
             return True
 
     @contextmanager
-    def room(self, scope: Scope, nbytes: int) -> Iterator[None]:
+    def reserve(self, scope: Scope, nbytes: int) -> Iterator[None]:
         """Reserve memory for an adapter that is uploaded while the context is open. ``scope`` is its owner's.
 
         Raises ``Refusal`` when the owner's adapters, or all, would take more than they may.
         """
-        room = self._make_room(scope, nbytes)
+        reservation = self._reserve(scope, nbytes)
         try:
             yield
         finally:
-            room.release()
+            reservation.release()
 
     def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
-        """Keep an adapter. Raises ``Refusal`` as ``room`` does: it may be larger than its upload."""
+        """Keep an adapter. Raises ``Refusal`` as ``reserve`` does: it may be larger than its upload."""
         if self.renew(owner, digest):
             return
-        self._kept[owner, digest] = _Kept(adapter, self._make_room(scope, adapter.nbytes))
-        self._rest((owner, digest))
+        self._kept[owner, digest] = _Kept(adapter, self._reserve(scope, adapter.nbytes))
+        self._mark_idle((owner, digest))
 
     @contextmanager
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
@@ -117,43 +117,46 @@ class AdapterStore:
         finally:
             kept.users -= 1
             if not kept.users and key in self._kept:
-                self._rest(key)
+                self._mark_idle(key)
 
-    def _rest(self, key: Key) -> None:
-        """It is no longer in use: drop it when it has been idle, or after all others when memory is needed."""
+    def _mark_idle(self, key: Key) -> None:
+        """Note that an adapter is idle: it is dropped after ``idle_s``, and last of all when memory is needed."""
         kept = self._kept.pop(key)
         self._kept[key] = kept
         kept.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._drop, key)
 
     def _drop(self, key: Key) -> None:
         kept = self._kept.pop(key)
-        kept.room.release()
+        kept.reservation.release()
         if kept.expiry is not None:
             kept.expiry.cancel()
 
-    def _make_room(self, scope: Scope, nbytes: int) -> Room:
-        """Drop unused adapters, first of this owner, then of all, until there is room."""
+    def _reserve(self, scope: Scope, nbytes: int) -> _Reservation:
+        """Reserve memory for one adapter, after dropping idle ones if needed: first its owner's, then others. Raises ``Refusal``."""
         try:
-            if self._make_way(scope, nbytes, lambda owner: owner == scope.name):
-                self._make_way(self._in_all, nbytes, lambda owner: True)
-            return Room(scope, nbytes)
+            if self._evict(scope, nbytes, lambda owner: owner == scope.name):
+                self._evict(self._system, nbytes, lambda owner: True)
+            return _Reservation(scope, nbytes)
         except ResourceLimitReached as error:
             raise Refusal.overloaded(error) from error
 
-    def _make_way(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
-        """Drop unused adapters that count in ``scope``, oldest first, until it has room; none if they would not suffice."""
+    def _evict(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
+        """Drop idle adapters of owners that ``counts`` accepts, least recently used first, until one more of ``nbytes`` fits into ``scope``.
+
+        Drops none, and returns False, if that would not suffice.
+        """
         excess_bytes = nbytes - scope.available(Resource.ADAPTER_BYTES)
         excess = 1 - scope.available(Resource.ADAPTERS)
-        going = []
+        evicted = []
         for key, kept in self._kept.items():
             if excess_bytes <= 0 and excess <= 0:
                 break
             if not kept.users and counts(key[0]):
-                going.append(key)
+                evicted.append(key)
                 excess_bytes -= kept.adapter.nbytes
                 excess -= 1
         if excess_bytes > 0 or excess > 0:
             return False
-        for key in going:
+        for key in evicted:
             self._drop(key)
         return True

@@ -42,11 +42,11 @@ class AdapterUpload:
         """
         owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.offer.adapter
         if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:
-            raise ProtocolViolation("an offer names a hash of 32 bytes, and how many bytes there are")
+            raise ProtocolViolation("an upload must name a hash of 32 bytes and a size of at least 1 byte")
         if not self.store.renew(owner, digest):
-            with self.store.room(scope, self.offer.size_bytes):
+            with self.store.reserve(scope, self.offer.size_bytes):
                 adapter = await race(
-                    self._take(),
+                    self._receive(),
                     self.stream.send_heartbeats(
                         self.heartbeat_s, lambda: pb.AdapterReply(heartbeat=pb.Heartbeat())
                     ),
@@ -54,7 +54,7 @@ class AdapterUpload:
             self.store.put(owner, scope, digest, adapter)
         await self.stream.send(pb.AdapterReply(stored=pb.Stored()))
 
-    async def _take(self) -> StageAdapter:
+    async def _receive(self) -> StageAdapter:
         await self.stream.send(pb.AdapterReply(wanted=pb.Wanted()))
         chunks: list[Buffer] = []
         left = self.offer.size_bytes
@@ -62,7 +62,7 @@ class AdapterUpload:
             request, payload = await self.stream.receive()
             wanted = min(left, ADAPTER.max_payload_bytes)
             if not request.HasField("chunk") or len(payload) != wanted:
-                raise ProtocolViolation(f"a chunk of {wanted} bytes was due")
+                raise ProtocolViolation(f"expected a chunk of {wanted} bytes")
             chunks.append(payload)
             left -= wanted
         data = await asyncio.to_thread(self._checked, chunks)

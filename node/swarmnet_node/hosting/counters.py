@@ -1,4 +1,4 @@
-"""Counts of what a host serves, from its start: for reports and for Prometheus."""
+"""Counters of a host, cumulative since its start, as Prometheus and node reports read them."""
 
 import logging
 from collections import Counter, OrderedDict

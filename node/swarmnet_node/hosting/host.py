@@ -5,6 +5,14 @@
 3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
 
 When all slots are taken, a session, pass or link that brings no work is ended (``slots.py``).
+
+A step of a session takes this way:
+
+1. ``Host._serve_link`` receives the link of the hop before, finds its session and hands the link to ``HostedSession.accept``.
+2. ``HostedSession._read`` decodes each step; ``_work`` applies them one after another, in ``_apply``.
+3. ``_apply`` gives each row its KV cache and waits for ``Engine.compute``, which batches the step with those of other sessions.
+4. The outputs are appended to the activation log, from which ``LinkSender`` sends them to the next hop. The last hop sends them to the
+   client, on the session's stream.
 """
 
 import asyncio
@@ -44,11 +52,13 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
 MIN_MESSAGES_BYTES = 8 << 20
+"""Bytes of received messages that one client may have in memory, if ``MESSAGES_PER_CLIENT`` steps are smaller."""
 MESSAGES_PER_CLIENT = 8
-"""Largest steps of one client in memory at a time; further ones wait at their sender."""
+"""Steps of the largest size that one client may have in memory. Further ones wait at their sender."""
 CLIENTS_AT_ONCE = 6
+"""The limit on received messages of all clients, in multiples of that of one client."""
 BURST_S = 4.0
-"""Seconds of a client's rate that it may use at once after a pause."""
+"""Seconds of its rate that a client may use in one burst after a pause."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,13 @@ class HostLimits:
     sessions: int = 256
     sessions_per_client: int = 64
     """By default one client has a quarter of the sessions, passes, logs and KV caches, even if it is alone."""
-    early_links: int = 256
-    early_links_per_client: int = 64
+    pending_links: int = 256
+    """Links that wait until their session is opened."""
+    pending_links_per_client: int = 64
     log_bytes: int = 256 << 20
     """Limit of one session's activation log."""
     log_bytes_per_client: int = 256 << 20
-    log_bytes_in_all: int = 1 << 30
+    total_log_bytes: int = 1 << 30
     cache_share_per_client: float = ONE_CLIENT
     """Share of the bytes for KV caches, which change with the free memory."""
     cache_bytes_per_client: int | None = None
@@ -91,8 +102,10 @@ class HostLimits:
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
         resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
         resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)
-        resources.limit(Resource.PENDING_LINKS, system=self.early_links, per_peer=self.early_links_per_client)
-        resources.limit(Resource.LOG, system=self.log_bytes_in_all, per_peer=self.log_bytes_per_client)
+        resources.limit(
+            Resource.PENDING_LINKS, system=self.pending_links, per_peer=self.pending_links_per_client
+        )
+        resources.limit(Resource.LOG, system=self.total_log_bytes, per_peer=self.log_bytes_per_client)
         resources.limit(Resource.PASSES, system=self.passes, per_peer=self.passes_per_client)
         resources.limit(Resource.ADAPTERS, system=self.adapters, per_peer=self.adapters_per_client)
         resources.limit(
@@ -119,7 +132,7 @@ class HostedModel:
 
 
 class Host:
-    """Serves the sessions of one engine. Blocks are numbered as in the whole model."""
+    """Serves clients with one engine. Blocks are numbered as in the whole model."""
 
     def __init__(
         self,
@@ -140,8 +153,8 @@ class Host:
         self.introductions = Introductions(transport)
         self.leaving = False
         self.counters = HostCounters()
-        self._in_all = transport.resources.system
-        self.adapters = AdapterStore(self._in_all, idle_s=limits.adapter_idle_s)
+        self._system = transport.resources.system
+        self.adapters = AdapterStore(self._system, idle_s=limits.adapter_idle_s)
         largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
         engine.client_cache_bytes = limits.client_cache_bytes
@@ -159,18 +172,18 @@ class Host:
             self.make_room,
         )
         self._sessions: dict[bytes, HostedSession] = {}
-        self._session_slots = Slots(self._in_all, Resource.SESSIONS)
-        self._pass_slots = Slots(self._in_all, Resource.PASSES, new_s=IDLE_S)
-        self._early_slots = Slots(self._in_all, Resource.PENDING_LINKS)
+        self._session_slots = Slots(self._system, Resource.SESSIONS)
+        self._pass_slots = Slots(self._system, Resource.PASSES, new_s=IDLE_S)
+        self._pending_link_slots = Slots(self._system, Resource.PENDING_LINKS)
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
         """Accept sessions, links, passes, adapters and pings until the transport closes."""
-        await self.transport.serve(SESSION, self._session)
-        await self.transport.serve(LINK, self._link)
-        await self.transport.serve(PASS, self._pass)
-        await self.transport.serve(ADAPTER, self._adapter)
-        await self.transport.serve(PING, self._ping)
+        await self.transport.serve(SESSION, self._serve_session)
+        await self.transport.serve(LINK, self._serve_link)
+        await self.transport.serve(PASS, self._serve_pass)
+        await self.transport.serve(ADAPTER, self._serve_upload)
+        await self.transport.serve(PING, self._serve_pings)
 
     @property
     def sessions(self) -> Sequence[HostedSession]:
@@ -197,10 +210,10 @@ class Host:
         await asyncio.gather(*(session.announce_leaving() for session in self.sessions))
         async with self._changed:
             await self._changed.wait_for(
-                lambda: not self._sessions and not self._in_all.used[Resource.PASSES]
+                lambda: not self._sessions and not self._system.used[Resource.PASSES]
             )
 
-    async def _session(self, stream: Stream) -> None:
+    async def _serve_session(self, stream: Stream) -> None:
         client = self._typed(
             stream, pb.SessionReply, pb.SessionRequest, silence_s=self.timing.client_silence_s
         )
@@ -236,10 +249,11 @@ class Host:
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
-        session.slot = self._take(held, self._session_slots, client.stream, session.evict)
+        session.slot = self._take_slot(held, self._session_slots, client.stream, session.evict)
         return session
 
-    def _take(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
+    def _take_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
+        """A slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
         try:
             return held.enter_context(slots.take(stream, evict))
         except ResourceLimitReached as error:
@@ -247,7 +261,7 @@ class Host:
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
-        while self._in_all.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
+        while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
             evicted = slot_to_evict(held, asyncio.get_running_loop().time(), amounts.__getitem__)
@@ -301,7 +315,7 @@ class Host:
         if not self.start <= wanted.span.start < wanted.span.end <= self.end:
             raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
-    async def _pass(self, stream: Stream) -> None:
+    async def _serve_pass(self, stream: Stream) -> None:
         client = self._typed(stream, pb.PassReply, pb.PassRequest, silence_s=self.timing.chunk_s)
         request, _ = await client.receive()
         if not request.HasField("begin"):
@@ -315,14 +329,14 @@ class Host:
         try:
             with ExitStack() as held:
                 ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                slot = self._take(held, self._pass_slots, client.stream, lambda: end_early(ended))
+                slot = self._take_slot(held, self._pass_slots, client.stream, lambda: end_early(ended))
                 adapter = self._use_adapter(wanted, client.peer, held)
                 hosted = HostedPass(wanted, stage, self.engine, client, self.timing, adapter)
                 await race(hosted.run(slot), _value(ended))
         finally:
             await self._notify_changed()
 
-    async def _adapter(self, stream: Stream) -> None:
+    async def _serve_upload(self, stream: Stream) -> None:
         client = self._typed(stream, pb.AdapterReply, pb.AdapterRequest, silence_s=self.timing.chunk_s)
         request, _ = await client.receive()
         if not request.HasField("offer"):
@@ -334,44 +348,44 @@ class Host:
                 request.offer, self.adapters, self.engine, self.start, client, heartbeat_s
             ).run()
 
-    async def _link(self, stream: Stream) -> None:
+    async def _serve_link(self, stream: Stream) -> None:
         link = self._typed(stream, pb.LinkReply, pb.LinkRequest, silence_s=math.inf)
         request, _ = await link.receive()
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
         try:
             await race(
-                self._linked(link, request.link),
+                self._accept_link(link, request.link),
                 link.send_heartbeats(self.timing.heartbeat_s, lambda: pb.LinkReply(heartbeat=pb.Heartbeat())),
             )
         except Refusal as refusal:
             self._refuse(link, refusal)
 
-    async def _linked(self, link: LinkStream, wanted: pb.Link) -> None:
-        session = await self._find(wanted.session, link.stream)
+    async def _accept_link(self, link: LinkStream, wanted: pb.Link) -> None:
+        session = await self._session_of(wanted.session, link.stream)
         with link.stream.scope.reserve(Resource.LINKS):
             await session.accept(link, wanted.epoch)
 
-    async def _find(self, session_id: bytes, stream: Stream) -> HostedSession:
-        """The session of a link. A link may arrive shortly before its session."""
+    async def _session_of(self, session_id: bytes, stream: Stream) -> HostedSession:
+        """The session that a link names. A link may arrive before its session, and waits for it. Raises ``Refusal`` if none is opened."""
         session = self._sessions.get(session_id)
         if session is not None:
             return session
         with ExitStack() as held:
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._take(held, self._early_slots, stream, lambda: end_early(ended))
+            self._take_slot(held, self._pending_link_slots, stream, lambda: end_early(ended))
             try:
                 async with asyncio.timeout(self.timing.link_wait_s):
-                    await race(self._come(session_id), _value(ended))
+                    await race(self._wait_for_session(session_id), _value(ended))
                     return self._sessions[session_id]
             except TimeoutError:
                 raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
-    async def _come(self, session_id: bytes) -> None:
+    async def _wait_for_session(self, session_id: bytes) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: session_id in self._sessions)
 
-    async def _ping(self, stream: Stream) -> None:
+    async def _serve_pings(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""
         client = self._typed(stream, pb.Pong, pb.Ping, silence_s=self.timing.client_silence_s)
         with suppress(StreamEnded):
@@ -381,7 +395,7 @@ class Host:
 
 
 def end_early(ended: "asyncio.Future[None]") -> None:
-    """End a pass or a link that waits without work: other clients need its place."""
+    """End a pass or a pending link without work: other clients wait for its slot."""
     if not ended.done():
         ended.set_exception(idle())
 

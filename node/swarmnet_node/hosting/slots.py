@@ -1,4 +1,4 @@
-"""Slots of clients on a host. When all are taken, one that brings no work is ended, in the subnet that holds the most."""
+"""Slots: sessions, passes and pending links are limited in number. When all slots are taken, one that brings no work is evicted."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,16 +10,16 @@ from swarmnet_protocols.net.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
-"""Seconds until the first work for a slot: the hosts before this one compute it first."""
+"""Seconds within which the first work of a slot has to arrive; the hosts before this one compute it first."""
 IDLE_S = 5.0
-"""Seconds between two pieces of work: two tokens over far links, or two parts of a pass over a slow link."""
+"""Seconds without work after which a slot may be evicted. Longer than between two tokens over far links, or two parts of a slow pass."""
 SLOW_BYTES_PER_S = 64_000.0
 """Bytes per second below which a transfer does not count as work."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A session, pass or early link of one client. ``evict`` ends it and tells the client to try again."""
+    """The slot of one session, pass or pending link. ``evict`` ends that and tells the client to try again."""
 
     peer: PeerId
     subnet: str
@@ -28,26 +28,27 @@ class Slot:
     evict: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
-    """It waits for this host's computation, and is not ended."""
+    """Whether it waits for this host to compute. Then it is not evicted."""
     reservation: Reservation | None = None
     new_s: float = NEW_S
+    """Seconds within which its first work has to arrive."""
 
     def worked(self) -> None:
-        """It brought work."""
+        """Note that work has arrived."""
         self.has_worked, self.since = True, asyncio.get_running_loop().time()
 
     def moved(self, size_bytes: int) -> None:
-        """``size_bytes`` of its work were transferred."""
+        """Note that ``size_bytes`` of its work were transferred: more than ``SLOW_BYTES_PER_S`` keeps the slot."""
         now = asyncio.get_running_loop().time()
         self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
 
     def is_idle(self, now: float) -> bool:
-        """Whether it may be ended in favour of another client."""
+        """Whether it may be evicted for another client."""
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
 
 
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
-    """The slot to end so that another client gets its ``amount``; None if all are in use. Pure.
+    """The slot to evict so that another client gets its ``amount``; None if all are in use. Pure.
 
     It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never brought work, then the
     one that brought none for longest.
@@ -61,10 +62,10 @@ def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], in
 
 
 class Slots:
-    """The slots of one kind; ``in_all`` limits their number."""
+    """The slots of one kind. The limit of ``resource`` in the ``system`` scope is their number."""
 
-    def __init__(self, in_all: Scope, resource: Resource, *, new_s: float = NEW_S) -> None:
-        self._in_all = in_all
+    def __init__(self, system: Scope, resource: Resource, *, new_s: float = NEW_S) -> None:
+        self._system = system
         self._resource = resource
         self._new_s = new_s
         self._slots: dict[Slot, None] = {}
@@ -76,7 +77,7 @@ class Slots:
         When all are taken and the peer is below its own limit, a slot that brings no work is evicted first.
         """
         now = asyncio.get_running_loop().time()
-        if self._in_all.available(self._resource) < 1 <= stream.scope.available(self._resource):
+        if self._system.available(self._resource) < 1 <= stream.scope.available(self._resource):
             evicted = slot_to_evict(self._slots, now, lambda _: 1)
             if evicted is not None and evicted.reservation is not None:
                 del self._slots[evicted]
