@@ -152,7 +152,7 @@ class Foreground:
                 expand=False,
             )
         )
-        print_text("others reach this node with one of")
+        print_text("other peers reach this node with one of")
         for address in addresses:
             print_text(f"  --bootstrap {address}")
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")

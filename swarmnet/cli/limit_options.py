@@ -18,19 +18,22 @@ def _limit(*names: str, about: str, metavar: str | None = None, default: str | b
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
-MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Memory of the whole node.")]
-MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Memory of the GPU.")]
-Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Sent at most, such as 20mbit.")]
-Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Received at most.")]
+MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Most memory of the node.")]
+MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Most memory of the GPU.")]
+Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Highest rate of sending, such as 20mbit.")]
+Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Highest rate of receiving.")]
 Monthly = Annotated[
-    str | None, _limit("--monthly", metavar="SIZE", about="Sent and received in a month, then pause.")
+    str | None,
+    _limit(
+        "--monthly", metavar="SIZE", about="Bytes sent and received in a month, after which the node pauses."
+    ),
 ]
 ScheduleText = Annotated[
     str | None,
     _limit(
         "--schedule",
         metavar="WHEN",
-        about="Run only then, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
+        about="Times at which the node runs, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
         default="always",
     ),
 ]
@@ -39,7 +42,12 @@ IdleOnly = Annotated[
 ]
 IdleAfter = Annotated[
     str | None,
-    _limit("--idle-after", metavar="TIME", about="Untouched for this long, it is not in use.", default="3m"),
+    _limit(
+        "--idle-after",
+        metavar="TIME",
+        about="Time without input after which the machine is not in use.",
+        default="3m",
+    ),
 ]
 NoBattery = Annotated[bool | None, _limit("--no-battery", about="Pause on battery.", default=False)]
 Cores = Annotated[
@@ -49,7 +57,7 @@ Cores = Annotated[
         "--threads",
         metavar="N",
         min=1,
-        help="Cores to compute with.",
+        help="Number of cores to compute with.",
         show_default="all",
         rich_help_panel=PANEL,
     ),

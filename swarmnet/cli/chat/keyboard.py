@@ -96,4 +96,4 @@ def _keep(history: Path) -> None:
         history.chmod(0o600)
         readline.write_history_file(history)
     except OSError as error:
-        note(f"what you typed is not kept: {history}: {error.strerror}")
+        note(f"the history cannot be stored: {history}: {error.strerror}")

@@ -175,7 +175,7 @@ class Chat:
             case "/clear":
                 self.conversation.turns.clear()
                 self._unanswered = ""
-                note("everything is forgotten")
+                note("all turns are forgotten")
             case "/save":
                 self._save(argument)
             case "/stats":

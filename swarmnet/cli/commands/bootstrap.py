@@ -79,7 +79,7 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
     if as_json:
         print_json({"event": "ready", "peer_id": transport.peer_id, "addresses": addresses})
         return
-    note("others start from here with one of")
+    note("other peers enter the swarm here with one of")
     for address in addresses:
         print_text(f"  --bootstrap {address}")
     note("stop with Ctrl-C")

@@ -47,11 +47,14 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--api-key-file",
             metavar="FILE",
-            help=f"Ask for the key in this file, or in ${API_KEY}; browsers ask for it as a password.",
+            help=f"File with the key that visitors need, or ${API_KEY}; browsers ask for it as a password.",
         ),
     ] = None,
     allow_host: Annotated[
-        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+        list[str],
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+        ),
     ] = [],  # noqa: B006
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,

@@ -67,7 +67,8 @@ def demo(
         int, typer.Option("--nodes", metavar="N", min=1, max=16, help="How many nodes share the model.")
     ] = 3,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Stay, with an endpoint for OpenAI's clients, until Ctrl-C.")
+        bool,
+        typer.Option("--keep", help="Keep the swarm and an OpenAI-compatible endpoint running until Ctrl-C."),
     ] = False,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,

@@ -32,7 +32,7 @@ def doctor(
         typer.Option(
             "--swarm",
             metavar="SWARM",
-            help="Also ask the peers of this swarm: is this machine reached, is its clock right?",
+            help="Also ask the peers of this swarm whether they reach this machine and whether its clock is right.",
             show_default="this machine only",
         ),
     ] = None,

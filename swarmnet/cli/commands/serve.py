@@ -85,7 +85,10 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--cors", metavar="ORIGIN", help="A web page that may use it: https://example.org."),
     ] = [],  # noqa: B006
     allow_host: Annotated[
-        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+        list[str],
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+        ),
     ] = [],  # noqa: B006
     max_concurrent: Annotated[
         int,

@@ -12,10 +12,10 @@ from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
 
 RUN_FOR_LONG = ("join", "bootstrap", "serve", "dashboard")
-app = command_group("Start with the machine, under systemd.")
+app = command_group("Start a command with the machine, under systemd.")
 
 SystemFlag = Annotated[
-    bool, typer.Option("--system/--user", help="For the machine, as root, or for this user alone.")
+    bool, typer.Option("--system/--user", help="A unit of the machine, run as root, or of this user.")
 ]
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the unit.")]
 
@@ -25,7 +25,7 @@ def install(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND...", help="As you would type it: join lab/swarm.toml --num-blocks 10"
+            metavar="COMMAND...", help="The command to run, such as: join lab/swarm.toml --num-blocks 10"
         ),
     ],
     *,

@@ -30,15 +30,14 @@ WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see
 
 @app.command("create")
 def create(  # noqa: PLR0913 - a command line, not an interface
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What people call the swarm.", show_default=False)
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the swarm.", show_default=False)],
     *,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where the files go.", show_default=False)
+        Path, typer.Option("--out", metavar="DIR", help="Folder for the files.", show_default=False)
     ],
     is_open: Annotated[
-        bool, typer.Option("--open", help="Every peer that has the file may take part; no authority, no key.")
+        bool,
+        typer.Option("--open", help="Every peer that has the file may take part; no authority and no key."),
     ] = False,
     like: Annotated[
         Path | None,
@@ -48,7 +47,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     days: Annotated[
-        int | None, typer.Option(min=1, max=36500, help="The file expires after so many days.")
+        int | None, typer.Option(min=1, max=36500, help="Days after which the file expires.")
     ] = None,
     force: Annotated[
         bool,
@@ -159,7 +158,7 @@ def sign(
 
 @app.command("new-key")
 def new_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key goes.", show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File for the key.", show_default=False)],
     *,
     as_json: JsonFlag = False,
 ) -> None:
@@ -185,7 +184,7 @@ def rotate_key(
         typer.Option(
             "--overlap",
             metavar="TIME",
-            help="How long what the old keys signed still counts; `now` if a key was stolen.",
+            help="Time for which signatures of the old keys stay valid; `now` if a key was stolen.",
             show_default="as long as certificates last",
         ),
     ] = "",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 REVOCATIONS_NAME = "revocations"
 
 RoleOption = Annotated[
-    list[Role], typer.Option("--role", help="What they may be; repeatable.", show_default="client")
+    list[Role], typer.Option("--role", help="Role of the new member; repeatable.", show_default="client")
 ]
 KeyOption = Annotated[
     Path | None,
@@ -49,7 +49,9 @@ KeyOption = Annotated[
 ]
 ExpiresOption = Annotated[
     str,
-    typer.Option("--expires", metavar="TIME", help="How long it can be redeemed, up to 90d: 90s, 12h, 7d."),
+    typer.Option(
+        "--expires", metavar="TIME", help="Time in which it can be redeemed, up to 90d: 90s, 12h, 7d."
+    ),
 ]
 _ONLY_CERTIFICATES = (
     "members with an allow-list have no certificates: swarmnet swarm approve PEER --role ROLE"

@@ -112,9 +112,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, device_option("Where to compute.")] = "auto",
+    device: Annotated[str, device_option("Device to compute on.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
+        int | None,
+        typer.Option("--threads", metavar="N", min=1, max=1024, help="Number of cores to compute with."),
     ] = None,
     data: Annotated[
         Path | None,

@@ -29,13 +29,13 @@ def status(
     ] = None,
     swarm: Annotated[
         str | None,
-        typer.Option(
-            "--swarm", metavar="SWARM", help="Ask this swarm who trains the job, and where they are."
-        ),
+        typer.Option("--swarm", metavar="SWARM", help="Ask this swarm for all workers of the job."),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again whenever it changes.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print the status again whenever it changes.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print how the worker on this machine is doing, or with --swarm who trains a job."""
