@@ -1,4 +1,4 @@
-"""Passes with a client's adapter: loss and gradients are PEFT's, whoever computes and whoever dies; nobody else notices."""
+"""Passes with a client's adapter: loss and gradients equal PEFT's, whichever hosts compute or fail; other clients are not affected."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain.adapter_upload import place
+from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
@@ -205,7 +205,7 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
 
 
 async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
-    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Beats are left out."""
+    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Heartbeats are left out."""
     wanted: dict[str, Any] = {
         "swarm": SWARM,
         "manifest": lab.manifest,
@@ -233,8 +233,8 @@ def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Referen
         async with lab.client() as swarm, lab.network.transport(lab.peer_id("other")) as other:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))
-            whole = await place(swarm, hop, adapter)
-            half = await place(swarm, replace(hop, end=3), adapter)
+            whole = await upload_adapter(swarm, hop, adapter)
+            half = await upload_adapter(swarm, replace(hop, end=3), adapter)
             ours = swarm.transport
             assert (await ask(lab, ours, adapter=whole)).HasField("part")
             for asking, reason in (
@@ -275,7 +275,7 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
         async with lab.client() as swarm:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))
-            name = await place(swarm, hop, Adapter(tensors))
+            name = await upload_adapter(swarm, hop, Adapter(tensors))
             refused = await refusal(ask(lab, swarm.transport, adapter=name, counts=[2] * 4))
             assert refused.reason == refusal_pb2.REASON_TOO_LONG
 

@@ -1,4 +1,4 @@
-"""A node that pauses and comes back: nobody who uses it loses a token, and its owner gets the memory."""
+"""A node that pauses and resumes: its clients lose no token, and its owner gets the memory."""
 
 import asyncio
 import gc
@@ -260,7 +260,7 @@ def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) 
         async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
             said: list[str] = []
             supervisor.on_change(lambda status: said.append(status.state))
-            supervisor.resume()  # it is decided anew, before anybody has looked whether the machine is idle
+            supervisor.resume()  # the limits are applied again before the next observation of the machine
             supervisor.set_limits(Limits(idle_only=True))
             await asyncio.sleep(2 * OBSERVE_S)
             assert said == []

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from swarmnet_client.swarm.pings import PingMonitor
-from swarmnet_client.swarm.swarm import CONVICTED_S, PARTED_S, Exclusions
+from swarmnet_client.swarm.swarm import CONVICTED_S, SEPARATED_S, Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.routing.chain_search import HostInfo, pair_of
@@ -15,9 +15,9 @@ ONE, OTHER = PeerId("one"), PeerId("other")
 
 def test_a_pair_is_kept_apart_for_a_while_in_either_order() -> None:
     exclusions = Exclusions()
-    exclusions.part(OTHER, ONE, now=5.0)
-    assert exclusions.parted(5.0 + PARTED_S - 1) == {pair_of(ONE, OTHER)}
-    assert not exclusions.parted(5.0 + PARTED_S)
+    exclusions.separate(OTHER, ONE, now=5.0)
+    assert exclusions.separated(5.0 + SEPARATED_S - 1) == {pair_of(ONE, OTHER)}
+    assert not exclusions.separated(5.0 + SEPARATED_S)
 
 
 def test_a_conviction_ends() -> None:

@@ -31,7 +31,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
         yield SimpleNamespace(local=local, batcher=None, max_length=512)
 
-    monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.visit", swarm)
+    monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.connect", swarm)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_client.tuning import rows as rows_module
 from swarmnet_client.tuning.batches import IGNORED, MAX_LABELS, Dataset, classes, epoch_order, split
-from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
+from swarmnet_client.tuning.rows import Encoder, Example, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_swarm import load_tiny
 from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
@@ -34,11 +34,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tiny(tmp_path_factory.mktemp("tiny")).local.tokenizer()
 
 
-def encoded(tokenizer: Any, fields: dict[str, Any], *, limit: int = 32, labelled: bool = False) -> Row:
+def encoded(tokenizer: Any, fields: dict[str, Any], *, limit: int = 32, labelled: bool = False) -> Example:
     return Encoder(tokenizer, limit, labelled=labelled).encode(1, fields)
 
 
-def learned(row: Row) -> list[int]:
+def learned(row: Example) -> list[int]:
     return [int(token) for token in row.ids[row.learned]]
 
 
@@ -169,12 +169,14 @@ def test_a_file_is_bounded(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
 # ---- batches ---------------------------------------------------------------------------------------------
 
 
-def dataset(rows: list[Row], *, batch_size: int = 3, seed: int = 0) -> Dataset:
+def dataset(rows: list[Example], *, batch_size: int = 3, seed: int = 0) -> Dataset:
     return Dataset(rows, [], (), batch_size, seed, pad_id=0)
 
 
-def some_rows(count: int) -> list[Row]:
-    return [Row(n + 1, np.arange(n + 2, dtype=np.int32), np.ones(n + 2, dtype=bool)) for n in range(count)]
+def some_rows(count: int) -> list[Example]:
+    return [
+        Example(n + 1, np.arange(n + 2, dtype=np.int32), np.ones(n + 2, dtype=bool)) for n in range(count)
+    ]
 
 
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
@@ -228,10 +230,10 @@ def test_classes_are_those_of_the_rows_to_learn_from(tokenizer: Any, tmp_path: P
     ).rows
     assert classes(rows[:5], rows[5:]) == ("high", "low")
     with pytest.raises(ConfigError, match="line 6"):
-        classes([*rows[:4:2], Row(9, rows[0].ids, rows[0].learned, "else")], rows[5:])
+        classes([*rows[:4:2], Example(9, rows[0].ids, rows[0].learned, "else")], rows[5:])
     with pytest.raises(ConfigError, match="two labels"):
         classes(rows[::2], [])
-    many = [Row(line, rows[0].ids, rows[0].learned, f"text {line}") for line in range(MAX_LABELS + 1)]
+    many = [Example(line, rows[0].ids, rows[0].learned, f"text {line}") for line in range(MAX_LABELS + 1)]
     assert len(classes(many[1:], [])) == MAX_LABELS
     with pytest.raises(ConfigError, match=f"{MAX_LABELS} is the most"):
         classes(many, [])

@@ -1,4 +1,4 @@
-"""Which hop is audited next, over how many positions, and whether the budget allows it. Pure but for the random source.
+"""Plans of audits: the hop, the number of positions, and the budget. Pure but for the random source.
 
 An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >= x``, and costs ``m`` positions of the
 host's blocks, because all positions before it are needed to compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at
@@ -18,6 +18,7 @@ SHARE = 0.03
 NEWCOMER_POSITIONS = 4
 """Most positions of a host's first audit, so that every host of a chain is audited within 200 positions."""
 MAX_REMEMBERED = 4096
+"""Most audited hosts that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Ledger:
         """Hosts must not be able to predict ``rng``."""
         self.rng = rng
         self.doubted: set[PeerId] = set()
-        """Hosts whose recomputation another host contradicted: they are not asked for one again."""
+        """Hosts whose recomputation another host contradicted. They are not witnesses again."""
         self._credit = 0.0
         self._audited: dict[PeerId, None] = {}
 
@@ -49,6 +50,7 @@ class Ledger:
         self._credit += SHARE * work
 
     def may_spend(self, cost: int) -> bool:
+        """Whether the budget covers ``cost``."""
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:

@@ -1,4 +1,4 @@
-"""Which host is wrong when computations of the same outputs differ. Pure."""
+"""Verdicts: whether computations of the same outputs differ by more than precision, and which host is wrong. Pure."""
 
 from enum import Enum, auto
 
@@ -8,8 +8,8 @@ TOLERANCE = 0.25
 """The largest relative error of a position between two honest hosts of any precision: a host does not prove its precision, so the
 coarsest decides. ``tests.bench.audit`` measured, over 60 positions and all 30 blocks of SmolLM2-135M, at most 0.006 with float16 and 0.066
 with bfloat16, on any element type of the wire (ten blocks: 0.003 and 0.019; 2e-6 within float32). The logarithms with bfloat16 spread by 0.23
-around that of 0.026: the tolerance is 3.8 times the largest, and nine such spreads above the middle if they are normal. Quantised weights need a look of
-their own.
+around that of 0.026: the tolerance is 3.8 times the largest, and nine such spreads above the middle if they are normal. Quantised weights
+were not measured.
 """
 
 
@@ -33,7 +33,7 @@ class Verdict(Enum):
     RIGHT = auto()
     """A second host computed the same."""
     OPEN = auto()
-    """A second host did not: a third one decides."""
+    """A second host computed something else: a third one decides."""
     WRONG = auto()
     """Two other hosts agree with each other and not with the audited one."""
     DOUBTED_WITNESS = auto()
@@ -47,13 +47,13 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((relative_errors(one, other) <= TOLERANCE).all())
 
 
-def judge(said: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None = None) -> Verdict:
-    """The verdict on the outputs that a host ``said``, given what other hosts computed from the same inputs."""
-    if agree(said, second):
+def judge(reported: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None = None) -> Verdict:
+    """The verdict on the outputs that a host ``reported``, given those that other hosts computed from the same inputs."""
+    if agree(reported, second):
         return Verdict.RIGHT
     if third is None:
         return Verdict.OPEN
-    is_wrong, is_doubted = agree(second, third), agree(said, third)
+    is_wrong, is_doubted = agree(second, third), agree(reported, third)
     if is_wrong == is_doubted:
         return Verdict.UNDECIDED
     return Verdict.WRONG if is_wrong else Verdict.DOUBTED_WITNESS

@@ -25,10 +25,11 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.routing.chain_search import uncovered
 
 SEQUENCES_PER_CHAIN = 32
+"""Most sequences of one chain."""
 RETRIES = 2
-"""Times an answer is moved to another chain in a row without a new token."""
+"""Times that an answer may be moved to another chain without a new token in between."""
 EXPECTED_TOKENS = 1024
-"""Tokens for which room is kept for an answer that may be longer: few are."""
+"""Most tokens that are reserved for an answer: few are longer."""
 SMOOTHING = 0.2
 """Weight of the newest answer in the running mean of their durations."""
 
@@ -55,8 +56,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Load:
-    """``active`` answers of ``positions`` in all, ``waiting`` requests. ``room``: answers for which hosts had memory lately;
-    ``answer_s``: mean duration of an answer."""
+    """``active`` answers of ``positions`` in all, ``waiting`` requests. ``room``: answers that fitted
+    into the hosts' memory lately; ``answer_s``: mean seconds of an answer."""
 
     active: int = 0
     waiting: int = 0
@@ -73,7 +74,7 @@ def may_start(load: Load, limits: Limits, positions: int) -> bool:
 
 
 def may_wait(load: Load, limits: Limits, answers: int = 1) -> bool:
-    """Whether ``answers`` more requests may be queued, those not counted that can start at once."""
+    """Whether ``answers`` more requests may be queued. Requests that can start at once do not count."""
     free = max(0, min(limits.active, load.room) - load.active - load.waiting)
     return load.waiting + max(1, answers - free) <= limits.waiting
 
@@ -85,7 +86,7 @@ def retry_after_s(load: Load) -> int:
 
 
 class Batcher:
-    """Answers requests in the order in which they came. Answers of a chain that failed go on with another chain."""
+    """Answers requests in the order of their arrival. Answers of a failed chain continue on another one."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Batcher:
             self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start queued requests, as many as may start."""
+        """Start as many queued requests as the limits allow."""
         while self._waiting and may_start(self.load, self.limits, _positions(self._waiting[0].request)):
             answer = self._waiting.popleft()
             self._group_for(answer.request).join(answer)
@@ -177,7 +178,7 @@ class Batcher:
         return group
 
     async def _keep(self, group: SequenceGroup) -> None:
-        """Run a group to its end. The answers that it has not completed go back to the queue."""
+        """Run a group to its end. Its incomplete answers return to the queue."""
         why = SwarmnetError("the chain was closed")
         try:
             await group.run()
@@ -192,7 +193,7 @@ class Batcher:
         if isinstance(why, OutOfResources):
             self._room = max(1.0, len(left) // 2)
         for answer in reversed(left):
-            if _goes_on(answer, why):
+            if _may_retry(answer, why):
                 self._waiting.appendleft(answer)
             else:
                 answer.fail(why)
@@ -203,8 +204,8 @@ def _positions(request: Request) -> int:
     return len(request.ids) + min(request.max_tokens, EXPECTED_TOKENS)
 
 
-def _goes_on(answer: Answer, why: SwarmnetError) -> bool:
-    """Whether an answer is tried on another chain after ``why``. Counts the attempt."""
+def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
+    """Whether an answer continues on another chain after ``why``. Counts the attempt."""
     if isinstance(why, NoRoute | NotAuthorised | ConfigError):
         return False
     if len(answer.ids) > answer.ids_at_retry:
@@ -235,7 +236,7 @@ class BatchingEngine:
 async def open_engine(
     local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits
 ) -> AsyncIterator[BatchingEngine]:
-    """The CausalLM of ``local`` over ``swarm``, while the context is open."""
+    """An engine for the CausalLM of ``local`` over ``swarm``, while the context is open."""
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
         await compute_on(computing, threads=None)

@@ -1,4 +1,4 @@
-"""The sequences of one chain. Each computes one answer at a time; those that are ready take their next step together."""
+"""The sequences of one chain: each computes one answer at a time, and their decode steps are batched."""
 
 import asyncio
 from collections import Counter
@@ -17,18 +17,18 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 PREFILL = 2 * CHUNK
-"""Prompt positions in flight at a time. More would delay the next tokens of other answers, fewer leave hops idle."""
+"""Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave hops idle."""
 FRESH = MAX_SEQUENCE
 """The number of a sequence that is always empty. A row that starts from it gets fresh KV caches, and its old ones are freed."""
 MIN_SHARED = 16
-"""Shortest common beginning, in tokens, for which old KV caches are kept."""
+"""Least tokens that a request must share with old KV caches for these to be reused."""
 IDLE_S = 60.0
-"""Seconds that a chain without answers is kept, for the next turn of a chat."""
+"""Seconds that a chain without answers stays open for the next turn of a chat."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of at least one token id, and at most ``max_tokens`` more, up to one of ``end_ids``.
+    """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to one of ``end_ids``.
 
     KV caches of earlier requests are reused only for the same ``owner``.
     """
@@ -57,7 +57,7 @@ class Answer:
         self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
 
     def take(self, token: Token) -> bool:
-        """Add the next token. Returns whether more are wanted."""
+        """Add the next token. Returns whether the answer needs more."""
         self.ids.append(token.id)
         if self.request.sampling.penalises:
             self.counts[token.id] += 1
@@ -123,13 +123,13 @@ class RunningSequence:
 
 
 def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
-    """The free sequence that holds most of the request; if none does, the one unused for longest."""
+    """The free sequence whose KV caches hold most of the request; among equals, the one unused for longest."""
     free = [sequence for sequence in sequences if sequence.answer is None]
     return max(free, key=lambda sequence: (sequence.shared(request), -sequence.used))
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
-    """``room`` positions shared among prompts that want ``wanted``: short prompts whole, the rest in equal parts."""
+    """``room`` positions divided among prompts of ``wanted`` positions: short prompts whole, the rest in equal parts."""
     given = [0] * len(wanted)
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     for done, index in enumerate(order):

@@ -1,4 +1,4 @@
-"""Uploads the parts of an adapter to the hosts that apply them."""
+"""Adapter uploads: each host receives the part of the client's adapter for its blocks."""
 
 import asyncio
 from collections import defaultdict
@@ -18,51 +18,53 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 T = TypeVar("T")
-_Place = tuple[PeerId, int, int]
+_Location = tuple[PeerId, int, int]
 """A host and a span of blocks."""
 
 ATTEMPTS = 3
-"""Uploads of one part to a host that says it does not have it. A host that forgets faster is of no use."""
+"""Attempts at a request, each after an upload, with a host that refuses it for a missing adapter. A host that drops parts faster is useless."""
 
 
-class Placement:
-    """Which hosts have which part of one adapter. Without an adapter there are no parts."""
+class AdapterUploads:
+    """The hosts that have parts of one adapter. Without an adapter there are no parts."""
 
     def __init__(
-        self, swarm: Swarm, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
+        self, swarm: Swarm, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
     ) -> None:
-        """``moved`` is called whenever a host has received some of the bytes."""
+        """``progressed`` is called whenever a host has received some of the bytes."""
         self.swarm = swarm
         self._adapter = adapter
-        self._moved = moved
-        self._hashes: dict[_Place, bytes] = {}
-        self._placing: defaultdict[_Place, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._progressed = progressed
+        self._hashes: dict[_Location, bytes] = {}
+        self._uploading: defaultdict[_Location, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def ask(self, hop: Hop, question: Callable[[bytes], Awaitable[T]]) -> T:
-        """The result of ``question``, called with the hash of the adapter's part for ``hop`` once the host has that part.
+    async def with_adapter(self, hop: Hop, request: Callable[[bytes], Awaitable[T]]) -> T:
+        """The result of ``request``, called with the hash of the adapter's part for ``hop`` once the host has that part.
 
-        The part is uploaded again to a host that has dropped it. Raises what ``place`` and ``question`` raise.
+        The part is uploaded again to a host that has dropped it. Raises what ``upload_adapter`` and ``request`` raise.
         """
         for _ in range(ATTEMPTS - 1):
             try:
-                return await question(await self._at(hop))
+                return await request(await self._hash_at(hop))
             except Refused as refusal:
                 if refusal.reason != refusal_pb2.REASON_UNKNOWN_ADAPTER:
                     raise
                 self._hashes.pop((hop.peer, hop.start, hop.end), None)
-        return await question(await self._at(hop))
+        return await request(await self._hash_at(hop))
 
-    async def _at(self, hop: Hop) -> bytes:
-        """The hash of the part at ``hop``. Callers at the same time share one upload."""
-        where = hop.peer, hop.start, hop.end
-        async with self._placing[where]:
-            if where not in self._hashes:
-                self._hashes[where] = await place(self.swarm, hop, self._adapter, self._moved)
-            return self._hashes[where]
+    async def _hash_at(self, hop: Hop) -> bytes:
+        """The hash of the part for ``hop``, uploaded if this host is not known to have it. Concurrent callers share one upload."""
+        location = hop.peer, hop.start, hop.end
+        async with self._uploading[location]:
+            if location not in self._hashes:
+                self._hashes[location] = await upload_adapter(
+                    self.swarm, hop, self._adapter, self._progressed
+                )
+            return self._hashes[location]
 
 
-async def place(
-    swarm: Swarm, hop: Hop, adapter: Adapter | None, moved: Callable[[], None] = lambda: None
+async def upload_adapter(
+    swarm: Swarm, hop: Hop, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
 ) -> bytes:
     """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash; empty without an adapter.
 
@@ -87,7 +89,7 @@ async def place(
 
             def progress() -> None:
                 limit.reschedule(asyncio.get_running_loop().time() + timing.stall_s)
-                moved()
+                progressed()
 
             client = _Upload(stream, pb.AdapterRequest, pb.AdapterReply, silence_s=timing.silence_s)
             await client.send(pb.AdapterRequest(offer=offer))
@@ -110,9 +112,9 @@ async def place(
 _Upload = TypedStream[pb.AdapterRequest, pb.AdapterReply]
 
 
-async def _send(client: _Upload, part: AdapterPart, moved: Callable[[], None]) -> None:
+async def _send(client: _Upload, part: AdapterPart, progressed: Callable[[], None]) -> None:
     data = memoryview(part.data)
     chunk = pb.AdapterRequest(chunk=pb.Chunk())
     for start in range(0, len(data), ADAPTER.max_payload_bytes):
         await client.send(chunk, data[start : start + ADAPTER.max_payload_bytes])
-        moved()
+        progressed()

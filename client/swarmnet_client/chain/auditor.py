@@ -1,8 +1,8 @@
 """Audits one chain beside its steps: outputs of a hop are computed again by another host, and a third host decides a mismatch.
 
-The inputs of a hop are what the hop before it says it sent, its outputs what it says it sent itself. Both are compared with digests that the
-receivers report. So no neighbour can have a host convicted by lying about what went between them: if they disagree, both are replaced and
-not made neighbours again. For the first hop the client is the sender, for the last hop the receiver.
+The inputs of a hop are the outputs that the hop before it reports, and its outputs are those that it reports itself. Both are compared with
+digests that the receivers report. So a neighbour that lies about the data between them cannot have a host convicted: if two neighbours disagree,
+both are replaced and not made neighbours again for a while. The client is the sender to the first hop and the receiver from the last.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_SEQUENCES_BYTES = 64 << 20
-"""Bytes of outputs that hosts keep. Larger sessions are not audited: their hosts need not have what they would be asked for."""
+"""Bytes of outputs that every host keeps for transcripts. Sessions with more are not audited: their hosts may have dropped some."""
 
 
 @dataclass(eq=False)
 class AuditedSequence:
-    """The first positions of a sequence. ``failovers``: of the chain, when the sequence began.
+    """The first positions of the sequence that is audited next: what the client sent and received. No I/O.
 
-    ``changes`` counts the times that positions were dropped: answers of hops from before such a change are of no use after it.
+    ``failovers``: those of the chain when the sequence began. ``changes`` counts how often positions were dropped: transcripts from before a
+    change are useless after it.
     """
 
     sequence: int
@@ -107,7 +108,7 @@ class Auditor:
         self._watched: AuditedSequence | None = None
         self._news = asyncio.Event()
 
-    # ---- what goes through the chain --------------------------------------------------------------------
+    # ---- steps of the chain --------------------------------------------------------------------
 
     def add_audited_outputs(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """The rows, with some outputs of first positions of each sequence added, which an audit of the last hop needs."""
@@ -162,13 +163,13 @@ class Auditor:
             self._news.clear()
             try:
                 if self._watched is not None:
-                    await self._look(self._watched)
+                    await self._audit(self._watched)
             except SwarmnetError as error:  # a host was out of reach: the next audit tries again
                 _log.debug("an audit came to nothing", extra={"reason": str(error)[:200]})
             except Exception:  # noqa: BLE001 - audits are beside the answer, which must not end with them
                 _log.exception("an audit broke")
 
-    async def _look(self, watched: AuditedSequence) -> None:
+    async def _audit(self, watched: AuditedSequence) -> None:
         hops = self._supervisor.hops
         if watched.failovers != self._report.failovers or self._is_large():
             return
@@ -193,7 +194,7 @@ class Auditor:
     async def _claimed_outputs(
         self, watched: AuditedSequence, index: int, hops: tuple[LiveHop, ...], count: int
     ) -> _ClaimedOutputs | None:
-        """The inputs and outputs of a hop, if it and its neighbours agree on them; otherwise they are replaced, and None."""
+        """The inputs and outputs of a hop, if it and its neighbours agree on them; otherwise None, and the hops that disagree are replaced."""
         changes = watched.changes
         live = hops[index]
         before = hops[index - 1] if index else None
@@ -212,9 +213,7 @@ class Auditor:
         if any(answer is None for answer in transcripts.values()):
             for each in asked:
                 if transcripts[each] is None:
-                    self._supervisor.give_up(
-                        each, Unreachable(f"{each.hop.peer} does not show what it computed")
-                    )
+                    self._supervisor.give_up(each, Unreachable(f"{each.hop.peer} sends no transcript"))
             return None
         inputs = self._embed(watched.inputs(count)).to(self._spec.wire)
         audited = transcripts[live]
@@ -244,11 +243,11 @@ class Auditor:
             return None
 
     def _disagree(self, one: LiveHop | None, other: LiveHop) -> None:
-        error = ProtocolViolation("neighbours do not agree on what went between them")
+        error = ProtocolViolation("two neighbours report different data between them")
         if one is None:
             self._supervisor.give_up(other, error)
         else:
-            self._supervisor.part(one, other, error)
+            self._supervisor.separate(one, other, error)
 
     async def _judge(self, plan: Plan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
         second, asked = await self._recompute(plan, claimed, ())

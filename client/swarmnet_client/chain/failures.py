@@ -27,7 +27,7 @@ CLIENT_FAULTS = {
     refusal_pb2.REASON_TOO_LONG: "send shorter sequences",
     refusal_pb2.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
 }
-"""Reasons that every honest host would give a client at fault, with what its user can do."""
+"""Reasons for which every honest host refuses a client at fault, each with advice to the user."""
 PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
 ATTEMPTS = 10
@@ -35,16 +35,16 @@ ATTEMPTS = 10
 
 
 class Suspects:
-    """The hosts that may be the one liar behind all refusals for a reason. Pure."""
+    """The hosts of which one may have caused all refusals for a reason. Pure."""
 
     def __init__(self) -> None:
         self._left: dict[int, frozenset[PeerId]] = {}
         self._accused: dict[int, frozenset[PeerId]] = {}
 
     def narrow(self, reason: int, peers: frozenset[PeerId]) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
-        """Count a refusal that is the fault of one of ``peers``, if not the client's.
+        """Count a refusal caused by one of ``peers`` or by the client.
 
-        Returns the peers that may be behind all refusals for ``reason``, and those that were suspected and no longer are.
+        Returns the peers that may have caused all refusals for ``reason``, and the peers that this refusal clears of suspicion.
         """
         left = self._left[reason] = self._left.get(reason, peers) & peers
         accused = self._accused[reason] = self._accused.get(reason, peers) | peers
@@ -61,11 +61,11 @@ class Blame:
     def attribute(
         self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), sent_by: Hop | None = None
     ) -> list[Hop]:
-        """Ban the hosts that may be why ``hop`` failed with ``error``, and return them: they are to be replaced.
+        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace.
 
         ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client. Hosts that this
-        failure clears are no longer banned. Raises ``ConfigError`` when the client is at fault: no single host can be behind all
-        refusals, or none that could be replaced.
+        failure clears are unbanned. Raises ``ConfigError`` when the client is at fault: no single host, or none that can be replaced, can
+        have caused all refusals.
         """
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
@@ -81,15 +81,17 @@ class Blame:
     def _narrow(
         self, error: SwarmnetError, reason: "refusal_pb2.Reason", suspects: Sequence[Hop]
     ) -> list[Hop]:
-        """The hops that may be behind all refusals. Raises ``ConfigError`` as ``attribute`` does."""
+        """The hops that may have caused all refusals. Raises ``ConfigError`` as ``attribute`` does."""
         left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
-            self._swarm.served(peer)
+            self._swarm.answered(peer)
         if any(self._swarm.can_replace(hop) for hop in suspects if hop.peer in left):
             return [hop for hop in suspects if hop.peer in left]
         for peer in left:
-            self._swarm.served(peer)
-        raise ConfigError(f"the hosts refuse what we send: {error}", hint=CLIENT_FAULTS[reason]) from error
+            self._swarm.answered(peer)
+        raise ConfigError(
+            f"the hosts refuse what this client sends: {error}", hint=CLIENT_FAULTS[reason]
+        ) from error
 
 
 class RetryPolicy:
@@ -103,7 +105,7 @@ class RetryPolicy:
         self._repaired_at = 0.0
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Seconds to wait before the next attempt; ``error`` ended the last one, and may name a time to wait."""
+        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name a time to wait."""
         if self._attempts <= 2:  # another host may have room
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
@@ -120,7 +122,7 @@ class RetryPolicy:
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
     def repaired(self, now: float) -> None:
-        """The chain is whole, as far as is known."""
+        """The chain was repaired at ``now``."""
         self._repaired_at = now
 
     def answered(self) -> None:

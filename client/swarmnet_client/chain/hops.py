@@ -1,4 +1,4 @@
-"""The hops of one chain: open sessions on hosts, and how a session is opened."""
+"""The hops of one chain: sessions on hosts, how they are opened, and the requests that they answer."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import Placement
+from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
@@ -60,9 +60,9 @@ class ChainReport:
 
 @dataclass(frozen=True)
 class HopTranscript:
-    """What a hop says it received and sent for the first positions of a sequence: a digest of its inputs, and its outputs [P, D].
+    """A hop's own account of the first positions of a sequence: a digest of the inputs it received, and the outputs [P, D] it sent.
 
-    The last hop says no outputs: the client has them.
+    The last hop's has no outputs: the client received them.
     """
 
     received: bytes
@@ -74,7 +74,7 @@ class HopTranscript:
         if not shown.HasField("sent"):
             return cls(shown.received, None)
         if len(shown.sent.shape) != 2:
-            raise ProtocolViolation("a hop shows [positions, hidden size]")
+            raise ProtocolViolation("the outputs of a transcript are not [positions, hidden size]")
         positions, hidden_size = shown.sent.shape
         return cls(
             shown.received,
@@ -82,15 +82,17 @@ class HopTranscript:
         )
 
     def checked(self, count: int, spec: ChainSpec | None) -> "HopTranscript":
-        """Itself, if it is about ``count`` positions; outputs are expected if ``spec`` is given. Raises ``ProtocolViolation``."""
+        """This transcript. Raises ``ProtocolViolation`` unless it is well-formed; with ``spec``, it must have the outputs of ``count`` positions."""
         if len(self.received) != DIGEST_BYTES:
-            raise ProtocolViolation("a hop does not say what it received")
+            raise ProtocolViolation("a transcript without a digest of the inputs")
         if spec is not None:
             sent = self.sent
             if sent is None or sent.shape != (count, spec.hidden_size) or sent.dtype != spec.wire:
-                raise ProtocolViolation("a hop shows other values than it was asked for")
+                raise ProtocolViolation(
+                    "a transcript with outputs of another shape or type than was requested"
+                )
             if not torch.isfinite(sent).all():
-                raise ProtocolViolation("a hop shows values that are not finite")
+                raise ProtocolViolation("a transcript with outputs that are not finite")
         return self
 
 
@@ -106,7 +108,7 @@ class LiveHop:
     progress_at: float
     """Loop time at which ``applied`` last grew."""
     applied: int = 0
-    """The last step that it has computed, as its heartbeats say."""
+    """The last step that it has computed, from its heartbeats."""
     next: "LiveHop | None" = None
     """The hop to which it sends its outputs; None for the last one."""
     epoch: int = 0
@@ -115,7 +117,7 @@ class LiveHop:
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
     showing: "asyncio.Future[HopTranscript] | None" = None
-    """Set while the client waits for an answer to ``show``."""
+    """Set while ``show`` waits for its reply."""
 
     async def receive(self) -> tuple[pb.SessionReply, Buffer]:
         """The next message that is no heartbeat. Raises as ``TypedStream.receive``."""
@@ -124,7 +126,7 @@ class LiveHop:
         return received
 
     async def show(self, sequence: int, count: int, *, within_s: float) -> HopTranscript:
-        """Ask what it received and sent for the first ``count`` positions of a sequence; one question at a time.
+        """Request the hop's transcript of the first ``count`` positions of a sequence. One request at a time.
 
         Raises what sending raises, ``TimeoutError``, or the error for which the hop is replaced meanwhile.
         """
@@ -138,7 +140,7 @@ class LiveHop:
             self.showing = None
 
     def take_shown(self, shown: pb.Shown, payload: Buffer) -> None:
-        """Answer the question of ``show``; late answers are dropped. Raises ``ProtocolViolation`` for a malformed one."""
+        """Complete the request of ``show``; late replies are dropped. Raises ``ProtocolViolation`` for a malformed reply."""
         if self.showing is not None and not self.showing.done():
             self.showing.set_result(HopTranscript.read(shown, payload))
 
@@ -187,34 +189,34 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
 
 
 async def open_hop(
-    placement: Placement, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: NextHop | None
+    uploads: AdapterUploads, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: NextHop | None
 ) -> LiveHop:
     """Open a session on a host.
 
-    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client. ``placement``
-    uploads the chain's adapter first. Raises what ``place`` raises, ``ProtocolViolation``, or ``Refused``.
+    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client. ``uploads``
+    uploads the chain's adapter first. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
     request = pb.Open(
         session=session,
         epoch=epoch,
-        swarm=placement.swarm.id,
-        manifest=placement.swarm.manifest,
+        swarm=uploads.swarm.id,
+        manifest=uploads.swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
-        next=_peer(target, placement.swarm.record_of(target.peer)) if target else None,
+        next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire),
         max_length=spec.max_length,
     )
 
     async def ask(adapter: bytes) -> LiveHop:
         request.adapter = adapter
-        return await _open(placement, hop, request)
+        return await _open(uploads, hop, request)
 
-    return await placement.ask(hop, ask)
+    return await uploads.with_adapter(hop, ask)
 
 
-async def _open(placement: Placement, hop: Hop, request: pb.Open) -> LiveHop:
-    swarm = placement.swarm
+async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
+    swarm = uploads.swarm
     timing = swarm.timing
     stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
     client = SessionStream(stream, pb.SessionRequest, pb.SessionReply, silence_s=timing.silence_s)

@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import Placement
+from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
@@ -59,7 +59,7 @@ class GraphGone(SwarmnetError):
 
 
 class InDoubt(SwarmnetError):
-    """A host failed, and outputs of other hosts for the same sequences may be why: all of them are to be computed again."""
+    """A host failed, perhaps because of other hosts' outputs for the same sequences: all hosts' outputs must be computed again."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class HopPass:
 
 
 def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, ...]]:
-    """Microbatches, as tuples of sequence lengths, in order. Raises ``OutOfResources`` for a sequence that is too long for a host.
+    """The batch cut into microbatches: tuples of sequence lengths, in order. Raises ``OutOfResources`` for a sequence that is too long for a host.
 
     ``prefix_positions`` of an adapter count for every sequence.
     """
@@ -264,7 +264,7 @@ class PassClient:
         self._swarm = swarm
         self._spec = spec
         self._report = report
-        self._placement = Placement(swarm, spec.adapter)
+        self._uploads = AdapterUploads(swarm, spec.adapter)
         self._rooms: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(PASSES_PER_HOST)
         )
@@ -331,7 +331,7 @@ class PassClient:
             if self._failures[hop.peer] > failures:
                 raise PeerUnreachable(f"{hop.peer} has failed another pass meanwhile")
             try:
-                answer = await self._placement.ask(hop, question)
+                answer = await self._uploads.with_adapter(hop, question)
             except (GraphGone, ConfigError):
                 raise
             except SwarmnetError as error:
@@ -342,7 +342,7 @@ class PassClient:
                     raise InDoubt(str(error)) from error
                 raise
         if self._failures[hop.peer] == failures:  # otherwise it is a suspect of another pass
-            self._swarm.served(hop.peer)
+            self._swarm.answered(hop.peer)
         return answer
 
 

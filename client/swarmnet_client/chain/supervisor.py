@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import Placement
+from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
@@ -63,7 +63,7 @@ class ChainSupervisor:
         self._in_flight = in_flight
         self._report = report
         self._receive = receive
-        self._placement = Placement(swarm, spec.adapter, self._extend_deadline)
+        self._uploads = AdapterUploads(swarm, spec.adapter, self._extend_deadline)
         self._deadline: asyncio.Timeout | None = None
         """Deadline of the repair that is under way."""
         self._link_sender = LinkSender(
@@ -130,7 +130,7 @@ class ChainSupervisor:
         except TimeoutError:
             raise self._explain(self._gaps()) from self._last_error
         self._report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
-        self._swarm.built(self._hops[0].hop.peer, self._hops[-1].hop.peer)
+        self._swarm.chain_opened(self._hops[0].hop.peer, self._hops[-1].hop.peer)
 
     def _extend_deadline(self) -> None:
         """A host has received some of the adapter: allow it as much time again."""
@@ -212,7 +212,7 @@ class ChainSupervisor:
     async def _open(self, hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
         """Open a session on one host and add it to the chain; None if the host failed."""
         try:
-            live = await open_hop(self._placement, self._spec, hop, (session, self._epoch), target)
+            live = await open_hop(self._uploads, self._spec, hop, (session, self._epoch), target)
         except ConfigError:
             raise  # the adapter is at fault: no other host would take it
         except SwarmnetError as error:
@@ -295,7 +295,7 @@ class ChainSupervisor:
             return
         silent_s = asyncio.get_running_loop().time() - receiver.heard_at
         if isinstance(sender, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
-            self._swarm.parted(sender.hop.peer, receiver.hop.peer)
+            self._swarm.separate(sender.hop.peer, receiver.hop.peer)
             self._drop(sender, error)
             self._drop(receiver, error)
         else:
@@ -333,7 +333,7 @@ class ChainSupervisor:
 
     def answered(self, last: LiveHop) -> None:
         """The chain answered a step: it works, and earlier refusals are forgiven."""
-        self._swarm.served(last.hop.peer)
+        self._swarm.answered(last.hop.peer)
         self._retries.answered()
         self._blame = Blame(self._swarm)
 
@@ -355,9 +355,9 @@ class ChainSupervisor:
         """Replace a hop that does not answer an audit, without calling its outputs wrong."""
         self._fail(live, error)
 
-    def part(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
+    def separate(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
         """Replace two neighbours of which one lies about what went between them; which one is not known."""
-        self._swarm.parted(one.hop.peer, other.hop.peer)
+        self._swarm.separate(one.hop.peer, other.hop.peer)
         self._fail(one, error)
         self._fail(other, error)
 

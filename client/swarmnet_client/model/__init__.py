@@ -1,1 +1,1 @@
-"""The model as its user sees it: embeddings and lm_head computed here, blocks computed by hosts."""
+"""A transformers model with remote blocks: the client computes embeddings and lm_head, hosts compute the blocks."""

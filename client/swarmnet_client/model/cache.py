@@ -1,4 +1,4 @@
-"""The KV cache as transformers sees it. Keys and values are on the hosts; the client knows which positions they hold."""
+"""transformers' KV cache, whose keys and values are on the hosts. The client keeps which positions they hold."""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from swarmnet_protocols.session.steps import Row
 
 @dataclass(frozen=True)
 class NewPositions:
-    """What one forward adds: the columns [first, end) of each row that hold tokens, and how many last columns need outputs."""
+    """The positions of one forward: the columns [first, end) of each row that hold tokens, and the number of last columns that need outputs."""
 
     columns: list[tuple[int, int]]
     outputs: int
 
 
 class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The sequences of one chain: one for each row of the batch. Left padding is never sent.
+    """The sequences of one chain, one for each row of the batch. Left padding is not sent.
 
-    Supports what ``generate`` asks of a cache: its length, beam reordering, cropping. A prefix is no part of its columns.
+    Supports the operations of a cache that ``generate`` uses: length, beam reordering, cropping. Columns do not include a prefix.
     """
 
     def __init__(self, blocks: RemoteBlocks, *, max_length: int) -> None:
@@ -45,10 +45,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._are_ids = True
         self.tokens: torch.Tensor | None = None
 
-    # ---- what transformers asks -------------------------------------------------------------------------
+    # ---- the interface of transformers -------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of columns held, padding included."""
+        """Number of columns in the cache, with padding."""
         return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._max_length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i continues from what row ``beam_idx[i]`` was."""
+        """Row i continues the former row ``beam_idx[i]``."""
         order = beam_idx.tolist()
         self._sequences = [self._sequences[index] for index in order]
         self._firsts = [self._firsts[index] for index in order]
@@ -69,7 +69,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` columns. Raises ``ValueError`` for a positive number, as transformers does."""
         if tokens_to_remove > 0:
-            raise ValueError("how many tokens to remove is given as a negative number")
+            raise ValueError("tokens_to_remove is a negative number")
         self.rewind(self._length + tokens_to_remove)
 
     def rewind(self, length: int) -> None:
@@ -89,7 +89,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def takes_embeddings(self) -> bool:
-        """Whether the session began with embeddings, and so has to go on with them."""
+        """Whether the session began with embeddings, and so must continue with them."""
         return self._length > 0 and not self._are_ids
 
     def recheck_adapter(self) -> None:
@@ -98,7 +98,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def checked_adapter(self) -> ClientAdapter | None:
-        """The adapter of its sequences, once it was checked that the next columns are to be computed with it."""
+        """The adapter of the sequences, if it was checked that the next columns use it; else None."""
         return self._client_adapter if self._is_checked else None
 
     @property
@@ -111,11 +111,11 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._chain.report if self._chain is not None else ChainReport()
 
     def extend(self, inputs: torch.Tensor, new: NewPositions, client_adapter: ClientAdapter) -> torch.Tensor:
-        """Send the columns [B, n] (ids) or [B, n, D] (embeddings) on; hidden states [B, n, D].
+        """Compute the columns [B, n] (ids) or [B, n, D] (embeddings); returns hidden states [B, n, D].
 
-        Only the last ``new.outputs`` columns are filled in; what is padding or not wanted is zero. Raises ``ValueError`` when
-        ``client_adapter`` is not what the columns held were computed with, or when some of all columns are ids and some are not. A change
-        that autograd does not count (fused optimizers) is noticed when more than one column comes, or after ``rewind``.
+        Only the last ``new.outputs`` columns are filled in; padding and other columns are zero. Raises ``ValueError`` if the columns in
+        the cache were computed with another adapter than ``client_adapter``, or with ids where these are embeddings or the reverse. A
+        change that autograd does not count (fused optimizers) is noticed with the next call of more than one column, or after ``rewind``.
         """
         batch, width = inputs.shape[:2]
         self._use_adapter(client_adapter, are_ids=inputs.dim() == 2, is_token=width == 1)
@@ -140,7 +140,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             places.append((index, end - self._length - wanted, end - self._length))
         if rows:
             hidden = self._blocks.run(self._send(tuple(rows), torch.cat(values)))
-        else:  # padding, and nothing else
+        else:  # only padding
             hidden = torch.zeros(0, self._blocks.spec.hidden_size)
         self._sequences = list(range(batch))
         self._remember(inputs)
@@ -157,7 +157,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._blocks.run(self._stack.aclose())
 
     def _use_adapter(self, client_adapter: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
-        """Check that the sequences are for inputs of this kind and computed with ``client_adapter``; empty ones are opened anew."""
+        """Check that the sequences take inputs of this kind and use ``client_adapter``; empty sequences are opened again with it."""
         if client_adapter is self._client_adapter and self._is_checked and self._are_ids == are_ids:
             return
         if self._client_adapter is not None:
@@ -168,7 +168,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 raise ValueError(
                     "the adapter has changed since this session began: begin another one"
                     if not is_same
-                    else "a session goes on with ids, or with embeddings, as it began"
+                    else "a session that began with ids continues with ids, and one that began with embeddings with embeddings"
                 )
             self.close()
             self._chain, self._sequences = None, []
@@ -180,7 +180,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._adapter, self._is_checked = self._blocks.adapter(client_adapter), True
 
     def _is_in_use(self, client_adapter: ClientAdapter, *, is_token: bool) -> bool:
-        """Whether the sequences are computed with ``client_adapter``. A prefix is given only with the first call; for one token only versions are compared."""
+        """Whether the sequences use ``client_adapter``. A prefix comes only with the first call. For one token only versions are compared."""
         if client_adapter.prefix or (self.prefix_positions and not self._length):
             return False
         if client_adapter.version != self._version:

@@ -1,4 +1,4 @@
-"""The client's own parameters inside the blocks, as hosts apply them: LoRA pairs and a prefix of PEFT."""
+"""The client adapter: the LoRA pairs and the prefix that PEFT puts into a model's blocks, in the form in which hosts apply them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class LoraPart:
 
 
 Pairs = dict[str, list[LoraPart]]
-"""By the name "{block}.{module path in the block}", what the active adapters add there; never empty."""
+"""The parts of the active adapters by the name "{block}.{module path in the block}"; no list is empty."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ClientAdapter:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Differs for other LoRA parameters, and after most changes of their values: fused optimizers, among others, change them unseen."""
+        """Changes with the LoRA parameters and, except for changes by fused optimizers, with their values."""
         return tuple(
             (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
             for name, parts in self.pairs.items()
@@ -50,7 +50,7 @@ class ClientAdapter:
 
     @property
     def learns(self) -> bool:
-        """Whether any of them requires gradients."""
+        """Whether any parameter requires gradients."""
         return any(
             tensor.requires_grad
             for tensor in (
@@ -69,7 +69,7 @@ class ClientAdapter:
         return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them as tensors of an adapter, float32 on the CPU, part of their parameters' autograd graph."""
+        """The parameters as tensors of an adapter, float32 on the CPU, with their autograd graph."""
         tensors = dict(self.prefix)
         for name, parts in self.pairs.items():
             down = torch.cat([part.down for part in parts])
@@ -89,7 +89,7 @@ class ClientAdapter:
 
 
 def active_pairs(layers: Iterable[Placeholder]) -> Pairs:
-    """What PEFT would apply now. Raises ``ConfigError`` for anything that hosts cannot do."""
+    """The pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts cannot apply."""
     pairs: Pairs = {}
     for block, layer in enumerate(layers):
         if not isinstance(layer, Placeholder) or layer.block != block:

@@ -1,8 +1,15 @@
 """A transformers model whose blocks run on hosts.
 
-It is the architecture's own CausalLM with embeddings, norm and head from the checkpoint; its layers are the swarm. So
-``generate()`` with its samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits
-and the loss are transformers' own code.
+It is the architecture's own CausalLM, with embeddings, norm and head from the checkpoint and placeholders as layers. So ``generate()`` with its
+samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits and the loss are transformers' own code.
+
+A forward goes through these steps:
+
+1. ``forward`` of the swarm class reads the attention mask and finds the client's adapter, then calls the architecture's own ``forward``.
+2. That embeds the inputs and calls the layers. The placeholder of block 0 calls :class:`_Call`; the others return their inputs.
+3. :class:`_Call` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if gradients are wanted, whole sequences through passes
+   (:func:`run_blocks`).
+4. The architecture applies norm and head to the outputs.
 """
 
 import functools
@@ -34,10 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Call:
-    """One forward, as far as the blocks are concerned: what block 0 does with hidden states.
+    """The computation of the blocks in one forward, called by the placeholder of block 0.
 
-    ``is_alone``: nothing came before in this cache and nothing will come after. ``is_training``: it is a training step, even
-    if nothing that is known to learn comes before the head. ``head`` is closed when the head is through.
+    ``is_alone``: the cache serves this forward only. ``is_training``: a training step, even if no parameter before the head requires
+    gradients. ``head`` is closed when norm and head are computed.
     """
 
     model: "SwarmModel"
@@ -76,7 +83,7 @@ class _Call:
 
 
 class SwarmModel:
-    """What a swarm model has besides what its architecture has in transformers. Made by ``wrap``."""
+    """The attributes and methods that a swarm model adds to those of its architecture. Made by ``wrap``."""
 
     tokenizer: Any
     config: Any
@@ -86,10 +93,10 @@ class SwarmModel:
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _between: ExitStack | None
-    """While ``generate`` runs: closed when what it computes from one step's output to the next step is computed."""
+    """While ``generate`` runs: holds the core lock from a step's outputs to the next step."""
     _closing: ExitStack
     core_lock: CoreLock
-    """Shared with nodes on this machine, whose cores lm_head uses."""
+    """Held while lm_head is computed: nodes on this machine use the same cores."""
 
     def run(self, work: Any) -> Any:
         """Run a coroutine on the client's event loop and wait for it."""
@@ -109,8 +116,8 @@ class SwarmModel:
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
         """Keep the KV caches in the swarm between calls.
 
-        Inside, ``generate`` takes whole conversations: what it shares with the one before is not computed again. ``max_length``
-        is the longest a row may get (default: the model's context).
+        While the context is open, ``generate`` takes whole conversations and does not compute again the beginning that is in the cache.
+        ``max_length``: most positions of a row (default: the model's context).
         """
         if self._session is not None:
             raise ConfigError("sessions do not nest", hint="end the outer session first")
@@ -133,7 +140,7 @@ class SwarmModel:
 
     @torch.inference_mode()
     def _embed(self, values: torch.Tensor) -> torch.Tensor:
-        """Logged inputs as the first hop takes them: ids [P] are looked up, embeddings [P, D] are themselves."""
+        """Embeddings [P, D] of logged inputs: of ids [P], or embeddings [P, D] unchanged."""
         if values.is_floating_point():
             return values
         model: Any = self
@@ -144,7 +151,7 @@ class SwarmModel:
 def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
     """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
 
-    A classifier's head is fresh where none is stored.
+    The head of a classifier is initialised at random if the checkpoint has none.
     """
     model: Any = load_local_layers(local, options)
     model.__class__ = _swarm_class(type(model))
@@ -168,17 +175,17 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
 
 
 def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) -> SwarmModel:
-    """The model ``name`` on the swarm that ``network`` leads to.
+    """The model ``name`` on the swarm of ``network``.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a model that will not do, ``Unreachable`` when no bootstrap is given or
-    answers, and ``NotAuthorised`` when the swarm does not let us in.
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if no bootstrap peer is given or
+    answers, and ``NotAuthorised`` if the swarm does not admit this client.
     """
     if not network.bootstrap:
         raise Unreachable(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
     local = resolve(name, cache_dir=cache_dir)
-    runtime = Runtime(lambda: Swarm.visit(local, network))
+    runtime = Runtime(lambda: Swarm.connect(local, network))
     try:
         model = wrap(local, runtime, options)
         if options.device.type == "cpu":
@@ -190,7 +197,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:
-    """The architecture's class with our ``forward`` and, where it has one, ``generate`` in front of its own."""
+    """A subclass of the architecture's class whose ``forward`` and, if it has one, ``generate`` use the swarm."""
     architecture: Any = base
 
     @functools.wraps(architecture.forward)
@@ -216,7 +223,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             prefix = prefix_tensors(past_key_values, self.config)
             past_key_values = self._generating
         is_alone = past_key_values is None
-        # The adapter does not change while ``generate`` runs: one look is enough.
+        # The adapter does not change while ``generate`` runs: it is checked once.
         client_adapter = (
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
@@ -276,7 +283,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             if cache is None and self._session is not None:
                 cache = self._session
                 ids = inputs if inputs is not None else kwargs.get("input_ids")
-                # Prompts before the tokens are sent at the beginning.
+                # PEFT puts its prompts at the beginning, which ids do not show.
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:
@@ -311,7 +318,7 @@ def _is_prompted(model: Any) -> bool:
 
 
 def _shared(cache: SwarmCache, ids: torch.Tensor | None) -> int:
-    """How many columns of ids [B, n], short of its last, are what the session holds."""
+    """The number of columns at the beginning of ids [B, n], without the last, that the session holds."""
     if ids is None or cache.tokens is None or len(ids) != len(cache.tokens):
         return 0
     width = min(ids.shape[1] - 1, cache.tokens.shape[1])

@@ -66,7 +66,7 @@ def run_blocks(
     columns: list[tuple[int, int]],
     adapter: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Hidden states [B, n, D] through all blocks; gradients flow back to them and to the tensors of ``adapter``.
+    """Hidden states [B, n, D] after all blocks. Gradients flow back to the inputs and to the tensors of ``adapter``.
 
     ``columns`` are the [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
     Raises what ``Adapter`` and ``RemoteBatch`` raise.

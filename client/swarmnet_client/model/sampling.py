@@ -1,6 +1,6 @@
-"""Samples next tokens from logits. Pure: randomness follows from a seed and a position.
+"""Sampling of next tokens from logits. Pure: randomness follows from a seed and a position.
 
-So a seeded answer is the same whatever else is in the batch, and after a failure in the middle of it.
+So a seeded answer depends neither on the other answers in the batch nor on a failover.
 """
 
 import random
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 import torch
 
 NUCLEUS = 512
-"""Most nuclei have fewer tokens than this: then the rest of the vocabulary need not be sorted."""
+"""Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary need not be sorted."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of an answer are chosen.
 
-    ``temperature`` 0 takes the most likely. ``top_p``: only the fewest likeliest tokens that have this probability together.
-    ``top_logprobs``: with every token its log probability and those of so many others; None: without.
+    ``temperature`` 0 takes the most likely token. ``top_p`` limits the choice to the fewest likeliest tokens that have this probability
+    together. ``top_logprobs``: the number of other tokens whose log probabilities are returned with each token's own; None for none.
 
-    To a token's score, before any of that, ``biases`` adds what it has for its id; once it is in the answer ``presence_penalty`` is
-    taken off, and ``frequency_penalty`` as often as it is there. The prompt does not count.
+    Before that, ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is subtracted from the score of each
+    token in the answer, and ``frequency_penalty`` once for each of its occurrences there. The prompt does not count.
     """
 
     temperature: float = 0.0
@@ -35,13 +35,13 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether it matters how often the answer has which token."""
+        """Whether the choice depends on the tokens already in the answer."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One choice: by which rules, and at which position of the answer. ``counts``: how often it has which token, where rules ask."""
+    """One choice of a token: its rules and its position in the answer. ``counts``: occurrences of each token, if ``sampling`` penalises them."""
 
     sampling: Sampling
     position: int
@@ -84,7 +84,7 @@ def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
 
 
 def _changes(draw: Draw) -> dict[int, float]:
-    """What is added to the scores of which tokens."""
+    """The change of the score of each token."""
     sampling = draw.sampling
     changes = dict(sampling.biases)
     if sampling.penalises:

@@ -1,4 +1,4 @@
-"""Pings a client's hosts, and keeps the delay and the queueing time of each."""
+"""Pings to the hosts that a client knows, which measure their delays and queueing times."""
 
 import asyncio
 import math
@@ -34,7 +34,7 @@ class PingMonitor:
         self.delay_s: dict[PeerId, float] = {}
         """Seconds from the client to the host, one way."""
         self.queue_s: dict[PeerId, float] = {}
-        """Seconds that work waits at the host, as the host says."""
+        """Seconds that a step waits in the host's queue, as the host reports."""
         self._transport = transport
         self._timing = timing
         self._rng = rng
@@ -42,7 +42,7 @@ class PingMonitor:
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
 
     def follow(self, hosts: Mapping[PeerId, HostInfo]) -> None:
-        """Ping these hosts from now on, and no others. What was measured of other hosts is dropped."""
+        """Ping these hosts from now on, and no others. Measurements of other hosts are dropped."""
         for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
             self._pings.pop(peer).cancel()
         for measured in (self.delay_s, self.queue_s):

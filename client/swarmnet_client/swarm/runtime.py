@@ -19,7 +19,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
 
 
 class Runtime:
-    """A connection to a swarm on an event loop of its own, for callers without one. Close it, or use it as a context manager."""
+    """A connection to a swarm on an event loop of its own, for synchronous callers. Close it, or use it as a context manager."""
 
     def __init__(self, connect: Connect) -> None:
         """Connect; raises what connecting raises."""

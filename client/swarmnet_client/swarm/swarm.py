@@ -8,8 +8,10 @@ What is known of a host, and from where:
 4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
 5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user trusts it (:class:`Trust`).
 
-All of this is one :class:`View`, in which ``routing.chain_search.find_chain`` finds the chain of least estimated time per token
-(:meth:`Swarm.route`). Chains report back what became of their hosts.
+:meth:`Swarm.route` collects these in a :class:`View`, in which ``routing.chain_search.find_chain`` finds the chain with the least estimated
+time per token. Chains report the failures, answers and step times of their hosts.
+
+All chains of a client share one ``Swarm``. So it also holds what they share: the transport with its count of bytes, and the budget of audits.
 """
 
 import asyncio
@@ -54,14 +56,14 @@ from swarmnet_protocols.timing import Timing
 
 EXPLORE = 0.05
 """Share of routes in which an unmeasured host counts as fast as the fastest measured one, so that it gets measured."""
-PARTED_S = 60.0
+SEPARATED_S = 60.0
 """Seconds for which two hosts that did not reach each other are not made neighbours."""
 CONVICTED_S = 6 * 3600.0
 """Seconds for which a host with wrong outputs is not used."""
 
 
 class Swarm:
-    """The hosts of one model. The directory, pings and chains report to it; chains ask it for routes."""
+    """The hosts of one model, and the routes over them."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Swarm:
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> AsyncIterator["Swarm"]:
-        """A view of the hosts that is refreshed while the context is open."""
+        """A swarm whose hosts are read from the directory and pinged while the context is open."""
         swarm = cls(transport, directory, manifest, rng, timing, trust)
         watching = asyncio.create_task(swarm._watch(), name="swarm")
         try:
@@ -116,8 +118,8 @@ class Swarm:
 
     @classmethod
     @asynccontextmanager
-    async def visit(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
-        """Join the swarm of ``network`` as a client, and watch the hosts of ``local``.
+    async def connect(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
+        """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``.
 
         Raises ``ConfigError`` where the swarm is for other models, and what ``connect`` raises.
         """
@@ -210,7 +212,7 @@ class Swarm:
         now = self._now()
         self._speeds.measured(credible(self._view()), chain, step_s, now)
 
-    def built(self, first: PeerId, last: PeerId) -> None:
+    def chain_opened(self, first: PeerId, last: PeerId) -> None:
         """A chain with these first and last hops was opened."""
         if not self._trust.first_and_last:
             self._guards.used(first, last, self._hosts)
@@ -219,16 +221,16 @@ class Swarm:
         """A host failed: ban it for a while."""
         self._exclusions.bans.failed(peer, self._now())
 
-    def served(self, peer: PeerId) -> None:
+    def answered(self, peer: PeerId) -> None:
         """A host answered: lift its ban."""
         self._exclusions.bans.served(peer)
 
-    def parted(self, one: PeerId, other: PeerId) -> None:
-        """Two hosts are alive and do not reach each other."""
-        self._exclusions.part(one, other, self._now())
+    def separate(self, one: PeerId, other: PeerId) -> None:
+        """Two hosts are alive and do not reach each other: do not make them neighbours for a while."""
+        self._exclusions.separate(one, other, self._now())
 
     def convict(self, peer: PeerId) -> None:
-        """A host gave wrong outputs: it is not used, even if no other host has its blocks."""
+        """A host gave wrong outputs: do not use it, even if no other host has its blocks."""
         self._exclusions.convict(peer, self._now())
         self._hosts.pop(peer, None)
 
@@ -241,7 +243,7 @@ class Swarm:
             self._pings.delay_s,
             self._pings.queue_s,
             self.banned,
-            self._exclusions.parted(now),
+            self._exclusions.separated(now),
             block_s=self._speeds.at(self._hosts, now),
             guards=self._trust.first_and_last or self._guards.peers(),
             explore=explore,
@@ -260,7 +262,7 @@ class Swarm:
 
 @dataclass
 class Traffic:
-    """Bytes of messages so far, without headers of the network."""
+    """Bytes of messages sent and received, without the network's own headers."""
 
     sent: int = 0
     received: int = 0
@@ -296,7 +298,7 @@ class _CountingStream(StreamWrapper):
 
 
 class Exclusions:
-    """Three kinds, from the mildest to the strictest:
+    """Hosts that a client does not use for a while. Pure: the time is an argument. There are three kinds, from the mildest to the strictest:
 
     1. A pair of hosts that do not reach each other: both are used, but not one after the other.
     2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
@@ -306,16 +308,16 @@ class Exclusions:
     def __init__(self) -> None:
         self.bans = Bans()
         self._convicted_until: dict[PeerId, float] = {}
-        self._parted_until: dict[tuple[PeerId, PeerId], float] = {}
+        self._separated_until: dict[tuple[PeerId, PeerId], float] = {}
 
-    def part(self, one: PeerId, other: PeerId, now: float) -> None:
-        """Keep two hosts apart for ``PARTED_S``."""
-        self._parted_until = {pair: until for pair, until in self._parted_until.items() if until > now}
-        self._parted_until[pair_of(one, other)] = now + PARTED_S
+    def separate(self, one: PeerId, other: PeerId, now: float) -> None:
+        """Keep two hosts apart for ``SEPARATED_S``."""
+        self._separated_until = {pair: until for pair, until in self._separated_until.items() if until > now}
+        self._separated_until[pair_of(one, other)] = now + SEPARATED_S
 
-    def parted(self, now: float) -> frozenset[tuple[PeerId, PeerId]]:
+    def separated(self, now: float) -> frozenset[tuple[PeerId, PeerId]]:
         """The pairs that are kept apart."""
-        return frozenset(pair for pair, until in self._parted_until.items() if until > now)
+        return frozenset(pair for pair, until in self._separated_until.items() if until > now)
 
     def convict(self, peer: PeerId, now: float) -> None:
         """Exclude a host for ``CONVICTED_S``."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarmnet_client.tuning.methods import Method, Settings
-from swarmnet_client.tuning.rows import Encoder, Row, RowFile, read_rows
+from swarmnet_client.tuning.rows import Encoder, Example, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 
 IGNORED = -100
@@ -30,8 +30,8 @@ class Dataset:
     ``cut``: number of rows that were too long and lost their end. ``sha256``: hashes of the files.
     """
 
-    train: Sequence[Row]
-    held_out: Sequence[Row]
+    train: Sequence[Example]
+    held_out: Sequence[Example]
     labels: tuple[str, ...]
     batch_size: int
     seed: int
@@ -75,7 +75,7 @@ class Dataset:
         for first in range(0, len(rows), self.batch_size):
             yield self._padded(rows[first : first + self.batch_size])
 
-    def _padded(self, rows: Sequence[Row]) -> Batch:
+    def _padded(self, rows: Sequence[Example]) -> Batch:
         width = max(len(row.ids) for row in rows)
         ids = torch.full((len(rows), width), self.pad_id)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
@@ -102,7 +102,7 @@ def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
 
 def split(
     data: RowFile, evaluation: Sequence[RowFile], *, held_out: float, seed: int
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[list[Example], list[Example]]:
     """Training and held-out rows. Held out are the rows of ``evaluation`` or, without any, the share ``held_out`` in [0, 1) of ``data``.
 
     Raises ``ConfigError`` if no training row would be left.
@@ -124,7 +124,7 @@ def split(
     )
 
 
-def classes(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[str, ...]:
+def classes(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
     """The labels of the training rows, sorted.
 
     Raises ``ConfigError`` for fewer than 2 or more than ``MAX_LABELS`` labels, or for a held-out row with another label.

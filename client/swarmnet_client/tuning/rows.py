@@ -25,7 +25,7 @@ MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class Example:
     """Token ids [n] int32, and ``learned`` [n], whether a token counts in the loss. ``label``: target of a classifier.
 
     ``line``: line number in the file, from 1. ``cut``: the row was longer than ``max_length`` and lost its end.
@@ -43,7 +43,7 @@ class RowFile:
     """The rows of a file without bad rows, and its SHA-256 in hexadecimal."""
 
     path: Path
-    rows: list[Row]
+    rows: list[Example]
     sha256: str
 
     @property
@@ -58,7 +58,7 @@ class BadRow(ValueError):
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
     """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or with bad rows, of which it lists the first."""
-    rows: list[Row] = []
+    rows: list[Example] = []
     shown: list[str] = []
     bad = 0
     digest = hashlib.sha256()
@@ -98,7 +98,7 @@ class Encoder:
         marks = tokenizer("").input_ids
         self._start = marks[: -len(self._end)] if self._end and marks[-1:] == self._end else marks
 
-    def encode(self, line: int, fields: Mapping[str, Any]) -> Row:
+    def encode(self, line: int, fields: Mapping[str, Any]) -> Example:
         """The row with these ``fields``. Raises ``BadRow`` if it cannot be used."""
         found = [kind for kind in self._kinds if all(name in fields for name in kind)]
         if len(found) != 1:
@@ -118,9 +118,9 @@ class Encoder:
                 ]
             case _:
                 parts = [(self._tokens(text), learned) for text, learned in self._turns(fields["messages"])]
-        return self._row(line, parts, label)
+        return self._example(line, parts, label)
 
-    def _row(self, line: int, parts: list[tuple[list[int], bool]], label: str) -> Row:
+    def _example(self, line: int, parts: list[tuple[list[int], bool]], label: str) -> Example:
         ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.int32)
         learned = np.repeat([learned for _, learned in parts], [len(tokens) for tokens, _ in parts])
         kept = learned[: self._max_length]
@@ -133,7 +133,7 @@ class Encoder:
             )
         if not len(ids):
             raise BadRow("its text has no tokens")
-        return Row(line, ids[: self._max_length], kept, label, len(ids) > self._max_length)
+        return Example(line, ids[: self._max_length], kept, label, len(ids) > self._max_length)
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids

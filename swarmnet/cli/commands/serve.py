@@ -203,7 +203,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     options = LoadOptions.picked(serving.dtype, serving.device)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
-        swarm = await stack.enter_async_context(Swarm.visit(local, network))
+        swarm = await stack.enter_async_context(Swarm.connect(local, network))
         engine = await stack.enter_async_context(open_engine(local, swarm, options, limits))
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
