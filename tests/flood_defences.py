@@ -14,8 +14,7 @@ from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
 from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.session import steps
-from swarmnet_protocols.training import matchmaking as gathering
-from swarmnet_protocols.training import rosters
+from swarmnet_protocols.training import matchmaking, rosters
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.wire import session_pb2, workers_pb2
 from tests.defences import Defence, nothing, replacing
@@ -176,7 +175,7 @@ FLOODS = (
     ),
     Defence(
         "a follower does not use up exchange numbers",
-        replacing(gathering, "highest_exchange_number", lambda *_: 1 << 64),
+        replacing(matchmaking, "highest_exchange_number", lambda *_: 1 << 64),
         lambda _: test_training_exchanges.test_a_follower_that_claims_a_high_exchange_number_is_left_out(
             9 * EXCHANGES_PER_ROUND
         ),

@@ -7,7 +7,7 @@ import pytest
 from swarmnet_protocols.directory import dht_contacts
 from swarmnet_protocols.directory.dht_contacts import Contacts
 from swarmnet_protocols.directory.records import Record
-from swarmnet_protocols.net import subnets as crowds
+from swarmnet_protocols.net import subnets
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionGuard, ConnectionLimits, Use
@@ -74,12 +74,12 @@ P2PD = (
     ),
     Defence(
         "connections of the largest subnets are closed first",
-        replacing(crowds, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
+        replacing(subnets, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
         lambda _: test_connection_limits.test_in_all_those_from_where_most_come_from_go_first(),
     ),
     Defence(
         "a /64 of IPv6 counts as one host",
-        replacing(crowds, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
+        replacing(subnets, "_HOST_BITS", {"ip4": 32, "ip6": 128}),
         lambda _: test_subnets.test_an_ipv6_host_is_a_64(),
     ),
     Defence(

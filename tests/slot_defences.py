@@ -5,7 +5,7 @@ from swarmnet_node.hosting import slots
 from swarmnet_node.hosting.host import Host, HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import Slot
-from swarmnet_protocols.net import subnets as crowds
+from swarmnet_protocols.net import subnets
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_slots
@@ -34,7 +34,7 @@ def open_again_at_once(patch: Patch) -> None:
 
 def count_subnets_only(patch: Patch) -> None:
     """Rank a peer with one slot in a subnet like a peer with many there."""
-    patch.setattr(slots, "Place", lambda origin, _peer, *others: crowds.Place(origin, origin, *others))
+    patch.setattr(slots, "Place", lambda origin, _peer, *others: subnets.Place(origin, origin, *others))
 
 
 EVICTIONS = (

@@ -3,7 +3,7 @@
     python -m tests.bench.dashboard [--rest-s 60]
 
 The first view is every file and the state, fetched as a browser would: cold, over one connection, with gzip. At rest three
-nodes host the model and nobody asks. Prints JSON.
+nodes host the model without a client. Prints JSON.
 """
 
 import argparse

@@ -38,8 +38,8 @@ async def measure(frames: int, rounds: int) -> dict[str, float]:
     resources = ResourceManager()
     resources.limit_rate(
         Rate.FRAMES, system=RateLimit(1e9, 1e9), per_peer=RateLimit(1e9, 1e9)
-    )  # nobody is to wait
-    scope = StreamScope.inbound(resources, PeerId("somebody"), Timing())
+    )  # no peer has to wait
+    scope = StreamScope.inbound(resources, PeerId("peer"), Timing())
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):
         for name, seconds in times.items():

@@ -29,7 +29,7 @@ SPANS = ((0, 10), (10, 20), (20, 30))
 CALLERS = 16
 PROMPT_TOKENS = 32
 ACTIVE = 8
-"""Lanes of the gateway that is overloaded; as many may wait."""
+"""Sequences of the overloaded gateway; as many requests may wait."""
 IDLE = 1000
 
 
@@ -136,9 +136,9 @@ async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: in
 
 
 async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
-    """Goodput where there are as many callers as lanes, and where ten times as much is offered as that.
+    """Goodput with as many callers as sequences, and with ten times that load.
 
-    No prompt comes twice: what lanes hold of it would not be computed again.
+    No prompt is sent twice: its cached positions would not be computed again.
     """
     rng = random.Random(2)
     tokens = arguments.tokens

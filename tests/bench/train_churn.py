@@ -31,8 +31,8 @@ NAMES = ("anna", "boris", "clara", "dora", "emil", "frida", "gustav", "hanna")
 
 
 @dataclass
-class Crowd:
-    """Everybody who has been in the job: ``running`` by name, and those that were killed."""
+class JobWorkers:
+    """All workers that have been in the job: ``running`` by name, and those that were killed."""
 
     folder: Path
     job: str
@@ -42,7 +42,7 @@ class Crowd:
     gone: list[WorkerProcess] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def everybody(self) -> list[WorkerProcess]:
+    def all(self) -> list[WorkerProcess]:
         return [*self.gone, *self.running.values()]
 
     def disturb(self, over: Event) -> None:
@@ -109,37 +109,37 @@ def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict
     toml = toml.replace("max_workers = 8", "max_workers = 16").replace("batches = 2", "batches = 200")
     job = create_job(folder, toml)
     with workers(folder, job, *NAMES[: arguments.workers]) as running:
-        crowd = Crowd(folder, job, running, arguments.every)
+        job_workers = JobWorkers(folder, job, running, arguments.every)
         last = arguments.rounds - 1
-        crowd.running["anna"].wait("round", timeout_s=TIMEOUT_S)
+        job_workers.running["anna"].wait("round", timeout_s=TIMEOUT_S)
         began = time.monotonic()
         before = {worker.process.pid: resident_bytes(worker) for worker in running.values()}
-        with beside(crowd.disturb if disturbed else lambda _: None):
-            while not any(last in worker.rounds() for worker in crowd.everybody()):
+        with beside(job_workers.disturb if disturbed else lambda _: None):
+            while not any(last in worker.rounds() for worker in job_workers.all()):
                 survivor = max(list(running.values()), key=lambda worker: len(worker.events))
                 survivor.wait_for_more(timeout_s=arguments.deadline)
         wall_s = time.monotonic() - began
         after = {worker.process.pid: resident_bytes(worker) for worker in running.values()}
-        summary = summarize(crowd, wall_s)
+        summary = summarize(job_workers, wall_s)
     growth = [after[pid] - before[pid] for pid in after if after[pid] and before.get(pid)]
     return {
         "run": "churn" if disturbed else "undisturbed",
-        "faults": crowd.faults,
+        "faults": job_workers.faults,
         **summary,
         "resident_mb": round(max(after.values()) / 1e6),
         "resident_growth_mb": [round(each / 1e6, 1) for each in growth],
     }
 
 
-def summarize(crowd: Crowd, wall_s: float) -> dict[str, Any]:
-    """What the events of all workers say. A round counts as committed or discarded if anybody saw it so."""
-    everybody = crowd.everybody()
-    committed = [event for worker in everybody for event in worker.rounds().values()]
-    discarded = {number for worker in everybody for number in worker.rounds(committed=False)}
+def summarize(job_workers: JobWorkers, wall_s: float) -> dict[str, Any]:
+    """What the events of all workers say. A round counts as committed or discarded if any worker saw it so."""
+    everyone = job_workers.all()
+    committed = [event for worker in everyone for event in worker.rounds().values()]
+    discarded = {number for worker in everyone for number in worker.rounds(committed=False)}
     hashes: dict[int, set[str]] = {}
     for event in committed:
         hashes.setdefault(event["round"], set()).add(event["params_hash"])
-    others = [event for worker in everybody for event in worker.events if event["event"] != "round"]
+    others = [event for worker in everyone for event in worker.events if event["event"] != "round"]
     losses = {event["round"]: event["val_loss"] for event in others if event["event"] == "eval"}
     return {
         "wall_s": round(wall_s, 1),
@@ -152,7 +152,7 @@ def summarize(crowd: Crowd, wall_s: float) -> dict[str, Any]:
         "healed": sum(event["event"] == "healed" for event in others),
         "heal_failed": sum(event["event"] == "heal_failed" for event in others),
         "discarded_because": sorted(
-            {e["reason"] for w in everybody for e in w.rounds(committed=False).values()}
+            {e["reason"] for w in everyone for e in w.rounds(committed=False).values()}
         ),
         "workers_in_a_round": round(statistics.fmean(event["workers"] for event in committed), 2),
         "longest_exchange_s": max(event["exchange_s"] for event in committed),
@@ -161,7 +161,7 @@ def summarize(crowd: Crowd, wall_s: float) -> dict[str, Any]:
         "wait_share": round(
             statistics.fmean(
                 sum(event["wait_s"] for event in worker.rounds().values()) / wall_s
-                for worker in crowd.running.values()
+                for worker in job_workers.running.values()
                 if len(worker.rounds()) > len(hashes) // 2
             ),
             3,

@@ -65,7 +65,7 @@ class Absence:
 
 
 def absences(seed: int, *, workers: int, steps: int, count: int) -> tuple[Absence, ...]:
-    """A churn trace: ``count`` absences of a tenth of the run each. Worker 0 stays, so that there is somebody to heal from."""
+    """A churn trace: ``count`` absences of a tenth of the run each. Worker 0 stays, so that there is a state to recover from."""
     rng = random.Random(f"{seed}/absences")
     length = max(1, steps // 10)
     starts = [rng.randrange(max(1, steps - length)) for _ in range(count)]
@@ -113,7 +113,7 @@ class Worker:
         self._feedback = self._no_error()
 
     def contribute(self, round_number: int, slot: int) -> tuple[bytes, torch.Tensor]:
-        """The payload, and what everybody decodes from it."""
+        """The payload, and the values that all workers decode from it."""
         if self.method.kind == "gradients":
             current, _ = self.trainer.gradient(round_number, 0, slot)
         else:
@@ -197,7 +197,7 @@ class Simulation:
         return self.curve
 
     def _return(self, round_number: int) -> list[Worker]:
-        """Who is there for a whole round. Those who come back take the state of somebody who stayed."""
+        """The workers that are present for a whole round. Returning workers take the state of one that stayed."""
         start = round_number * self.method.steps_per_round
         end = start + self.method.steps_per_round
         gone = {each.worker for each in self._trace if each.start < end and start < each.end}

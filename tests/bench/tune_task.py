@@ -112,9 +112,9 @@ class Churn:
         while not self._over.wait(self._every_s):
             name = names[self.kills % len(names)]
             start, end, _ = name.split("-")
-            (heir,) = self._lab.start((int(start), int(end)))
+            (replacement,) = self._lab.start((int(start), int(end)))
             self._lab.nodes[name].kill()
-            names[names.index(name)] = heir.name
+            names[names.index(name)] = replacement.name
             self.kills += 1
 
 

@@ -55,7 +55,7 @@ class MemoryLab:
 
 
 class GuardedLab:
-    """Two members of a private swarm. Whoever dials meets the other first."""
+    """Two members of a private swarm. A dialler makes the handshake first."""
 
     def __init__(self) -> None:
         self.link = LinkLimiter()
@@ -174,4 +174,4 @@ def protocol(request: pytest.FixtureRequest) -> ProtocolSpec:
 
 _numbers = itertools.count()
 
-NOBODY: PeerId = Identity.from_seed(b"nobody").peer_id
+UNKNOWN_PEER: PeerId = Identity.from_seed(b"unknown").peer_id

@@ -133,9 +133,9 @@ async def bodies(peer: Peer, topic: str) -> set[bytes]:
 def test_every_peer_finds_the_records_of_every_peer(five: Five) -> None:
     async def scenario(peers: list[Peer]) -> None:
         for number, peer in enumerate(peers):
-            await peer.directory.publish("everybody", b"%d" % number, lifetime_s=60.0)
+            await peer.directory.publish("topic", b"%d" % number, lifetime_s=60.0)
         for peer in peers:
-            records = await peer.directory.lookup("everybody")
+            records = await peer.directory.lookup("topic")
             assert {record.peer_id: record.body for record in records} == {
                 each.identity.peer_id: b"%d" % number for number, each in enumerate(peers)
             }
@@ -165,7 +165,7 @@ def test_a_publisher_fetches_nothing_and_sends_to_each_peer_once(
 ) -> None:
     async def scenario(peers: list[Peer]) -> None:
         for peer in peers[2:]:
-            await peer.directory.publish("crowd", b"x", lifetime_s=60.0)
+            await peer.directory.publish("shared", b"x", lifetime_s=60.0)
         p2p = peers[1].node.protocol.p2p
         call, answers = p2p.call_protobuf_handler, list[tuple[str, Any, Any]]()
 
@@ -175,7 +175,7 @@ def test_a_publisher_fetches_nothing_and_sends_to_each_peer_once(
             return answer
 
         monkeypatch.setattr(p2p, "call_protobuf_handler", recorded)
-        await peers[1].directory.publish("crowd", b"y", lifetime_s=60.0)
+        await peers[1].directory.publish("shared", b"y", lifetime_s=60.0)
         found = [answer for name, _, answer in answers if name == "find"]
         assert found
         assert not any(result.value for answer in found for result in answer.results)
@@ -183,9 +183,9 @@ def test_a_publisher_fetches_nothing_and_sends_to_each_peer_once(
         stored = {peer: list(answer.store_ok) for name, peer, answer in answers if name == "store"}
         assert stored == dict.fromkeys(others, [True] * 3)
         answers.clear()
-        await peers[1].directory.publish("crowd", b"z", lifetime_s=60.0)
+        await peers[1].directory.publish("shared", b"z", lifetime_s=60.0)
         assert [name for name, _, _ in answers] == ["store"] * 4
-        assert b"z" in await bodies(peers[2], "crowd")
+        assert b"z" in await bodies(peers[2], "shared")
 
     five.run(scenario)
 
@@ -241,7 +241,7 @@ def forgeries() -> dict[str, RawStore]:
         "swarm": RawStore.of(mallorys(swarm=FOREIGN_SWARM)),
         "swarm under our key": replace(RawStore.of(mallorys(swarm=FOREIGN_SWARM)), key=good.key),
         "key": replace(good, key=dht_keys(SWARM, "another topic")[0]),
-        "signer": replace(good, subkey=Identity.from_seed(b"somebody else").public_key),
+        "signer": replace(good, subkey=Identity.from_seed(b"another").public_key),
         "no signer": replace(good, subkey=None),
         "lifetime": replace(good, expires_at=good.expires_at + 60),
         "far future": RawStore.of(mallorys(expires_at=round(wall_clock() + 48 * 3600, 3))),

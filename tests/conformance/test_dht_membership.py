@@ -1,4 +1,4 @@
-"""The DHT of a private swarm answers nobody but its members, and asks nobody else."""
+"""The DHT of a private swarm answers and asks only its members."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ GARBAGE = b"\xff" * 40
 
 @contextlib.asynccontextmanager
 async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport]:
-    """Somebody who runs other software than ours, connected to ``victim``."""
+    """A peer with other software, connected to ``victim``."""
     async with P2pdTransport.create(P2pdConfig(directory / "stranger", listen=LOOPBACK)) as transport:
         await transport.connect(
             victim.transport.peer_id, list(victim.transport.addresses()), deadline_s=DEADLINE_S

@@ -29,7 +29,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.wire import refusal_pb2
 
-from .conftest import LOOPBACK, NOBODY, P2pdLab, peer_process
+from .conftest import LOOPBACK, UNKNOWN_PEER, P2pdLab, peer_process
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_p2pd_ends_when_only_its_parent_is_killed(tmp_path: Path) -> None:
 def test_a_refused_peer_that_keeps_its_stream_open_holds_no_resources(
     p2pd_lab: P2pdLab, protocol: ProtocolSpec
 ) -> None:
-    """It may take its time to hear why, as long as nobody else needs the stream."""
+    """It may read the reason late, as long as no other peer needs the stream."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         refused = asyncio.Semaphore(0)
@@ -207,7 +207,7 @@ def test_an_invalid_peer_id_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_dead_bootstrap_peers_matter_only_if_asked(tmp_path: Path) -> None:
-    bootstrap = (f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}",)
+    bootstrap = (f"/ip4/127.0.0.1/tcp/1/p2p/{UNKNOWN_PEER}",)
     start(P2pdConfig(tmp_path / "id", listen=LOOPBACK, bootstrap=bootstrap))
     with pytest.raises(Unreachable, match="bootstrap"):
         start(P2pdConfig(tmp_path / "id", listen=LOOPBACK, bootstrap=bootstrap, require_bootstrap=True))
@@ -246,7 +246,7 @@ def test_private_addresses_named_by_a_peer_are_not_dialled(
 
         async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            named = f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
+            named = f"/ip4/127.0.0.1/tcp/{port}/p2p/{UNKNOWN_PEER}"
             public = "/ip4/93.184.216.34/tcp/1"
             for owners, addresses in [
                 ((public,), (named, f"/dns4/localhost/tcp/{port}")),
@@ -256,8 +256,8 @@ def test_private_addresses_named_by_a_peer_are_not_dialled(
                 async with P2pdTransport.create(config) as transport:
                     assert not connected.is_set()
                     with pytest.raises(PeerUnreachable):
-                        await transport.open(NOBODY, PING, addresses=addresses, deadline_s=DEADLINE_S)
-                    assert not await transport.is_connected(NOBODY)
+                        await transport.open(UNKNOWN_PEER, PING, addresses=addresses, deadline_s=DEADLINE_S)
+                    assert not await transport.is_connected(UNKNOWN_PEER)
         assert connected.is_set()
 
     asyncio.run(scenario())

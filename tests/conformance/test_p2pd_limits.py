@@ -66,9 +66,9 @@ def test_connections_of_one_address_are_limited_and_those_in_use_stay(tmp_path: 
             accepted, dialled = await dial(b, a, ECHO), await dial(a, c, ECHO)
             for stream in accepted, dialled:
                 await echoes(stream)
-            async with outsiders(a.addresses()[0], LIMITS.per_host + 36) as crowd:
-                assert len(crowd) == LIMITS.per_host + 36
-                await until(lambda: connected(crowd) <= LIMITS.per_host)
+            async with outsiders(a.addresses()[0], LIMITS.per_host + 36) as strangers:
+                assert len(strangers) == LIMITS.per_host + 36
+                await until(lambda: connected(strangers) <= LIMITS.per_host)
                 assert len(await a.addresses_of(b.peer_id)) == 1
                 for stream in accepted, dialled:
                     await echoes(stream)
@@ -77,21 +77,21 @@ def test_connections_of_one_address_are_limited_and_those_in_use_stay(tmp_path: 
 
 
 def test_many_addresses_keep_no_newcomer_out(tmp_path: Path) -> None:
-    """Of a crowd in a few subnets some go, and somebody in another one stays."""
+    """Strangers of a few subnets lose connections; a newcomer of another subnet stays."""
     limits = ConnectionLimits(per_host=4, per_subnet=8, total=20)
-    crowd_sources = tuple(f"127.0.{net}.{host}" for net in (1, 2, 3) for host in (1, 2, 3, 4))
+    near_sources = tuple(f"127.0.{net}.{host}" for net in (1, 2, 3) for host in (1, 2, 3, 4))
 
     async def main() -> None:
         async with (
             peer(tmp_path / "a", connections=limits) as a,
-            outsiders(a.addresses()[0], 6, sources=crowd_sources) as crowd,
+            outsiders(a.addresses()[0], 6, sources=near_sources) as strangers,
         ):
-            await until(lambda: connected(crowd) <= limits.total)
+            await until(lambda: connected(strangers) <= limits.total)
             async with (
                 outsiders(a.addresses()[0], 1, sources=("127.0.9.1",)) as [newcomer],
-                outsiders(a.addresses()[0], 2, sources=crowd_sources) as more,
+                outsiders(a.addresses()[0], 2, sources=near_sources) as more,
             ):
-                await until(lambda: connected(crowd) + connected(more) < limits.total)
+                await until(lambda: connected(strangers) + connected(more) < limits.total)
                 assert newcomer.is_connected
 
     run(main)
@@ -111,7 +111,7 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
 
 
 def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
-    """At its old address, under its identity, with what it serves; whoever is served has moved away before."""
+    """It keeps its address, identity and handlers; sessions have moved to other hosts before."""
     said: list[str] = []
 
     @contextlib.asynccontextmanager
@@ -144,10 +144,10 @@ def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
 
 def test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit(tmp_path: Path) -> None:
     async def main() -> None:
-        async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as crowd:
-            assert connected(crowd) == 8
+        async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as strangers:
+            assert connected(strangers) == 8
             a._connection_guard._max_memory_bytes = -(1 << 40)
-            await until(lambda: connected(crowd) == 0)
+            await until(lambda: connected(strangers) == 0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection_limits, "RELIEF_S", math.inf)  # it is not restarted

@@ -12,7 +12,7 @@ from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2
 from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 
-from .conftest import NOBODY, Lab
+from .conftest import UNKNOWN_PEER, Lab
 
 
 async def flood(stream: Stream) -> None:
@@ -34,7 +34,7 @@ def test_unknown_peer(lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ..
     async def scenario(a: Transport, b: Transport) -> None:
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(PeerUnreachable):
-                await a.open(NOBODY, protocol, addresses=addresses, deadline_s=2.0)
+                await a.open(UNKNOWN_PEER, protocol, addresses=addresses, deadline_s=2.0)
 
     lab.run(scenario)
 

@@ -35,7 +35,7 @@ def warned(*nodes: NodeProcess) -> NodeProcess:
             if node.status.warning:
                 return node
         time.sleep(0.5)
-    pytest.fail("nobody was warned: " + " ".join(node.log.read_text() for node in nodes))
+    pytest.fail("no owner was warned: " + " ".join(node.log.read_text() for node in nodes))
 
 
 def test_the_owner_is_told_where_the_other_one_is_and_both_go_on(lab: Swarm) -> None:
@@ -44,7 +44,7 @@ def test_the_owner_is_told_where_the_other_one_is_and_both_go_on(lab: Swarm) -> 
     peer = one.ready["peer_id"]
     (lab.directory / "other").mkdir(mode=0o700)
     shutil.copy2(one.data_dir / "identity.key", lab.directory / "other" / "identity.key")
-    lab.nodes.pop("one")  # nobody can dial itself
+    lab.nodes.pop("one")  # no peer can dial itself
     other = lab.launch("other", "--blocks", f"0:{BLOCKS}")
     lab.nodes["one"] = one
     assert other.ready["peer_id"] == peer

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 MODEL = "smollm2-135m-instruct"
 SPANS = ((10, 20), (0, 10), (10, 20), (20, 30))
-"""The first node is everybody's bootstrap, and one of two that host the middle."""
+"""The first node is the bootstrap peer of all, and one of two that host the middle blocks."""
 TOKENS = 24
 SHORT = list(range(100, 132))
 PROMPT = "Once upon a time"
@@ -276,7 +276,7 @@ def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: 
 @pytest.mark.net
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, story: list[int]) -> None:
-    """Nobody is told of a cut: no connection ends, packets just do not arrive."""
+    """A cut is silent: no connection ends, packets do not arrive."""
     with (
         wan_swarm(tmp_path / "lab", cache_dir, Uplink(delay_s=0.005), *SPANS) as lab,
         RunProcess(lab.swarm, PROMPT, STORY_TOKENS, lab.client) as run,

@@ -1,4 +1,4 @@
-"""A private swarm of real processes: who is invited is in, who is revoked is out, everybody else never was."""
+"""A private swarm of real processes: invited peers are admitted, revoked peers and outsiders are refused."""
 
 import base64
 import contextlib
@@ -34,7 +34,7 @@ NOT_AUTHORISED = 4
 
 
 class PrivateSwarm:
-    """Its directory, two hosts of which one lets others in, and whoever is invited."""
+    """Its directory, two hosts of which one is an issuer, and the invited peers."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -218,7 +218,7 @@ def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -
     before = private.clients()
     invite = private.invite("client")
     model = private.connect(invite, "alice")
-    # What is left of the session at its end is nobody's any more.
+    # What is left of the session at its end has no owner.
     with contextlib.suppress(NotAuthorised), model.session(max_length=64):
         assert answer(model) == wanted
         assert [node.status.sessions for node in (private.issuer, private.host)] == [1, 1]

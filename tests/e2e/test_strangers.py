@@ -1,4 +1,4 @@
-"""Strangers do their worst to a real node: it stays small, says what is wrong, and goes on serving everybody else."""
+"""Hostile strangers against a real node: it stays within its memory, reports the errors, and serves its other clients."""
 
 import asyncio
 import contextlib

@@ -30,8 +30,8 @@ from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
 from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
 
-NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGKvMQQibbG6XNKirjbobDGphqWnVUMEtkgWNqWV72a7u"
-"""An address at which nobody is asked: the model is another's."""
+UNREACHABLE = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGKvMQQibbG6XNKirjbobDGphqWnVUMEtkgWNqWV72a7u"
+"""An address that no test dials: the model is that of a tiny swarm."""
 Events = list[dict[str, Any]]
 Command = Callable[..., tuple[int, Events]]
 Spans = Sequence[tuple[int, int]]
@@ -60,7 +60,7 @@ def command(
             "--swarm",
             swarm_file,
             "--bootstrap",
-            NOBODY,
+            UNREACHABLE,
             "--cache-dir",
             str(tmp_path / "cache"),
             "--json",
@@ -75,7 +75,7 @@ def command(
 def served(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, spans: Spans = SPANS
 ) -> Iterator[TinySwarm]:
-    """Whoever opens a model meanwhile gets that of a tiny swarm."""
+    """Commands that open a model meanwhile get that of a tiny swarm."""
     with tiny_swarm(reference, spans) as running:
         monkeypatch.setattr(client_model, "load", lambda *_, **__: running.model)
         yield running
@@ -83,7 +83,7 @@ def served(
 
 @contextmanager
 def classifying(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[TinySwarm]:
-    """Whoever opens a classifier meanwhile gets one of two classes over a tiny swarm."""
+    """Commands that open a classifier meanwhile get one of two classes over a tiny swarm."""
     with tiny_swarm(reference, labels=2) as running:
 
         def load(*_: object, options: LoadOptions, **__: object) -> Any:

@@ -71,7 +71,7 @@ def test_garbage_is_refused(kind: str, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("kind", SEALED)
 def test_a_signed_but_invalid_body_is_refused(kind: str) -> None:
-    """An authority's key may be in the hands of somebody who sends anything at all under it."""
+    """A thief of an authority's key may sign any bytes with it."""
     sealed, read = SEALED[kind]
 
     def read_signed(body: bytes) -> None:
@@ -105,7 +105,7 @@ def test_no_mutated_proof_redeems_an_invite() -> None:
 
 
 def test_no_replay_is_accepted() -> None:
-    """What alice showed, shown again by somebody else, as often as there are examples: in a handshake, and to an issuer."""
+    """Another peer replays what alice sent in a handshake and to an issuer, once for each example."""
     bob = Identity.from_seed(b"bob").peer_id
     certificate, _ = SEALED["certificate"]
     for _ in range(settings().max_examples):
@@ -137,7 +137,7 @@ def test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounde
         recent = {each for each, then in revoked_at.items() if now < then + KEPT_S}
         assert set(named.in_order()) == set(named.since) == recent
     for revoked, then in revoked_at.items():
-        # The last that could be issued: by somebody who heard of it as late as the life of a certificate.
+        # The last one that can be issued: by an issuer that learned of the revocation a certificate's lifetime later.
         ends = then + 2 * MAX_LIFETIME_S
         assert now >= ends or revoked in named.in_order()
 

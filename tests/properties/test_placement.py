@@ -1,4 +1,4 @@
-"""Placement: no gap that a joining host could fill, and hosts that join at once agree without a word."""
+"""Placement leaves no gap that a joining host could fill, and hosts that join at once agree without messages."""
 
 import random
 
@@ -60,7 +60,7 @@ def test_hosts_that_join_at_once_agree_in_any_order(
         )
         for peer, claim in joining.items()
     }
-    assert again == joining, "nobody changes its mind any more"
+    assert again == joining, "a second round changes no choice"
     one_by_one = list(old)
     for peer in sorted(joining):
         length = joining[peer].end - joining[peer].start

@@ -1,4 +1,4 @@
-"""Random work for clients, and random trouble for nodes: both follow from a seed."""
+"""Random work for clients and random faults of nodes, both from a seed."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ TOLERANCE = 2e-3
 
 @dataclass
 class Writer:
-    """A client that writes into several lanes at random, and checks every answer against the whole model."""
+    """A client that writes into several sequences at random, and checks every answer against the whole model."""
 
     reference: Reference
     rng: random.Random

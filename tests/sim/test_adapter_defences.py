@@ -1,4 +1,4 @@
-"""What hosts refuse of adapters, and what a client that misbehaves costs others: nothing."""
+"""Adapter uploads that hosts refuse, and that a misbehaving client affects no other client."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,7 @@ CHUNK = ADAPTER.max_payload_bytes
 
 
 class Stranger:
-    """Somebody who speaks to the host of blocks 0:4 in raw messages."""
+    """A peer that exchanges raw messages with the host of blocks 0:4."""
 
     def __init__(self, lab: Lab, transport: Transport) -> None:
         self.lab = lab
@@ -56,7 +56,7 @@ class Stranger:
         return stream
 
     async def bring(self, data: bytes, **changes: Any) -> pb.AdapterReply:
-        """Offer, send what is wanted, and return the last word."""
+        """Offer, send what is wanted, and return the last reply."""
         stream = await self.offer(data, **changes)
         reply = await next_reply(stream)
         if reply.HasField("wanted"):
@@ -89,7 +89,7 @@ async def send_chunk(stream: Stream, payload: bytes) -> None:
 
 
 async def next_reply(stream: Stream) -> pb.AdapterReply:
-    """The next one that is not a beat."""
+    """The next reply that is not a heartbeat."""
     while True:
         reply = pb.AdapterReply.FromString((await stream.receive()).header)
         if not reply.HasField("heartbeat"):
@@ -191,7 +191,7 @@ def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: 
 
 @pytest.mark.parametrize("sizes", [(100,), (CHUNK - 1,), (CHUNK, 10), (0,)], ids=str)
 def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, sizes: tuple[int, ...]) -> None:
-    """Otherwise an upload of single bytes would hold its room for days."""
+    """Otherwise an upload of single bytes would hold its memory for days."""
 
     async def talk(stranger: Stranger) -> None:
         stream = await stranger.offer(bytes(CHUNK + 100))

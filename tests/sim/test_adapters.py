@@ -1,4 +1,4 @@
-"""Adapters through chains of hosts: each client gets what PEFT gives it, whoever else computes and whoever dies."""
+"""Adapters through chains of hosts: each client gets the outputs of PEFT, whatever other clients do and whichever hosts fail."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How a newcomer gets in: invites, and who answers them near and far."""
+"""How a newcomer is admitted: invites, and issuers near and far."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def test_an_invite_for_one_use_admits_one_peer_and_answers_it_again(tmp_path: Pa
 
 
 def test_a_newcomer_whose_clock_is_wrong_is_told_so(tmp_path: Path) -> None:
-    """Whose clock is behind takes an invite for valid that has ended."""
+    """A clock that is behind takes an ended invite for a valid one."""
 
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
@@ -203,7 +203,7 @@ def test_silent_newcomers_keep_no_other_newcomer_out(tmp_path: Path) -> None:
 
 
 def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
-    """A newcomer far away takes a while to say what it wants; meanwhile others come, and come again."""
+    """A distant newcomer needs a while for its request; meanwhile the attacker opens new streams."""
 
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
@@ -223,7 +223,7 @@ def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
 
 
 def test_endless_requests_keep_no_other_newcomer_from_asking(tmp_path: Path) -> None:
-    """Forty identities of one place, each of which asks again whenever it is answered."""
+    """Forty identities of one subnet, each of which asks again after every answer."""
 
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
@@ -275,10 +275,10 @@ def test_other_addresses_have_no_subnet(address: str) -> None:
 
 
 def test_a_newcomer_whose_stream_is_closed_without_an_answer_tries_again(tmp_path: Path) -> None:
-    """As by a peer that is crowded at that moment."""
+    """As an overloaded peer closes it."""
 
     async def scenario(world: World) -> None:
-        crowded = await world.stranger("issuer")
+        overloaded = await world.stranger("issuer")
         came = 0
 
         async def answer(stream: Stream) -> None:
@@ -289,9 +289,9 @@ def test_a_newcomer_whose_stream_is_closed_without_an_answer_tries_again(tmp_pat
                 admitted = pb.AdmissionReply(admitted=pb.Admitted(certificate=b"a certificate"))
                 await stream.send(Message(admitted.SerializeToString()))
 
-        await crowded.serve(ADMISSION, answer)
+        await overloaded.serve(ADMISSION, answer)
         newcomer = await world.stranger("newcomer")
-        admitted = await redeem(newcomer, world.invite(address(crowded.peer_id)))
+        admitted = await redeem(newcomer, world.invite(address(overloaded.peer_id)))
         assert admitted.certificate == b"a certificate"
 
     run(tmp_path, scenario)

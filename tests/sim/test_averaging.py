@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
-from swarmnet_protocols.training.rounds.member_link import MemberAddress, MemberLink
+from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.training_lab import (
@@ -80,9 +80,7 @@ def test_bulk_data_that_is_queued_is_not_queued_again() -> None:
         return iter([(pb.ExchangeRequest(), payload) for payload in payloads])
 
     async def scenario(lab: TrainingLab) -> None:
-        hello = pb.ExchangeRequest()
-        address = MemberAddress(lab.transports[lab.peers[0]], lab.peers[1], (), hello, TIMING)
-        link = MemberLink(address, lambda up: None)
+        link = MemberLink(lab.transports[lab.peers[0]], lab.members()[1], pb.Hello(), TIMING, lambda up: None)
         link.post_bulk("contribution", "slice", messages(b"1", b"2"))
         first = link._next()
         link.post_bulk("contribution", "slice", messages(b"1", b"2"))

@@ -108,7 +108,7 @@ def test_contributions_that_all_fail_discard_the_round() -> None:
 
 
 def test_remaining_contributions_are_screened_again() -> None:
-    """Nobody may be in a result whom its readers would leave out of it."""
+    """A result must not contain a contribution that its readers leave out."""
 
     def first_of_many(rows: torch.Tensor, _: torch.Tensor) -> list[str]:
         return [f"one of {len(rows)}" if len(rows) > 2 and not index else "" for index in range(len(rows))]

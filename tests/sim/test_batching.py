@@ -1,4 +1,4 @@
-"""Many answers over shared chains are what each would be alone, whatever happens meanwhile."""
+"""Answers over shared chains equal the answers that each request would get alone."""
 
 import asyncio
 import random
@@ -170,7 +170,7 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
             async with running.answer(request(longer, 5)) as answer:
                 assert [token.id async for token in answer] == reference.greedy(longer, 5)
                 assert answer.reused == len(history) + 5  # the last token of an answer is never sent
-            stranger = replace(request(longer, 5), owner="somebody else")
+            stranger = replace(request(longer, 5), owner="another caller")
             async with running.answer(stranger) as answer:
                 assert [token.id async for token in answer] == reference.greedy(longer, 5)
                 assert answer.reused == 0

@@ -1,4 +1,4 @@
-"""What clients refuse from hosts and from records, and how they go on without them."""
+"""Invalid messages of hosts and invalid records that clients refuse, and how they continue without them."""
 
 import asyncio
 import math
@@ -137,7 +137,7 @@ def test_a_hop_that_sends_invalid_steps_to_the_next_is_replaced(
     nonsense: Callable[[pb.LinkRequest, bytes], bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hop after it refuses: nobody is trusted that may be why."""
+    """The hop after it refuses: both are suspected."""
 
     def forge(stream: MemoryStream, message: Message) -> Message | None:
         sender = stream._transport.peer_id

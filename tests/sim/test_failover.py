@@ -145,7 +145,7 @@ def test_a_replica_continues_when_a_hop_fails(
     outcome = simulate(reference, scenario)
     assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
     assert hit, "the fault was never injected"
-    # A hop cut off from the client alone serves on until the client misses its beats.
+    # A hop cut off from the client alone serves on until the client misses its heartbeats.
     assert fault == "cut from client" or hit[0].target not in outcome.route
     assert outcome.longest_s <= LIMIT_S[fault]
 
@@ -194,7 +194,7 @@ def test_two_neighbours_that_cannot_reach_each_other_are_separated(
 
 
 def test_of_two_separated_neighbours_the_one_with_a_replica_is_replaced(reference: Reference) -> None:
-    """The hop that everybody needs stays; of those before it, the near one that does not reach it gives way."""
+    """The hop without a replica stays; the hop before it that cannot reach it is replaced."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
         def part(delivery: Delivery) -> None:
@@ -247,7 +247,7 @@ def test_an_answer_continues_when_the_replacement_fails_too(
         hits.append(lab.once(arrives_at(group, f"step {PREFILL_STEPS + 3}"), then))
         return hits
 
-    # Two failures one after the other: the second is found while the first is being mended.
+    # Two failures one after the other: the second is found during the recovery from the first.
     assert run_with(reference, layout, plan).longest_s <= 2 * LIMIT_S[fault]
 
 
@@ -294,7 +294,7 @@ def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: 
 
     timing = Timing()
     outcome = run_with(reference, ONE_REPLICA, plan)
-    # When it is back, each of the two may first be in the midst of a vain attempt.
+    # When the host is back, an attempt at each of the two may still have to time out.
     assert BACK_S < outcome.longest_s <= BACK_S + 2 * timing.open_s + STEP_S
 
 

@@ -239,7 +239,7 @@ def test_streams_end_with_the_certificate() -> None:
 
 
 def test_a_peer_whose_certificate_ended_keeps_the_roles_that_need_none() -> None:
-    """In an open swarm everybody is a client; only certificates make trainers."""
+    """In an open swarm every peer is a client; trainers need a certificate."""
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")

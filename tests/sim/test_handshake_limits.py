@@ -59,7 +59,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
 
 
 def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
-    """They say nothing, or do not go when they are refused: each such stream is there for seconds, and there is always another."""
+    """They stay silent, or keep refused streams open: each stream lasts seconds, and another follows."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -138,17 +138,17 @@ def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         clients = [await world.member(f"client {number}") for number in range(6)]
         streams = [await converse(client, server) for client in clients]
         assert len(server.handshakes._streams) == 3
-        for stream in streams:  # who is busy stays known
+        for stream in streams:  # a peer with streams stays admitted
             await stream.send(Message(b"still here?"))
             assert await stream.receive() == HEARD
         await asyncio.sleep(1.0)
-        await converse(clients[0], server)  # and who is not meets us anew
+        await converse(clients[0], server)  # a peer without streams makes a new handshake
         assert len(server.handshakes._streams) == 3
 
     run(scenario)
 
 
-async def crowded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
+async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
     """A server that keeps three handshake streams open, and five admitted clients. No other stream is open."""
     monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
     server = await world.member("bob")
@@ -166,7 +166,7 @@ def test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_re
     """A stream that was opened before the end of the handshake stream arrived."""
 
     async def scenario(world: World) -> None:
-        server, clients = await crowded(world, monkeypatch)
+        server, clients = await overloaded(world, monkeypatch)
         first = clients[0]
         assert await hear(first.raw, server.raw, SESSION) == HEARD
         server.membership.take_revocations([world.swarm.revocation(first.peer_id)])
@@ -180,7 +180,7 @@ def test_admitted_peers_without_a_stream_are_bounded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(handshake_module, "MAX_WITHOUT_STREAM", 1)
 
     async def scenario(world: World) -> None:
-        server, clients = await crowded(world, monkeypatch)
+        server, clients = await overloaded(world, monkeypatch)
         assert len(server.handshakes._admitted) == 3 + 1
         with pytest.raises(StreamEnded):
             await hear(clients[0].raw, server.raw, SESSION)

@@ -1,4 +1,4 @@
-"""What hosts refuse from strangers."""
+"""Messages of misbehaving clients that hosts refuse."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ ID = bytes(16)
 
 
 class Stranger:
-    """Somebody who speaks to one host in raw messages."""
+    """A peer that exchanges raw messages with one host."""
 
     def __init__(self, lab: Lab, transport: Transport) -> None:
         self.lab = lab
@@ -59,7 +59,7 @@ class Stranger:
 
 
 async def session_reply(stream: Stream) -> pb.SessionReply:
-    """The next reply that is not a beat."""
+    """The next reply that is not a heartbeat."""
     while True:
         reply = pb.SessionReply.FromString((await stream.receive()).header)
         if reply.WhichOneof("kind") not in ("heartbeat", "opened"):

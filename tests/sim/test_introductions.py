@@ -1,4 +1,4 @@
-"""Whom a host connects to for a client that names the next hop: those who signed where they are, and not too many."""
+"""The addresses that a host dials for a client that names the next hop: signed by that hop, and few."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -146,7 +146,7 @@ def test_a_next_hop_is_dialled_once_at_a_time(reference: Reference) -> None:
     with_dialled(reference, talk)
 
 
-@pytest.mark.parametrize("next_hop", ["nobody", "dead", "elsewhere"])
+@pytest.mark.parametrize("next_hop", ["unknown", "dead", "elsewhere"])
 def test_a_client_learns_nothing_of_a_next_hop_that_is_not_reached(
     reference: Reference, next_hop: str
 ) -> None:

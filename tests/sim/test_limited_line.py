@@ -1,4 +1,4 @@
-"""A host whose owner limits its line: whatever comes to it, from however many, it gets no more than that; and everybody is served."""
+"""A host with a limited download rate: its clients together do not exceed the rate, and all of them are served."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,7 +18,7 @@ from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_rep
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 RATE = 64_000.0
-"""Bytes per second, the least that an owner can set."""
+"""Bytes per second: the lowest limit that an owner can set."""
 WINDOW_S = 10.0
 TOLERANCE = 1.05
 CLIENTS = 24
@@ -30,7 +30,7 @@ BATCHES = 6
 
 
 class Arrivals:
-    """What comes to one peer."""
+    """The bytes that arrive at one peer."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.found: list[tuple[float, int]] = []
@@ -56,7 +56,7 @@ class Arrivals:
             yield sum(size_bytes for at, size_bytes in self.found if began <= at < began + WINDOW_S)
 
     def assert_kept(self) -> None:
-        """The limit, by what was enough to break it."""
+        """Assert that the limit was kept, by traffic that was enough to exceed it."""
         assert self.total_bytes > 1.5 * WINDOW_S * RATE
         assert max(self.windows()) <= TOLERANCE * WINDOW_S * RATE
 
@@ -109,7 +109,7 @@ def test_many_prompts_at_once_arrive_at_the_limited_rate_and_all_are_answered(
 
 
 def test_replays_for_a_replacement_arrive_at_the_limited_rate(reference: Reference) -> None:
-    """Each is the whole prompt of somebody, in steps of twice the size."""
+    """Each replay is the whole prompt of a client, in steps of twice the size."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("first", lab.hosting((0, 3)))
@@ -170,14 +170,14 @@ def test_passes_and_adapters_arrive_at_the_limited_rate(reference: Reference, is
 
 
 async def answer(lab: Lab) -> int:
-    """How often the chain of somebody's prompt had to be mended."""
+    """How often the chain of a client had to be repaired."""
     async with lab.client() as swarm, lab.chain(swarm) as chain:
         assert await lab.generate(chain, PROMPT, TOKENS) == lab.reference.greedy(PROMPT, TOKENS)
         return int(chain.report.failovers)
 
 
 async def compute(lab: Lab) -> int:
-    """How often a host failed somebody's batch."""
+    """How often a host failed the batch of a client."""
     return (await train(lab, "client")).report.failovers
 
 
@@ -185,7 +185,7 @@ async def compute(lab: Lab) -> int:
 def test_a_host_that_grants_no_credit_is_replaced(
     reference: Reference, use: Callable[[Lab], Awaitable[int]]
 ) -> None:
-    """It beats, and its line takes a lifetime: nobody waits for it longer than for one that computes nothing."""
+    """It sends heartbeats but no credit: clients replace it as soon as a host that computes nothing."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("stingy", lab.hosting((0, 6)))

@@ -1,4 +1,4 @@
-"""Passes with a client's adapter: loss and gradients are PEFT's, whoever computes and whoever dies; nobody else notices."""
+"""Passes with a client's adapter: loss and gradients equal PEFT's, whichever hosts compute or fail; other clients are not affected."""
 
 import asyncio
 from collections.abc import Callable
@@ -205,7 +205,7 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
 
 
 async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
-    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Beats are left out."""
+    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Heartbeats are left out."""
     wanted: dict[str, Any] = {
         "swarm": SWARM,
         "manifest": lab.manifest,

@@ -1,4 +1,4 @@
-"""Whose fault it is that a pass cannot be computed: that of what the client sends, or of the host that says so."""
+"""Blame for a pass that cannot be computed: the input of the client, or the host that refuses it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ MANY = (256,) * 8
 """In microbatches of one each."""
 REPLICAS = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
 LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
-    "nobody else": {"a": (0, 6)},
-    "somebody else": {"a": (0, 6), "b": (0, 6)},
+    "one host": {"a": (0, 6)},
+    "two hosts": {"a": (0, 6), "b": (0, 6)},
     "a chain": {"a": (0, 2), "b": (2, 4), "c": (4, 6)},
     "a chain with a second first": {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "c": (4, 6)},
     "two chains": REPLICAS,
@@ -65,7 +65,7 @@ def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
             assert "learning rate" in caught.value.hint
             assert asyncio.get_running_loop().time() - started < swarm.timing.recover_s / 4
             assert not swarm._view().banned
-            for _ in range(10):  # whoever was asked is asked again
+            for _ in range(10):  # the same hosts are asked again
                 await RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS).forward(states(0))
             assert not swarm._view().banned
 
@@ -130,7 +130,7 @@ def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
         engine = lab.nodes[lies.liar]._engine
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Liar(engine.stage, lies.of))
-        # Everybody wants to go there.
+        # Clients prefer this host.
         lab.network.set_link(lab.peer_id("client"), lab.peer_id(f"{lies.liar}2"), LinkProfile(delay_s=0.2))
         kind = "forward"
 
@@ -173,7 +173,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(reference: Reference) 
 def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two hosts one has a device that is full."""
+    """One of two hosts has a full device."""
     refusals: list[int] = []
 
     def no_memory(*_: object) -> None:
@@ -195,7 +195,7 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
         lab.network.refusal_observers.append(watch)
         async with lab.client() as swarm:
             expected, _ = reference.train(states(0), COUNTS, states(1))
-            while not refusals:  # whom the router takes first is a matter of chance
+            while not refusals:  # the router chooses the first host at random
                 batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
                 assert (await batch.forward(states(0)) - expected).norm() <= 1e-5 * expected.norm()
 

@@ -1,4 +1,4 @@
-"""What hosts refuse from strangers who say that they train, and that nobody else notices."""
+"""Passes of misbehaving clients that hosts refuse without an effect on other clients."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -27,7 +27,7 @@ TOKENS = 6
 
 
 class Stranger:
-    """Somebody who speaks to one host in raw messages."""
+    """A peer that exchanges raw messages with one host."""
 
     def __init__(self, lab: Lab, transport: Transport) -> None:
         self.lab = lab
@@ -63,7 +63,7 @@ def with_value(value: float) -> torch.Tensor:
 
 
 async def reply(stream: Stream) -> pb.PassReply:
-    """The next reply that is not a beat."""
+    """The next reply that is not a heartbeat."""
     while True:
         message = pb.PassReply.FromString((await stream.receive()).header)
         if message.WhichOneof("kind") != "heartbeat":
@@ -78,7 +78,7 @@ async def assert_refused(stream: Stream, reason: int) -> None:
 
 
 def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:
-    """A stranger talks to the only host while somebody generates and somebody else trains, who get what they always get."""
+    """A stranger sends to the only host while one client generates and another trains; both get correct results."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), **hosting))
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_continue_its_pass_loses_it(reference: Reference)
 def test_a_client_that_does_not_read_the_result_loses_its_pass(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who reads nothing; one message fits on the way."""
+    """A client that reads nothing; one message fits into the buffers."""
     monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:

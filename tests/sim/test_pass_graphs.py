@@ -40,7 +40,7 @@ def buffered_bytes(lab: Lab) -> dict[str, int]:
 
 
 class Watch:
-    """What clients and hosts say to each other about passes."""
+    """The messages of passes between clients and hosts."""
 
     def __init__(self, lab: Lab) -> None:
         self.sent_bytes = 0
@@ -177,14 +177,14 @@ def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
 
 
 class Client:
-    """Somebody who speaks to the host "a" in raw messages."""
+    """A peer that exchanges raw messages with the host "a"."""
 
     def __init__(self, lab: Lab, transport: Transport) -> None:
         self._lab = lab
         self._transport = transport
 
     async def ask(self, values: torch.Tensor, **begin: Any) -> pb.PassReply:
-        """The answer to a pass with one tensor. Beats are left out."""
+        """The answer to a pass with one tensor. Heartbeats are left out."""
         wanted: dict[str, Any] = {
             "swarm": SWARM,
             "manifest": self._lab.manifest,

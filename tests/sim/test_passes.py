@@ -186,7 +186,7 @@ LIES: dict[str, Callable[[torch.Tensor], Message | Refusal]] = {
 def test_a_host_that_sends_invalid_results_is_replaced(
     reference: Reference, lie: Callable[[torch.Tensor], Message | Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two hosts lies, always. Nobody asks it again, not even who has waited for it."""
+    """One of two hosts always lies. No client asks it again, not even one that waited for it."""
     honest = MemoryStream.send
     lies: list[Message] = []
 
@@ -200,7 +200,7 @@ def test_a_host_that_sends_invalid_results_is_replaced(
     monkeypatch.setattr(MemoryStream, "send", send)
 
     async def scenario(lab: Lab) -> Outcome:
-        # The liar is the nearer one: everybody wants to go there.
+        # The liar is the nearer host, so clients prefer it.
         lab.network.set_link(lab.peer_id("client"), lab.peer_id("b2"), LinkProfile(delay_s=0.2))
         return await train(lab, {"b": (0, 6), "b2": (0, 6)}, lambda: None)
 

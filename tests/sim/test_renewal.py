@@ -1,4 +1,4 @@
-"""How a member stays: certificates that end, issuers that are late or none, files and keys that change."""
+"""How a membership continues: certificates that end, issuers that are late or false, files and keys that change."""
 
 import asyncio
 import math
@@ -24,7 +24,7 @@ DEADLINE_S = 5.0
 
 
 def test_members_take_a_newer_file_from_their_bootstrap_peer(tmp_path: Path) -> None:
-    """Where a list says who is in, nobody has a certificate to renew, and all get to know who was added."""
+    """With an allow list members have no certificate to renew, but they learn of added members."""
 
     async def scenario(world: World) -> None:
         older = replace(world.swarm.rules, serial=1)

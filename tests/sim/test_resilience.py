@@ -1,4 +1,4 @@
-"""What a swarm does when nobody can help, when hosts leave or join, and what one seed promises."""
+"""A swarm without a replica, with hosts that leave or join; and one seed gives one trace."""
 
 import asyncio
 import os
@@ -180,7 +180,7 @@ def test_nodes_that_choose_their_blocks_cover_the_model(
 
 @pytest.mark.parametrize("name", ["n1", "n2", "n3", "n4"])
 def test_a_loading_node_counts_in_placement(reference: Reference, name: str) -> None:
-    """Whoever has chosen will not choose again, however long the weights take to come."""
+    """A node that has chosen its blocks keeps them, however long its weights take to load."""
 
     async def scenario(lab: Lab) -> tuple[int, int]:
         loading = records_pb2.HostRecord(

@@ -1,4 +1,4 @@
-"""Whose fault it is that a session cannot go on: that of what the client sends, or of one of the hosts."""
+"""Blame for a session that cannot continue: the input of the client, or one of the hosts."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 PROMPT = [2, 7, 1, 8]
 PREFIX = 5
 LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
-    "nobody else": {"a": (0, 6)},
-    "somebody else": {"a": (0, 6), "b": (0, 6)},
+    "one host": {"a": (0, 6)},
+    "two hosts": {"a": (0, 6), "b": (0, 6)},
     "many": dict.fromkeys("abcd", (0, 6)),
     "a chain": {"a": (0, 2), "b": (2, 4), "c": (4, 6)},
     "a chain with a second": {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)},
@@ -38,7 +38,7 @@ async def start(lab: Lab, layout: Mapping[str, tuple[int, int]]) -> None:
 
 
 async def assert_ends_at_once(lab: Lab, swarm: Swarm, spec: ChainSpec, what: str) -> ConfigError:
-    """And no host is blamed for it: whoever was asked is asked again."""
+    """The request ends and no host is blamed: the same hosts are asked again."""
     async with Chain.open(swarm, spec, lab.reference.embed) as chain:
         started = asyncio.get_running_loop().time()
         for _ in "now", "later":

@@ -1,4 +1,4 @@
-"""Places held without work go to those who have some."""
+"""Slots held without work are evicted for clients with work."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -24,8 +24,8 @@ TOKENS = 4
 SERVED_S = 5.0
 
 
-class Crowd:
-    """Identities of one attacker, who holds what it can get."""
+class Attacker:
+    """Identities of one attacker that holds as many slots as it gets."""
 
     def __init__(self, lab: Lab, stack: AsyncExitStack) -> None:
         self.lab = lab
@@ -88,7 +88,7 @@ def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Re
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
         async with AsyncExitStack() as stack:
-            ends = await Crowd(lab, stack).fill_sessions(4, 4)
+            ends = await Attacker(lab, stack).fill_sessions(4, 4)
             assert lab.sessions() == {"a": 16}
             await asyncio.sleep(4.0)
             await be_served(lab)
@@ -103,7 +103,7 @@ def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
         async with AsyncExitStack() as stack:
-            await Crowd(lab, stack).fill_sessions(2, 2, positions=1)
+            await Attacker(lab, stack).fill_sessions(2, 2, positions=1)
             await asyncio.sleep(10.0)
             await be_served(lab)
 
@@ -117,7 +117,7 @@ def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
         limits = HostLimits(cache_share_per_client=0.5)
         await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
-            await Crowd(lab, stack).fill_sessions(2, 2, positions=3)
+            await Attacker(lab, stack).fill_sessions(2, 2, positions=3)
             assert lab.cache_bytes() == {"a": 4 * sequence_bytes}
             await asyncio.sleep(10.0)
             await be_served(lab)
@@ -131,7 +131,7 @@ def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
-            stranger = await Crowd(lab, stack).stranger()
+            stranger = await Attacker(lab, stack).stranger()
             streams = []
             for number in range(2):
                 session = bytes([number]) * 16
@@ -150,7 +150,7 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with AsyncExitStack() as stack:
-            stranger = await Crowd(lab, stack).stranger()
+            stranger = await Attacker(lab, stack).stranger()
             stream = await stranger.send_open()
 
             async def heartbeat() -> None:
@@ -171,7 +171,7 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
 
 
 def test_a_client_whose_session_was_evicted_continues_with_its_next_step(reference: Reference) -> None:
-    """It opens no other session before that: it would take the place of somebody else."""
+    """Until then it opens no other session, which would take the slot of another client."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 3), limits=HostLimits(sessions=1)))
@@ -220,14 +220,14 @@ def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
             return stream
 
         async with AsyncExitStack() as stack:
-            crowd = Crowd(lab, stack)
+            attacker = Attacker(lab, stack)
             held = [
                 await start(each)
-                for each in [await crowd.stranger(), await crowd.stranger()]
+                for each in [await attacker.stranger(), await attacker.stranger()]
                 for _ in range(2)
             ]
             await asyncio.sleep(6.0)
-            honest = await start(await crowd.stranger())
+            honest = await start(await attacker.stranger())
             assert pb.PassReply.FromString((await honest.receive()).header).HasField("heartbeat")
             assert (await final_refusal(held[0])).reason == refusal_pb2.REASON_IDLE
             for stream in held[1:]:
@@ -241,8 +241,8 @@ def test_links_without_a_session_are_evicted(reference: Reference) -> None:
         limits = HostLimits(pending_links=2, pending_links_per_client=2)
         await lab.start("a", lab.hosting((0, 6), limits=limits))
         async with AsyncExitStack() as stack:
-            crowd = Crowd(lab, stack)
-            mallory, honest = await crowd.stranger(), await crowd.stranger()
+            attacker = Attacker(lab, stack)
+            mallory, honest = await attacker.stranger(), await attacker.stranger()
             for number in range(2):
                 await mallory.link(session=bytes([number]) * 16)
             await asyncio.sleep(NEW_S)

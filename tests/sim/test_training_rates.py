@@ -22,7 +22,7 @@ ROUNDS = 2
 
 
 class HomeNetwork(MemoryNetwork):
-    """Peers at home: whatever one sends, to whomever, goes out through one uplink."""
+    """Peers at home: all that a peer sends goes through its one uplink."""
 
     def __init__(self, bytes_per_s: dict[PeerId, float]) -> None:
         super().__init__(random.Random(0), LinkProfile(delay_s=0.02))

@@ -15,22 +15,14 @@ from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
     Assignment,
-    Began,
-    Contributed,
     Effect,
-    Event,
     Finish,
-    Holds,
-    LinkDown,
-    LinkUp,
     Prepare,
-    Received,
     Reduce,
     Report,
     Send,
     SendContribution,
     SendResult,
-    Tick,
     Vote,
 )
 from swarmnet_protocols.training.rounds.round_state import RoundState
@@ -73,18 +65,19 @@ class Net:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._numbers), member, action))
 
     def tick(self, member: int) -> None:
-        self.feed(member, Tick())
+        self.perform_all(member, self.rounds[member].tick(self.now))
         self.later(member, TIMING.heartbeat_s, lambda: self.tick(member))
 
     def link(self, me: int, other: int, up: bool) -> None:
         up = up and other not in self.dead
         (self.up.add if up else self.up.discard)((me, other))
-        self.feed(me, LinkUp(other) if up else LinkDown(other))
+        report = self.rounds[me].link_up if up else self.rounds[me].link_down
+        self.perform_all(me, report(other, self.now))
         if up:
-            self.carry(me, other, lambda: self.feed(other, Began(me)))
+            self.carry(me, other, lambda: self.perform_all(other, self.rounds[other].begin(me, self.now)))
 
-    def feed(self, member: int, event: Event) -> None:
-        for effect in self.rounds[member].handle(event, self.now):
+    def perform_all(self, member: int, effects: list[Effect]) -> None:
+        for effect in effects:
             self.perform(member, effect)
 
     def perform(self, me: int, effect: Effect) -> None:
@@ -92,7 +85,11 @@ class Net:
             case Send(member, message):
                 if isinstance(message, Vote):
                     self.accepted.setdefault(message.attempt, {})[me] = message.hashes
-                self.carry(me, member, lambda: self.feed(member, Received(me, message)))
+                self.carry(
+                    me,
+                    member,
+                    lambda: self.perform_all(member, self.rounds[member].receive(me, message, self.now)),
+                )
             case SendContribution(member, index):
                 self.carry(me, member, lambda: self.contribute(me, member, index))
             case SendResult(member, index, result):
@@ -101,7 +98,11 @@ class Net:
                 pass
             case Reduce(index, members):
                 result = hashlib.sha256(f"{index} {members} {me}".encode()).digest()
-                self.later(me, self.rng.uniform(0.0, 0.05), lambda: self.feed(me, Holds(index, result)))
+                self.later(
+                    me,
+                    self.rng.uniform(0.0, 0.05),
+                    lambda: self.perform_all(me, self.rounds[me].hold(index, result, self.now)),
+                )
             case Finish():
                 assert me not in self.finishes
                 self.finishes[me] = effect
@@ -114,11 +115,11 @@ class Net:
 
     def contribute(self, source: int, target: int, index: int) -> None:
         if self.rounds[target].reduces(index):
-            self.feed(target, Contributed(index, source))
+            self.perform_all(target, self.rounds[target].add_contribution(source, index, self.now))
 
     def offer(self, source: int, target: int, index: int, result: bytes) -> None:
         if self.rounds[target].accepts_result(source, index, result):
-            self.feed(target, Holds(index, result))
+            self.perform_all(target, self.rounds[target].hold(index, result, self.now))
 
     def kill(self, victim: int) -> None:
         self.dead.add(victim)
@@ -242,7 +243,7 @@ def machine(me: int, members: int = 3) -> RoundState:
     machine = RoundState(me, range(members), range(members), TIMING, 0.0)
     for other in range(members):
         if other != me:
-            machine.handle(LinkUp(other), 0.0)
+            machine.link_up(other, 0.0)
     return machine
 
 
@@ -252,38 +253,38 @@ NOTHING_HELD = ((), (), ())
 
 def test_an_accepted_proposal_is_proposed_again() -> None:
     coordinator = machine(1)
-    coordinator.handle(LinkDown(0), 1.0)  # the first coordinator is gone: attempt 1 is ours
-    effects = coordinator.handle(Received(2, Report(1, NOTHING_HELD, Vote(0, HASHES))), 1.0)
+    coordinator.link_down(0, 1.0)  # the first coordinator is gone: attempt 1 is ours
+    effects = coordinator.receive(2, Report(1, NOTHING_HELD, Vote(0, HASHES)), 1.0)
     assert Send(2, Vote(1, HASHES)) in effects
 
 
 def test_of_two_accepted_proposals_the_later_counts() -> None:
     coordinator = RoundState(3, range(5), range(3), TIMING, 0.0)
     for other in (0, 1, 2, 4):
-        coordinator.handle(LinkUp(other), 0.0)
-    coordinator.handle(Received(4, Prepare(3)), 1.0)
-    coordinator.handle(Received(1, Report(3, NOTHING_HELD, Vote(0, DISCARD))), 1.0)
-    effects = coordinator.handle(Received(2, Report(3, NOTHING_HELD, Vote(1, HASHES))), 1.0)
+        coordinator.link_up(other, 0.0)
+    coordinator.receive(4, Prepare(3), 1.0)
+    coordinator.receive(1, Report(3, NOTHING_HELD, Vote(0, DISCARD)), 1.0)
+    effects = coordinator.receive(2, Report(3, NOTHING_HELD, Vote(1, HASHES)), 1.0)
     assert Send(1, Vote(3, HASHES)) in effects
 
 
 def test_after_a_promise_lower_attempts_get_no_acceptance() -> None:
     member = machine(2)
-    member.handle(Received(1, Prepare(1)), 0.1)
-    assert member.handle(Received(0, Vote(0, HASHES)), 0.2) == [Send(0, Prepare(1))]
+    member.receive(1, Prepare(1), 0.1)
+    assert member.receive(0, Vote(0, HASHES), 0.2) == [Send(0, Prepare(1))]
 
 
 def test_a_proposal_of_another_than_the_coordinator_is_ignored() -> None:
     member = machine(2)
-    assert member.handle(Received(1, Vote(0, HASHES)), 0.1) == []
+    assert member.receive(1, Vote(0, HASHES), 0.1) == []
 
 
 def test_a_minority_never_decides() -> None:
     member = machine(0)
-    member.handle(LinkDown(1), 1.0)
-    member.handle(LinkDown(2), 1.0)
-    effects = member.handle(Tick(), TIMING.majority_s + 0.1)
-    effects += member.handle(Tick(), 1.0 + TIMING.give_up_s)
+    member.link_down(1, 1.0)
+    member.link_down(2, 1.0)
+    effects = member.tick(TIMING.majority_s + 0.1)
+    effects += member.tick(1.0 + TIMING.give_up_s)
     (finish,) = [effect for effect in effects if isinstance(effect, Finish)]
     assert finish.hashes is None
     assert "1 of 3" in finish.reason
@@ -295,9 +296,9 @@ def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_holds_its_resul
         (((), (), (b"r" * 32,)), Assignment(2, b"r" * 32, 1)),
     ):
         coordinator = machine(0)
-        coordinator.handle(Received(1, Report(0, held, None)), 0.5)
-        coordinator.handle(LinkDown(2), 1.0)
-        effects = coordinator.handle(Tick(), 1.0 + 2 * TIMING.heartbeat_s)
+        coordinator.receive(1, Report(0, held, None), 0.5)
+        coordinator.link_down(2, 1.0)
+        effects = coordinator.tick(1.0 + 2 * TIMING.heartbeat_s)
         (plan,) = {
             effect.message
             for effect in effects

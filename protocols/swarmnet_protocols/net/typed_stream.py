@@ -41,11 +41,11 @@ class TypedStream(Generic[Sent, Received]):
         send_s: float = math.inf,
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
-        """``silence_s``: longest time between two messages of the other side, heartbeats included; infinity: no limit. It may be changed later.
-        ``send_s``: longest time that the other side may leave a message unread; infinity: no limit. ``on_heartbeat`` is called with each heartbeat, of
-        which some carry news."""
+        """``sent`` and ``received``: the types of the messages. ``silence_s``: longest time between two messages of the other side, heartbeats
+        included; it may be changed later. ``send_s``: longest time that the other side may leave a message unread. Infinity: no limit.
+        ``on_heartbeat`` is called with each heartbeat, for those that carry news.
+        """
         self.stream = stream
-        self._sent = sent
         self._received = received
         self.silence_s = silence_s
         self._send_s = send_s
@@ -68,7 +68,7 @@ class TypedStream(Generic[Sent, Received]):
     async def receive(self) -> tuple[Received, Buffer]:
         """The next message that is no heartbeat, and its payload.
 
-        Raises ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat, ``ProtocolViolation`` for what is no ``Received``, and
+        Raises ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat, ``ProtocolViolation`` for bytes that are no ``Received``, and
         what ``Stream.receive`` raises.
         """
         while True:
@@ -102,16 +102,16 @@ async def ask(
     """Send one request on ``stream``, receive one reply with its payload, and close the stream.
 
     Raises what ``Stream.send`` and ``Stream.receive`` raise, ``DeadlineExceeded`` after ``within_s`` each, and ``ProtocolViolation``
-    for what is no ``reply``.
+    for bytes that are no ``reply``.
     """
     with contextlib.closing(stream):
-        await send_within(stream, Message(request.SerializeToString()), within_s)
-        message = await receive_within(stream, within_s)
-        return parse(reply, message.header), message.payload
+        typed = TypedStream(stream, type(request), reply, silence_s=within_s, send_s=within_s)
+        await typed.send(request)
+        return await typed.receive()
 
 
 def parse(kind: type[Received], header: bytes) -> Received:
-    """Decode a protobuf. Raises ``ProtocolViolation`` for bytes that are none."""
+    """The message in ``header``. Raises ``ProtocolViolation`` for bytes that are no ``kind``."""
     try:
         return kind.FromString(header)
     except DecodeError as error:

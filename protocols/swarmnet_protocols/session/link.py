@@ -69,10 +69,9 @@ class LinkSender:
         """
         try:
             await self._feed(target)
-        except Refused:
-            raise
-        except StreamEnded:  # a connection can be reset although both peers are alive
-            pass
+        except StreamEnded as error:  # a connection can be reset although both peers are alive
+            if isinstance(error, Refused):
+                raise
         await self._feed(target)
         raise ProtocolViolation("a link ended without a reason")
 

@@ -4,35 +4,37 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.terms import Member
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
 
 
-@dataclass(frozen=True)
-class MemberAddress:
-    """How to reach a member, and the first message on each stream to it."""
-
-    transport: Transport
-    peer: PeerId
-    addresses: tuple[str, ...]
-    hello: pb.ExchangeRequest
-    timing: RoundTiming
-
-
 class MemberLink:
-    """Sends to one member. ``on_change`` is called when the member becomes reachable (True) and when it is lost (False)."""
+    """Sends to one member: first ``hello`` on each stream, then what is posted.
 
-    def __init__(self, address: MemberAddress, on_change: Callable[[bool], None]) -> None:
+    ``on_change`` is called when the member becomes reachable (True) and when it is lost (False).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        member: Member,
+        hello: pb.Hello,
+        timing: RoundTiming,
+        on_change: Callable[[bool], None],
+    ) -> None:
         self.bytes_sent = 0
-        self._address = address
+        self._transport = transport
+        self._member = member
+        self._hello = hello
+        self._timing = timing
         self._on_change = on_change
         self._control: deque[pb.ExchangeRequest] = deque()
         self._bulk: dict[str, dict[Hashable, Iterator[Outgoing | float]]] = {}
@@ -69,16 +71,15 @@ class MemberLink:
             self._on_change(False)
             if self._draining:
                 return
-            await asyncio.sleep(self._address.timing.heartbeat_s)
+            await asyncio.sleep(self._timing.heartbeat_s)
 
     async def _use_one_stream(self) -> None:
-        address = self._address
-        stream = await address.transport.open(
-            address.peer, EXCHANGE, addresses=address.addresses, deadline_s=address.timing.open_s
+        stream = await self._transport.open(
+            self._member.peer, EXCHANGE, addresses=self._member.addresses, deadline_s=self._timing.open_s
         )
-        typed = TypedStream(stream, pb.ExchangeRequest, pb.ExchangeReply, silence_s=address.timing.silence_s)
+        typed = TypedStream(stream, pb.ExchangeRequest, pb.ExchangeReply, silence_s=self._timing.silence_s)
         with contextlib.closing(stream):
-            await self._transmit(typed, (address.hello, b""))
+            await self._transmit(typed, (pb.ExchangeRequest(hello=self._hello), b""))
             self._on_change(True)
             await race(self._send(typed), self._watch(typed))
 

@@ -1,7 +1,7 @@
-"""Everything that goes into and out of the state machine of a round: control messages with their wire form, events and effects.
+"""The control messages of a round with their wire form, and the effects that its state machine returns.
 
-``RoundState.handle`` (round_state.py) takes one event and returns effects. Control messages arrive inside the event ``Received`` and leave inside the
-effect ``Send``. Numbers in received messages are checked against :class:`Shape`.
+``RoundState.receive`` (round_state.py) takes control messages, the effect ``Send`` has those to send. Numbers in received messages are checked
+against :class:`Shape`.
 """
 
 from collections.abc import Sequence
@@ -105,69 +105,6 @@ class RequestContribution:
 Control = Prepare | Report | Plan | Vote | Ack | Decided | RequestResult | RequestContribution
 
 
-# Events: what a member observes -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LinkUp:
-    """This member's own stream to ``member`` is open."""
-
-    member: int
-
-
-@dataclass(frozen=True)
-class LinkDown:
-    """This member's own stream to ``member`` is lost."""
-
-    member: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """A control message arrived from ``member``."""
-
-    member: int
-    message: Control
-
-
-@dataclass(frozen=True)
-class Began:
-    """``member`` has begun this round: its Hello arrived."""
-
-    member: int
-
-
-@dataclass(frozen=True)
-class Contributed:
-    """The whole contribution of ``member`` to a slice arrived, or its statement that it contributes nothing."""
-
-    slice: int
-    member: int
-
-
-@dataclass(frozen=True)
-class Receiving:
-    """A part of a result of ``slice`` arrived."""
-
-    slice: int
-
-
-@dataclass(frozen=True)
-class Holds:
-    """This member has a whole and verified result of ``slice``."""
-
-    slice: int
-    hash: bytes
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed. Sent once per heartbeat period."""
-
-
-Event = LinkUp | LinkDown | Began | Received | Contributed | Receiving | Holds | Tick
-
-
 # Effects: what a member must do -------------------------------------------------------------------------
 
 
@@ -198,7 +135,7 @@ class SendResult:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Aggregate the contributions of ``members`` to ``slice`` and feed the event ``Holds``."""
+    """Aggregate the contributions of ``members`` to ``slice`` and report the result with ``RoundState.hold``."""
 
     slice: int
     members: tuple[int, ...]

@@ -1,11 +1,11 @@
 """Running one averaging round: connects the state machine (``round_state.RoundState``) to streams, slices and the clock.
 
-Every observation is fed to the state machine as an event (``_feed``), and every effect that it returns is performed (``_perform``).
+Every observation is reported to the state machine, and every effect that it returns is performed (``_perform``).
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,25 +17,16 @@ from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
-from swarmnet_protocols.training.rounds.member_link import MemberAddress, MemberLink
+from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
     HASH_BYTES,
-    Began,
-    Contributed,
     Effect,
-    Event,
     Finish,
-    Holds,
-    LinkDown,
-    LinkUp,
-    Received,
-    Receiving,
     Reduce,
     Send,
     SendContribution,
     SendResult,
-    Tick,
     below,
     decode_control,
     encode_control,
@@ -159,12 +150,12 @@ class RoundRunner:
                 if member != self._me:
                     self._links[member] = self._link(member)
                     self._keep_running(member)
-            self._feed(Tick())
+            self._perform(self._round.tick(self._loop.time()))
             while not self._ended.done():
                 await asyncio.wait([self._ended], timeout=self._context.timing.heartbeat_s)
                 for index in self._reading:
-                    self._feed(Receiving(index))
-                self._feed(Tick())
+                    self._round.note_progress(index, self._loop.time())
+                self._perform(self._round.tick(self._loop.time()))
             finish = self._ended.result()
             outcome = await self._compute(lambda: self._outcome(finish))
         except BaseException:
@@ -198,7 +189,7 @@ class RoundRunner:
         if before := self._incoming.get(member):
             before.close()
         self._incoming[member] = stream
-        self._feed(Began(member))
+        self._perform(self._round.begin(member, self._loop.time()))
         while True:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
@@ -215,11 +206,11 @@ class RoundRunner:
 
     # ---- effects ----------------------------------------------------------------------------------------
 
-    def _feed(self, event: Event) -> None:
-        for effect in self._round.handle(event, self._loop.time()):
-            self._perform(effect)
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._perform_one(effect)
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform_one(self, effect: Effect) -> None:
         match effect:
             case Send(member, message):
                 self._links[member].post(encode_control(message))
@@ -266,7 +257,7 @@ class RoundRunner:
         if (index, result.hash) not in self._results:
             self._results[index, result.hash] = result
             self._write(index, result.hash, values)
-            self._feed(Holds(index, result.hash))
+            self._perform(self._round.hold(index, result.hash, self._loop.time()))
 
     def _write(self, index: int, result: bytes, values: torch.Tensor) -> None:
         if not self._ended.done():  # afterwards the average belongs to the caller
@@ -286,7 +277,7 @@ class RoundRunner:
                 message = decode_control(request, self._terms.shape)
                 if message is None:
                     raise ProtocolViolation("not a message of a round")
-                self._feed(Received(member, message))
+                self._perform(self._round.receive(member, message, self._loop.time()))
 
     def _take_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
@@ -301,14 +292,14 @@ class RoundRunner:
                 self._contributions[index][member] = Contribution(
                     header.weight, data.data, data.hash, header.signature
                 )
-            self._feed(Contributed(index, member))
+            self._perform(self._round.add_contribution(member, index, self._loop.time()))
 
     async def _take_result(self, member: int, header: pb.Result, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
         is_refuted = self._terms.members[member].peer in self._refuted
         if is_refuted or self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
-        self._feed(Receiving(index))
+        self._round.note_progress(index, self._loop.time())
         reader = self._reader(index)
         limit = reader.terms.result_bytes(len(self._terms.members))
         data = self._add_part((member, "result"), header, part, limit)
@@ -353,14 +344,13 @@ class RoundRunner:
     def _link(self, member: int) -> MemberLink:
         terms = self._terms
         hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.digest())
-        address = MemberAddress(
-            self._context.transport,
-            terms.members[member].peer,
-            terms.members[member].addresses,
-            pb.ExchangeRequest(hello=hello),
-            self._context.timing,
-        )
-        return MemberLink(address, lambda up: self._feed(LinkUp(member) if up else LinkDown(member)))
+
+        def on_change(up: bool) -> None:
+            report = self._round.link_up if up else self._round.link_down
+            self._perform(report(member, self._loop.time()))
+
+        context = self._context
+        return MemberLink(context.transport, terms.members[member], hello, context.timing, on_change)
 
     def _keep_running(self, member: int) -> None:
         task = self._link_tasks.get(member)

@@ -24,21 +24,13 @@ from swarmnet_protocols.training.rounds.messages import (
     MAX_ATTEMPT,
     Ack,
     Assignment,
-    Began,
-    Contributed,
     Control,
     Decided,
     Effect,
-    Event,
     Finish,
     Hashes,
-    Holds,
-    LinkDown,
-    LinkUp,
     Plan,
     Prepare,
-    Received,
-    Receiving,
     Reduce,
     Report,
     RequestContribution,
@@ -46,7 +38,6 @@ from swarmnet_protocols.training.rounds.messages import (
     Send,
     SendContribution,
     SendResult,
-    Tick,
     Vote,
 )
 
@@ -54,6 +45,7 @@ from swarmnet_protocols.training.rounds.messages import (
 class RoundState:
     """The state of one round at member ``me``. Attempt k is coordinated by ``order[k % len(order)]``.
 
+    Each method that reports an observation returns the effects that the caller performs, in order. ``now`` must not decrease between calls.
     Messages from one member to another arrive in order while their link is up; when it goes down, unread ones may be lost.
     """
 
@@ -100,36 +92,53 @@ class RoundState:
         self._proposal: Vote | None = None
         self._acks: set[int] = set()
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """Process one event and return its effects in order. ``now`` must not decrease between calls."""
-        match event:
-            case LinkUp(member):
-                self._lost.pop(member, None)
-                self._linked.add(member)
-                self._send_missed(member)
-            case LinkDown(member):
-                self._linked.discard(member)
-                self._lost.setdefault(member, now)
-            case Began(member):
-                self._begun.add(member)
-            case Received(member, message):
-                self._receive(member, message, now)
-            case Contributed(index, member):
-                self._contributed[index].add(member)
-            case Receiving(index):
-                self._progress_at[index] = now
-            case Holds(index, result):
-                self._hold(index, result)
-            case Tick():
-                pass
-        if not self.finished and not isinstance(event, Receiving):
-            if isinstance(
-                event, Tick | LinkDown
-            ):  # at most once per tick, or two members could outbid each other for ever
-                self._advance_attempt(now)
-            self._advance(now, tick=isinstance(event, Tick))
-        effects, self._effects = self._effects, []
-        return effects
+    def link_up(self, member: int, now: float) -> list[Effect]:
+        """This member's own stream to ``member`` is open."""
+        self._lost.pop(member, None)
+        self._linked.add(member)
+        self._send_missed(member)
+        return self._advance(now)
+
+    def link_down(self, member: int, now: float) -> list[Effect]:
+        """This member's own stream to ``member`` is lost."""
+        self._linked.discard(member)
+        self._lost.setdefault(member, now)
+        if not self.finished:
+            self._advance_attempt(now)
+        return self._advance(now)
+
+    def begin(self, member: int, now: float) -> list[Effect]:
+        """``member`` has begun this round: its Hello arrived."""
+        self._begun.add(member)
+        return self._advance(now)
+
+    def receive(self, member: int, message: Control, now: float) -> list[Effect]:
+        """A control message arrived from ``member``."""
+        self._receive(member, message, now)
+        return self._advance(now)
+
+    def add_contribution(self, member: int, index: int, now: float) -> list[Effect]:
+        """The whole contribution of ``member`` to a slice arrived, or its statement that it contributes nothing."""
+        self._contributed[index].add(member)
+        return self._advance(now)
+
+    def note_progress(self, index: int, now: float) -> None:
+        """A part of a result of a slice arrived, or is being verified: the result need not be requested again."""
+        self._progress_at[index] = now
+
+    def hold(self, index: int, result: bytes, now: float) -> list[Effect]:
+        """This member has a whole and verified result of a slice, with this hash."""
+        if result not in self._held[index]:
+            self._held[index] += (result,)
+            if index in self._reduced and self.decision is None:
+                self._effects.extend(SendResult(member, index, result) for member in self._others())
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed; called once per heartbeat period."""
+        if not self.finished:
+            self._advance_attempt(now)
+        return self._advance(now, tick=True)
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
         """Whether ``member`` can still use this member's contribution to a slice."""
@@ -158,8 +167,14 @@ class RoundState:
             member == assignment.reducer and len(self._held[index]) < CANDIDATES
         )
 
-    def _advance(self, now: float, *, tick: bool) -> None:
-        """Do everything that the state calls for. Idempotent."""
+    def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
+        """Do everything that the state calls for, and return all effects since the last call. Idempotent."""
+        if not self.finished:
+            self._advance_slices_and_vote(now, tick=tick)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _advance_slices_and_vote(self, now: float, *, tick: bool) -> None:
         if self.decision is None:
             self._contribute(now)
             self._reduce(now)
@@ -248,7 +263,10 @@ class RoundState:
         return self._order[attempt % len(self._order)]
 
     def _advance_attempt(self, now: float) -> None:
-        """Go on to the next attempt with a live coordinator, if the current one is lost or has run out of time."""
+        """Go on to the next attempt with a live coordinator, if the current one is lost or has run out of time.
+
+        Called at a tick or a lost link only: if messages advanced attempts, two members could outbid each other for ever.
+        """
         if self.decision is not None:
             return
         attempt = self._promised
@@ -320,13 +338,6 @@ class RoundState:
             if not awaited or now >= self._due[index]:
                 self._reduced.add(index)
                 self._effects.append(Reduce(index, tuple(sorted(self._contributed[index]))))
-
-    def _hold(self, index: int, result: bytes) -> None:
-        if result in self._held[index]:
-            return
-        self._held[index] += (result,)
-        if index in self._reduced and self.decision is None:
-            self._effects.extend(SendResult(member, index, result) for member in self._others())
 
     def _fetch(self, now: float) -> None:
         """Request chosen results that are missing and are not being sent."""
