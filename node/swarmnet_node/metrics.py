@@ -1,4 +1,4 @@
-"""Metrics of a node for Prometheus. All values are read at each scrape."""
+"""Metrics of a node for Prometheus, read at each scrape from the status of the node and the counters of its engine and its host."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -50,23 +50,23 @@ def registry_of(node: Measured) -> CollectorRegistry:
 
 
 class NodeCollector(Collector):
-    """Made anew of the node's state at every scrape. No label has more values than this file names."""
+    """Reads the node at every scrape. The values of every label are a fixed set."""
 
     def __init__(self, node: Measured) -> None:
         self._node = node
 
     def collect(self) -> Iterator[Metric]:
         status = self._node.status()
-        yield from _of_status(status)
+        yield from _status_metrics(status)
         yield _gauge("p2pd_resident_memory_bytes", "Memory of the p2pd child process.", _p2pd_bytes())
         if (engine := self._node.engine) is not None:
-            yield from _of_engine(engine)
+            yield from _engine_metrics(engine)
         if (host := self._node.host) is not None:
-            yield from _of_host(host)
-            yield from _of_resources(host.transport.resources.snapshot())
+            yield from _host_metrics(host)
+            yield from _resource_metrics(host.transport.resources.snapshot())
 
 
-def _of_status(status: NodeStatus) -> Iterator[Metric]:
+def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     about = {
         "version": status.version,
         "swarm": status.swarm,
@@ -74,30 +74,38 @@ def _of_status(status: NodeStatus) -> Iterator[Metric]:
         "manifest": status.manifest.hex()[:16],
         "blocks": f"{status.start}:{status.end}",
     }
-    yield InfoMetricFamily(PREFIX.rstrip("_"), "What this node is and hosts.", about)
+    yield InfoMetricFamily(PREFIX.rstrip("_"), "Version, swarm, model and blocks of this node.", about)
     state = GaugeMetricFamily(
-        f"{PREFIX}state", "1 at what the node is doing, 0 at all else.", labels=["state"]
+        f"{PREFIX}state", "1 for the state of the node, 0 for all others.", labels=["state"]
     )
     for each in STATES:
         state.add_metric([each], float(each == status.state))
     yield state
-    yield _gauge("month_sent_bytes", "Sent this month, as it counts for --monthly.", status.usage.up_bytes)
-    yield _gauge("month_received_bytes", "Received this month, likewise.", status.usage.down_bytes)
+    yield _gauge(
+        "month_sent_bytes", "Bytes sent this month, as counted for --monthly.", status.usage.up_bytes
+    )
+    yield _gauge(
+        "month_received_bytes",
+        "Bytes received this month, as counted for --monthly.",
+        status.usage.down_bytes,
+    )
     yield _gauge("uptime_seconds", "Since the node started.", status.uptime_s)
     yield _gauge("blocks", "Blocks hosted here.", status.end - status.start)
     yield _gauge("model_blocks", "Blocks of the whole model.", status.total_blocks)
     yield _gauge("sessions", "Sessions open now.", status.sessions)
     yield _gauge("weight_bytes", "Memory of the weights.", status.weight_bytes)
     yield _gauge("cache_bytes", "Keys and values of sessions.", status.cache_bytes)
-    yield _gauge("cache_limit_bytes", "What caches may take.", status.cache_bytes_limit)
+    yield _gauge("cache_limit_bytes", "Limit of the KV caches.", status.cache_bytes_limit)
 
 
-def _of_engine(engine: "Engine") -> Iterator[Metric]:
+def _engine_metrics(engine: "Engine") -> Iterator[Metric]:
     counters = engine.counters
     yield _counter("positions", "Positions computed: tokens, each through all blocks here.", engine.tokens)
     yield _counter("forwards", "Forwards and passes computed.", engine.forwards)
     yield _gauge(
-        "graph_bytes", "What forward passes have left for backward passes.", engine.graph_cache.nbytes
+        "graph_bytes",
+        "Memory of autograd graphs that are kept for backward passes.",
+        engine.graph_cache.nbytes,
     )
     yield _gauge("queue_seconds", "How long new work of a session would wait now.", engine.queue_s)
     yield _histogram(counters.forward_s)
@@ -106,17 +114,15 @@ def _of_engine(engine: "Engine") -> Iterator[Metric]:
     yield _histogram(counters.pass_s)
 
 
-def _of_host(host: "Host") -> Iterator[Metric]:
+def _host_metrics(host: "Host") -> Iterator[Metric]:
     counters = host.counters
+    yield _counter("answered_positions", "Positions answered to clients as the last hop.", counters.answered)
     yield _counter(
-        "answered_positions", "Positions sent home to clients, as their last hop.", counters.answered
+        "rebuilt_sessions", "Sessions rebuilt here by a replay, in place of another host.", counters.rebuilt
     )
-    yield _counter(
-        "rebuilt_sessions", "Sessions that came by replay, in place of another host.", counters.rebuilt
-    )
-    yield _counter("lost_links", "Next hops that were lost.", counters.links_lost)
+    yield _counter("lost_links", "Links to next hops that failed.", counters.links_lost)
     yield _counter("lost_clients", "Sessions whose client fell silent.", counters.clients_lost)
-    refused = _labelled(CounterMetricFamily, "refusals", "What others were refused, and why.", "reason")
+    refused = _labelled(CounterMetricFamily, "refusals", "Refusals of requests, by reason.", "reason")
     for name in REASONS:
         refused.add_metric([name], counters.refused[name])
     yield refused
@@ -124,27 +130,29 @@ def _of_host(host: "Host") -> Iterator[Metric]:
     yield _histogram(counters.token_times)
 
 
-def _of_resources(seen: Snapshot) -> Iterator[Metric]:
-    used = _labelled(GaugeMetricFamily, "resource_used", "What others hold here.", "resource")
-    limit = _labelled(GaugeMetricFamily, "resource_limit", "What all of them may hold.", "resource")
-    refused = _labelled(CounterMetricFamily, "resource_refusals", "How often it was not given.", "resource")
-    for resource, account in seen.resources.items():
+def _resource_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    used = _labelled(GaugeMetricFamily, "resource_used", "Amount that peers hold.", "resource")
+    limit = _labelled(GaugeMetricFamily, "resource_limit", "Limit for all peers together.", "resource")
+    refused = _labelled(
+        CounterMetricFamily, "resource_refusals", "Reservations refused at a limit.", "resource"
+    )
+    for resource, account in snapshot.resources.items():
         used.add_metric([resource], account.used)
         refused.add_metric([resource], account.refused)
         if account.system is not None:
             limit.add_metric([resource], account.system)
     yield from (used, limit, refused)
-    yield _gauge("peers", "Peers that hold something here or did lately.", seen.peers)
-    for name, about, flow in (
+    yield _gauge("peers", "Peers that hold resources here, or did recently.", snapshot.peers)
+    for name, about, rate in (
         ("frames", "Messages received.", Rate.FRAMES),
         ("received_bytes", "Bytes of messages received.", Rate.BYTES_IN),
         ("sent_bytes", "Bytes of messages sent.", Rate.BYTES_OUT),
     ):
-        yield _counter(name, about, seen.spent.get(flow, 0.0))
+        yield _counter(name, about, snapshot.spent.get(rate, 0.0))
 
 
 def _p2pd_bytes() -> int:
-    """Seconds until it ends; 0 afterwards."""
+    """Resident bytes of the p2pd child process; 0 if there is none."""
     try:
         children = psutil.Process().children()
         return sum(child.memory_info().rss for child in children if child.name() == P2PD)

@@ -1,6 +1,13 @@
 """Runs and pauses a node as its owner's limits say, keeps it below its memory limit, and reports why it is paused.
 
-The transport and the directory stay while it is paused; blocks, caches and sessions do not.
+The states of a supervised node:
+
+1. **Loading.** The limits allow it to run: its blocks are loaded. A pause or ``finish`` meanwhile stops the loading.
+2. **Serving.** The node hosts its blocks, and :class:`Governor` keeps its memory below the limit. Clock, battery and idle time are read
+   every ``OBSERVE_S``.
+3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause: sessions have ``PAUSE_GRACE_S`` to move to other hosts.
+4. **Paused.** Blocks, caches and sessions are freed. The transport and the directory stay, and the node announces that it is paused.
+5. **Finished.** After ``finish``, or when the node has failed.
 """
 
 import asyncio
@@ -23,19 +30,20 @@ from swarmnet_protocols.net.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
 
 GOVERN_S = 0.5
+"""Seconds between two measurements of resident memory, if it is limited."""
 RELEASE_ABOVE = 0.97
 """Share of the memory limit above which freed memory is returned to the system."""
-LOOK_S = 5.0
-"""Seconds between two looks at clock, battery and idle time."""
+OBSERVE_S = 5.0
+"""Seconds between two readings of clock, battery and idle time."""
 PAUSE_GRACE_S = 2.5
-"""Seconds that sessions have to move away before a pause frees the memory, which has to be done within 5 s."""
+"""Seconds that sessions have to move away before a pause frees the memory. A pause must have freed it within 5 s."""
 
 
 class Machine(Protocol):
     """The owner's machine."""
 
     def observe(self, limits: Limits) -> Observed:
-        """What ``limits`` depend on, as it is now. May take a while: called on a thread of its own."""
+        """What ``limits`` depend on at this moment. May take seconds: called on another thread."""
 
     def usage(self) -> Usage: ...
 
@@ -46,11 +54,11 @@ class Machine(Protocol):
         """Apply limits now and after a restart."""
 
     def release(self) -> None:
-        """Return freed memory to the system. May take a while."""
+        """Return freed memory to the system. May take seconds."""
 
 
 class Supervisor:
-    """Runs a ``Node`` while its owner's limits allow it. Made by :meth:`run`; answers the same questions as a ``Node``."""
+    """Runs a ``Node`` while its owner's limits allow it. Made by :meth:`run`."""
 
     def __init__(
         self,
@@ -67,14 +75,14 @@ class Supervisor:
         self._node = Node(dependencies, hosting)
         self._is_loading = False
         self._paused_by_owner = False
-        self._aside_reason = ""
-        """Why it must not run at the moment, independent of the limits."""
-        self._resting = asyncio.Event()
+        self._step_aside_reason = ""
+        """The reason of ``step_aside``; empty outside it."""
+        self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
         self._observed: tuple[Limits, Observed] | None = None
         self._limits_changed = asyncio.Event()
-        self._look = asyncio.Event()
+        self._changed = asyncio.Event()
         self._started_or_paused = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -141,7 +149,7 @@ class Supervisor:
         return self._limits
 
     def set_limits(self, limits: Limits) -> None:
-        """Apply other limits. Raises ``ConfigError`` for impossible ones; the old ones stay."""
+        """Apply other limits. Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old ones stay."""
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
             held = self._node.engine.cache_bytes if self._node.engine is not None else 0
             check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
@@ -152,31 +160,33 @@ class Supervisor:
     def pause(self) -> None:
         """Free memory until ``resume``; sessions are asked to move away first."""
         self._paused_by_owner = True
-        self._look.set()
+        self._changed.set()
 
     def resume(self) -> None:
         """End ``pause``."""
         self._paused_by_owner = False
-        self._look.set()
+        self._changed.set()
 
     @asynccontextmanager
     async def step_aside(self, reason: str) -> AsyncIterator[None]:
-        """Paused while the context is open. It is entered when sessions have moved away, or had the time to."""
-        self._aside_reason = reason
-        self._look.set()
+        """Pause the node while the context is open. Entered when its sessions have moved away, or after twice ``PAUSE_GRACE_S``."""
+        self._step_aside_reason = reason
+        self._changed.set()
         try:
-            with contextlib.suppress(TimeoutError, SwarmnetError):  # of a node that ends anyway
+            with contextlib.suppress(
+                TimeoutError, SwarmnetError
+            ):  # the node may have failed, which ends it anyway
                 async with asyncio.timeout(2 * PAUSE_GRACE_S):
-                    await race(self._resting.wait(), self.finished())
+                    await race(self._paused.wait(), self.finished())
             yield
         finally:
-            self._aside_reason = ""
-            self._look.set()
+            self._step_aside_reason = ""
+            self._changed.set()
 
     def finish(self, grace_s: float) -> None:
         """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
         self._finishing_s = grace_s
-        self._look.set()
+        self._changed.set()
 
     async def finished(self) -> None:
         """Return once ``finish`` has run its course; raise what the node failed with."""
@@ -191,8 +201,8 @@ class Supervisor:
 
     def _pause_now(self) -> Pause | None:
         """Why the node must not run now, or None."""
-        if self._aside_reason:
-            return Pause(self._aside_reason)
+        if self._step_aside_reason:
+            return Pause(self._step_aside_reason)
         if self._observed is None:
             return None
         decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
@@ -202,8 +212,8 @@ class Supervisor:
         try:
             while not self._is_finishing:
                 if self._pause_now() is None:
-                    # A pause does not wait for blocks that are being loaded.
-                    await race(self._serve(), self._until_given_up())
+                    # A pause does not wait until the blocks are loaded.
+                    await race(self._serve(), self._until_loading_must_stop())
                 else:
                     await self._rest()
         except Exception as error:  # noqa: BLE001 - the supervisor: ``finished`` raises it
@@ -229,22 +239,22 @@ class Supervisor:
                 await cancel(governing)
 
     async def _govern(self, node: Node) -> NoReturn:
-        """Limit the memory of clients while ``node`` runs; one session a look is ended if they use more."""
+        """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""
         governor = Governor(self._dependencies.transport.resources, self._hosting, self._machine.ram_bytes())
         while True:
             limit_bytes = self._limits.max_ram_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:
-                governor.look(node.engine, limit_bytes, rss_bytes)
+                governor.adjust(node.engine, limit_bytes, rss_bytes)
             if limit_bytes is not None and rss_bytes > limit_bytes * RELEASE_ABOVE:
                 await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
                 if self._machine.ram_bytes() > limit_bytes and node.host is not None:
                     node.host.shed()
-            await asyncio.sleep(LOOK_S if limit_bytes is None else GOVERN_S)
+            await asyncio.sleep(OBSERVE_S if limit_bytes is None else GOVERN_S)
 
     async def _rest(self) -> None:
-        """Wait until the node may run again, or is to end."""
-        self._resting.set()
+        """Stay paused until the node may run again, or must end."""
+        self._paused.set()
         # Blocks that are not chosen yet are not announced.
         announcing = asyncio.create_task(self._node.rest()) if self._hosting.blocks is not None else None
         try:
@@ -253,7 +263,7 @@ class Supervisor:
                 self._notify_listeners(pause.reason)
                 await self._until(partial(self._is_other_than, pause))
         finally:
-            self._resting.clear()
+            self._paused.clear()
             await cancel(announcing)
 
     @property
@@ -266,28 +276,28 @@ class Supervisor:
     def _must_stop(self) -> bool:
         return self._is_finishing or self._pause_now() is not None
 
-    async def _until_given_up(self) -> None:
+    async def _until_loading_must_stop(self) -> None:
         await self._until(lambda: self._is_loading and self._must_stop())
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait until ``holds`` is true; it is called after every change."""
         while not holds():
-            self._look.clear()
-            await self._look.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _watch(self) -> NoReturn:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(OBSERVE_S):
                     await self._limits_changed.wait()
             self._limits_changed.clear()
             await self._observe()
 
     async def _observe(self) -> None:
         limits, loop = self._limits, asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # what was seen before still counts
+        with contextlib.suppress(OSError):  # the last observation still counts
             self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
-        self._look.set()
+        self._changed.set()
 
     def _notify_listeners(self, reason: str) -> None:
         self._reason = reason
@@ -302,7 +312,7 @@ class Governor:
     def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
         """``fixed_bytes``: resident memory without clients."""
         self._resources = resources
-        self._most: Mapping[Resource, int] = {
+        self._configured: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
             Resource.LOG: hosting.limits.total_log_bytes,
             Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
@@ -312,11 +322,11 @@ class Governor:
         self._fixed_bytes = fixed_bytes
         self._is_limited = False
 
-    def look(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
-        """Limit KV caches, logs and adapters to the memory that is left, given the resident memory, and refuse passes that would not fit."""
+    def adjust(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
+        """Limit KV caches, logs and adapters to the memory that ``rss_bytes`` of resident memory leave, and passes to those that fit."""
         if max_ram_bytes is None:
             if self._is_limited:
-                self._set(engine, self._most)
+                self._set(engine, self._configured)
                 self._resources.limit(Resource.MEMORY, system=self._message_bytes)
             self._is_limited = False
             return
@@ -332,7 +342,9 @@ class Governor:
         found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
         free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
         found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
-        self._set(engine, {resource: min(room, self._most[resource]) for resource, room in found.items()})
+        self._set(
+            engine, {resource: min(limit, self._configured[resource]) for resource, limit in found.items()}
+        )
         if not self._is_limited:
             self._resources.limit(Resource.MEMORY, system=footprint.message_bytes)
         self._is_limited = True

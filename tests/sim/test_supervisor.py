@@ -11,7 +11,7 @@ import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner.limits import Limits, Usage
-from swarmnet_node.supervisor import GOVERN_S, LOOK_S, PAUSE_GRACE_S, Supervisor
+from swarmnet_node.supervisor import GOVERN_S, OBSERVE_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import read_records
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.session.steps import Row
@@ -262,7 +262,7 @@ def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) 
             supervisor.on_change(lambda status: said.append(status.state))
             supervisor.resume()  # the limits are applied again before the next observation of the machine
             supervisor.set_limits(Limits(idle_only=True))
-            await asyncio.sleep(2 * LOOK_S)
+            await asyncio.sleep(2 * OBSERVE_S)
             assert said == []
             machine.see(idle_s=1.0)
             await turns(supervisor, "paused")

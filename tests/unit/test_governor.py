@@ -37,11 +37,11 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
 
     before = limits()
     governor = Governor(resources, hosting, fixed_bytes=GIB // 2)
-    governor.look(engine, GIB, GIB // 2)
+    governor.adjust(engine, GIB, GIB // 2)
     limited = limits()
     for resource in (Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES):
         assert cast("int", limited[resource]) < cast("int", before[resource])
     assert caches[-1] < hosting.max_cache_bytes
-    governor.look(engine, None, GIB // 2)
+    governor.adjust(engine, None, GIB // 2)
     assert limits() == before
     assert caches[-1] == hosting.max_cache_bytes

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class HostedPass:
-    """A pass that was admitted. It needs nothing of passes before it; what a forward leaves may save its backward work."""
+    """An admitted pass. It does not depend on earlier passes; the autograd graph of its forward pass may save a backward pass work."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class HostedPass:
             raise _graph_gone()
 
     async def run(self, slot: Slot) -> None:
-        """In ``slot``: take the tensors, compute when sessions leave room, answer; send heartbeats meanwhile.
+        """Receive the tensors, compute when sessions leave time for it, and answer. Heartbeats are sent meanwhile.
 
         Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
         for tensors that are not what was announced, ``Refusal`` when the graph has been evicted or
@@ -102,10 +102,10 @@ class HostedPass:
         return [outputs]
 
     async def _gradients(self) -> list[torch.Tensor]:
-        """Those of the inputs and, with an adapter, of all its numbers."""
+        """Gradients of the inputs and, with an adapter, of all its values."""
         if self._graph is not None:
             grad_outputs = await self._receive()
-            return await self._compute(lambda: partial(self._differentiate, self._take(), grad_outputs))
+            return await self._compute(lambda: partial(self._differentiate, self._take_graph(), grad_outputs))
         inputs, grad_outputs = await self._receive(), await self._receive()
 
         def compute() -> list[torch.Tensor]:
@@ -115,8 +115,8 @@ class HostedPass:
         return await self._compute(lambda: compute)
 
     def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
-        gradients, own = self._stage.gradients(graph, grad_outputs)
-        return [self._sent(gradients), *([finite(pack_tensors(own))] if own else [])]
+        gradients, of_adapter = self._stage.gradients(graph, grad_outputs)
+        return [self._sent(gradients), *([finite(pack_tensors(of_adapter))] if of_adapter else [])]
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         return finite(values.to(self._wire))
@@ -130,7 +130,7 @@ class HostedPass:
         self._slot.worked()
         return computed
 
-    def _take(self) -> AutogradGraph:
+    def _take_graph(self) -> AutogradGraph:
         graph = self._engine.graph_cache.take(self._graph) if self._graph is not None else None
         if graph is None:
             raise _graph_gone()
@@ -144,13 +144,13 @@ class HostedPass:
     async def _next_part(self) -> tuple[pb.Part, Buffer]:
         request, payload = await self._stream.receive()
         if not request.HasField("part"):
-            raise ProtocolViolation("a pass begins once")
+            raise ProtocolViolation("a second Begin in one pass")
         self._slot.moved(len(payload))
         return request.part, payload
 
 
 def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
-    """Which graph a pass leaves or uses, if any. Raises ``ProtocolViolation`` for an id of the wrong size."""
+    """The key of the graph that a pass keeps or uses; None without one. Raises ``ProtocolViolation`` for an id of the wrong size."""
     if not wanted.graph:
         return None
     if len(wanted.graph) != GRAPH_ID_BYTES:
@@ -160,13 +160,15 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """The values. Raises ``Refusal`` for infinity or NaN: those who would get them could not tell where it began."""
+    """The values. Raises ``Refusal`` for infinity or NaN: the next receiver could not tell which host caused it."""
     if not torch.isfinite(values).all():
         raise Refusal(
-            refusal_pb2.REASON_NOT_FINITE, "what these blocks, and your adapter, make of this is not finite"
+            refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks, with your adapter, are not finite"
         )
     return values
 
 
 def _graph_gone() -> Refusal:
-    return Refusal(refusal_pb2.REASON_GRAPH_GONE, "what the forward pass left is not here: send its inputs")
+    return Refusal(
+        refusal_pb2.REASON_GRAPH_GONE, "the autograd graph of the forward pass is not here: send its inputs"
+    )

@@ -63,7 +63,7 @@ LinkStream = TypedStream[pb.LinkReply, pb.LinkRequest]
 
 @dataclass(frozen=True)
 class SessionParts:
-    """What the sessions of a host share."""
+    """The dependencies that all sessions of a host share."""
 
     engine: Engine
     start: int
@@ -76,7 +76,7 @@ class SessionParts:
     next_hop: Callable[[pb.Peer, int], NextHop]
     """The next hop as a client names it, with its epoch, at the addresses that the hop itself has signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
-    """End idle sessions, if that takes, for so many more bytes of KV caches in a scope."""
+    """End idle sessions until so many more bytes of KV caches fit, in the scope of the session that needs them."""
 
 
 class HostedSession:
@@ -100,10 +100,10 @@ class HostedSession:
         self._is_last = not wanted.HasField("next")
         self._target = None if self._is_last else parts.next_hop(wanted.next, wanted.epoch)
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
-        self._log_room = self._scope.reserve(Resource.LOG, 0)
+        self._log_reservation = self._scope.reserve(Resource.LOG, 0)
         # Charged to the client's limit for logs and not to this session's, where outputs for the next hop come first.
-        self._received_room = stream.scope.reserve(Resource.LOG, 0)
-        self._received = ReceivedDigests(self._received_room)
+        self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
+        self._received = ReceivedDigests(self._received_reservation)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._link_sender = LinkSender(
@@ -121,8 +121,8 @@ class HostedSession:
 
     def _new_log(self) -> ActivationLog:
         # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
-        self._log_room.release()
-        return ActivationLog(self._log_room, keep_values=not self._is_last)
+        self._log_reservation.release()
+        return ActivationLog(self._log_reservation, keep_values=not self._is_last)
 
     @property
     def pair(self) -> Pair | None:
@@ -142,11 +142,11 @@ class HostedSession:
         return self._scope.used[Resource.CACHE]
 
     def evict(self) -> None:
-        """End: the session brings no work, and other clients wait."""
+        """End the session, which brings no work, because other clients wait."""
         self._fail(idle())
 
     def shed(self) -> None:
-        """End: the host is over its owner's memory limit."""
+        """End the session, because the host is over its owner's memory limit."""
         self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
     # ---- the client's stream ----------------------------------------------------------------------------
@@ -175,8 +175,8 @@ class HostedSession:
         self._over = True
         self._release(self._sequences.values())
         self._sequences = {}
-        self._log_room.release()
-        self._received_room.release()
+        self._log_reservation.release()
+        self._received_reservation.release()
         self.freed.set()
 
     async def announce_leaving(self) -> None:
@@ -207,9 +207,9 @@ class HostedSession:
         if self._is_last or not received:
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received)))
             return
-        with self._scope.reserve(Resource.MEMORY, 0) as room:
+        with self._scope.reserve(Resource.MEMORY, 0) as reservation:
             try:
-                await room.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
+                await reservation.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except ResourceLimitReached as error:
                 raise Refusal.overloaded(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
@@ -261,7 +261,7 @@ class HostedSession:
     # ---- upstream ---------------------------------------------------------------------------------------
 
     async def accept(self, link: LinkStream, epoch: int) -> None:
-        """Take steps from this link until it ends or a link of a later epoch takes its place."""
+        """Apply the steps of this link until it ends or another link replaces it. Raises ``Refusal`` for a link of an older epoch."""
         if epoch < self._link_epoch:
             raise Refusal(refusal_pb2.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
         self._link_epoch = epoch
@@ -274,11 +274,11 @@ class HostedSession:
             applied = self._outbox.log.last
         await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
         queue: _Queue = asyncio.Queue(QUEUED_STEPS)
-        with self._scope.reserve(Resource.MEMORY, 0) as room:
-            await race(self._read(link, queue, room), self._work(stream, queue, room))
+        with self._scope.reserve(Resource.MEMORY, 0) as reservation:
+            await race(self._read(link, queue, reservation), self._work(stream, queue, reservation))
 
     async def _reset(self) -> None:
-        """Forget a replay that was broken off, here and in the hops it had already reached."""
+        """Drop the part of an interrupted replay, here and in the hops that it had already reached."""
         if not self._sequences:
             return
         self._release(self._sequences.values())
@@ -286,7 +286,7 @@ class HostedSession:
         self._received.forget()
         await self._send_to_next(self._new_log())
 
-    async def _read(self, link: LinkStream, queue: _Queue, room: Reservation) -> None:
+    async def _read(self, link: LinkStream, queue: _Queue, reservation: Reservation) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             request, payload = await link.receive()
@@ -299,24 +299,24 @@ class HostedSession:
                 await asyncio.sleep(wait_s)
             size_bytes = len(payload)
             try:
-                room.resize(room.amount + size_bytes)
+                reservation.resize(reservation.amount + size_bytes)
             except ResourceLimitReached:
-                # Its stream holds the memory of this one as long as the next is not asked for.
+                # No memory for another message: wait until all queued steps are applied. Until the next receive, the stream's own limit covers this one.
                 await queue.put((step, 0))
                 await queue.join()
             else:
                 await queue.put((step, size_bytes))
 
-    async def _work(self, stream: Stream, queue: _Queue, room: Reservation) -> None:
+    async def _work(self, stream: Stream, queue: _Queue, reservation: Reservation) -> None:
         while True:
             step, size_bytes = await queue.get()
             # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
             await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
-            room.resize(room.amount - size_bytes)
+            reservation.resize(reservation.amount - size_bytes)
             queue.task_done()
 
     async def _apply(self, stream: Stream, step: Step) -> None:
-        """Compute one step, log it, send its outputs on. What fails here ends the session and is told to the client."""
+        """Compute one step, log it, and send its outputs on. A failure ends the session, and the client is told the reason."""
         async with self._applying:
             if stream is not self._link or self._failed.done() or self._over:
                 return
@@ -365,7 +365,7 @@ class HostedSession:
         return finite(outputs.to(self._link_sender.wire))
 
     def _new_bytes(self, step: Step) -> int:
-        """At most, of caches that a step makes longer."""
+        """An upper bound of the bytes by which a step extends the KV caches."""
         geometry = self._stage.geometry
         longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
         return max(0, sum(longest) - sum(sequence.nbytes for sequence in self._sequences.values()))
@@ -386,7 +386,7 @@ class HostedSession:
         if copied:
             sources = [before[row.source] for row in rows if row.sequence in copied]
             after = dict(zip(copied, await self._engine.fork(sources, self._scope), strict=True))
-        if self._over:  # meanwhile: what was there is freed
+        if self._over:  # the session ended during the fork
             self._release(after.values())
             raise StreamEnded("the session has ended")
         for row in rows:
@@ -418,5 +418,5 @@ class HostedSession:
 
 
 def idle() -> Refusal:
-    """What is told to a client whose session, pass or link brings no work."""
-    return Refusal(refusal_pb2.REASON_IDLE, "nothing came for long, and others need the place")
+    """The refusal of a session, pass or link that brings no work."""
+    return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other clients wait")

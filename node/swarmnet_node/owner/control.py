@@ -44,7 +44,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What a node is doing: the fields of ``NodeStatus`` in proto/control.proto."""
+    """The status of a node: the fields of ``NodeStatus`` in proto/control.proto."""
 
     peer_id: str
     state: str
@@ -71,7 +71,7 @@ class NodeStatus:
 
 
 class Controlled(Protocol):
-    """The node, as its owner sees it."""
+    """The node that the owner controls."""
 
     def status(self) -> NodeStatus: ...
 
@@ -84,14 +84,14 @@ class Controlled(Protocol):
     def limits(self) -> Limits: ...
 
     def set_limits(self, limits: Limits) -> None:
-        """Raises ``SwarmnetError`` for limits that cannot be kept; then nothing has changed."""
+        """Raises ``SwarmnetError`` for limits that cannot be kept. Then the old ones stay."""
 
 
 @asynccontextmanager
 async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
-    """Answer for ``node`` until the block ends.
+    """Serve the control socket of ``node`` while the context is open.
 
-    The caller owns ``data_dir`` alone, so a socket that lies there is left over and is replaced.
+    The caller holds the lock of ``data_dir``, so a socket that exists there is left over from a dead process, and is replaced.
     """
 
     async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> control_pb2.NodeStatus:
@@ -261,7 +261,7 @@ def _explain(error: Any, data_dir: Path, no_node: SwarmnetError) -> SwarmnetErro
 
 @contextmanager
 def _bindable(data_dir: Path) -> Iterator[str]:
-    """A name of ``data_dir`` that is short enough for the address of a unix socket."""
+    """A path of ``data_dir`` that is short enough for the address of a unix socket."""
     path = str(data_dir.absolute())
     if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES:
         yield path

@@ -13,10 +13,10 @@ _TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
 
 
 def idle_s(clock: Clock) -> float | None:
-    """Seconds since the last touch of a keyboard or mouse here; None when nothing tells. May take a while.
+    """Seconds since keyboard, mouse or a terminal of this machine was last used; None if unknown. May take seconds.
 
-    Linux: the least of what logind says of sessions, X of its keyboard and mouse, and when terminals were last typed in.
-    macOS: what the input system says.
+    Linux: the least of logind's idle time of sessions, X's idle time of keyboard and mouse, and the time since input on a terminal.
+    macOS: the idle time of the input system (``HIDIdleTime``).
     """
     if sys.platform == "darwin":
         return _hid_idle_s()
@@ -29,7 +29,7 @@ def idle_s(clock: Clock) -> float | None:
 
 
 def _output_of(*command: str) -> str:
-    """What a command prints, or nothing if there is none such or it fails."""
+    """The output of a command; empty if it does not exist, fails or takes longer than ``_ASK_S``."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -43,7 +43,7 @@ def _hid_idle_s() -> float | None:
 
 
 def _logind_idle_s(clock: Clock) -> float | None:
-    """What logind makes of all sessions: desktops tell it, of terminals it sees for itself."""
+    """logind's idle time of all sessions: desktops report theirs, and logind reads that of terminals."""
     shown = _output_of("loginctl", "show", "-p", "IdleHint", "-p", "IdleSinceHint")
     fields = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     since = fields.get("IdleSinceHint", "")
@@ -55,7 +55,7 @@ def _logind_idle_s(clock: Clock) -> float | None:
 
 
 def _terminals_idle_s(clock: Clock) -> float | None:
-    """Reading what was typed is what changes a terminal's access time."""
+    """The access time of a terminal is that of its last input."""
     times = []
     for pattern in _TERMINALS:
         for path in Path("/").glob(pattern.lstrip("/")):
@@ -80,7 +80,7 @@ class _ScreenSaverInfo(ctypes.Structure):
 
 
 def _x_idle_s() -> float | None:
-    """What the X server of this session says; under Wayland it only hears of X programs, so logind counts there too."""
+    """The idle time of the X server. Under Wayland it knows of X programs only, and logind's idle time counts."""
     try:  # by name: ``find_library`` runs two processes at each look
         x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""The owner's limits, and what follows from them: run, or pause and why. Pure."""
+"""The owner's limits, and the decision that follows from them: run, or pause and why. Pure."""
 
 import json
 import math
@@ -11,13 +11,13 @@ from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
 
 MIN_RATE_BYTES_PER_S = 64_000.0
-"""Less would hold up large messages for longer than their senders wait."""
+"""The least rate. Below it, a large message takes longer than its sender waits."""
 MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
 IDLE_AFTER_S = 180.0
 ONE_CLIENT = 0.25
-"""The share of what a host has for clients that one of them may take, if its owner does not say otherwise."""
+"""The default share of a host's resources that one client may use."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Limits:
     cores: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``ConfigError`` for what no node can keep."""
+        """Raises ``ConfigError`` for a limit out of range."""
         _check("max_ram", self.max_ram_bytes, 1, MAX_BYTES)
         _check("max_gpu_mem", self.max_gpu_mem, 0.01, MAX_BYTES)
         _check_rate("up", self.up_bytes_per_s)
@@ -58,7 +58,7 @@ class Limits:
 
     @property
     def are_conditional(self) -> bool:
-        """Whether a node may have to pause without being told to."""
+        """Whether the limits may pause the node without a command of its owner."""
         return bool(self.monthly_bytes or self.schedule or self.idle_only or self.no_battery)
 
     def to_json(self) -> str:
@@ -117,33 +117,33 @@ def _check(name: str, value: float | None, least: float, most: float, unit: str 
 
 
 def _check_rate(name: str, bytes_per_s: float | None) -> None:
-    kbit = 8 / 1000  # as it is typed
+    kbit = 8 / 1000  # the unit of the command line
     rate = None if bytes_per_s is None else bytes_per_s * kbit
     _check(name, rate, MIN_RATE_BYTES_PER_S * kbit, MAX_BYTES * kbit, " kbit/s")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes that went over the network in ``month``, such as 2026-11."""
+    """Bytes sent and received in ``month``, such as 2026-11."""
 
     month: str = ""
     up_bytes: int = 0
     down_bytes: int = 0
 
     def plus(self, month: str, up_bytes: int, down_bytes: int) -> "Usage":
-        """With so many more, seen in ``month``: another month begins with nothing."""
+        """The usage with more bytes, counted in ``month``. A new month begins at 0."""
         before = self if self.month == month else Usage(month)
         return replace(before, up_bytes=before.up_bytes + up_bytes, down_bytes=before.down_bytes + down_bytes)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known of the machine at a moment. None: it cannot be told, or was not asked."""
+    """The state of the machine that limits depend on."""
 
     now: datetime
     """Local time."""
     idle_s: float | None
-    """Seconds since keyboard or mouse were last used."""
+    """Seconds since keyboard or mouse were last used. None: unknown, or not measured because no limit needs it."""
     on_battery: bool
 
 
@@ -160,7 +160,7 @@ class Pause:
 
 
 def decide(limits: Limits, observed: Observed, usage: Usage, *, paused_by_owner: bool) -> Run | Pause:
-    """Whether a node may run now; where several things forbid it, the first of them is the reason."""
+    """Whether a node may run now. If several limits forbid it, the first one below is the reason."""
     if paused_by_owner:
         return Pause("its owner paused it")
     month = month_of(observed.now)

@@ -23,12 +23,14 @@ LIMITS_NAME = "limits.json"
 USAGE_NAME = "usage.json"
 MAX_FILE_BYTES = 1 << 16
 USAGE_EVERY_S = 60.0
+"""Seconds between two writes of the usage file."""
 CHILDREN_EVERY_S = 30.0
+"""Seconds for which the list of child processes is reused."""
 _LOW_NICENESS = 10
 
 
 def yield_to_others() -> None:
-    """Give every other program on this machine precedence: processor and, where the system can, disk."""
+    """Give all other programs of this machine precedence, in processor time and, if the system can, in disk access."""
     process = psutil.Process()
     with contextlib.suppress(OSError, psutil.Error):
         process.nice(max(_LOW_NICENESS, process.nice()))
@@ -59,12 +61,12 @@ def save_limits(folder: Path, limits: Limits) -> None:
 
 
 class OwnersMachine:
-    """The ``Machine`` of a real node. Its limits and what it used in the month are kept in ``folder``."""
+    """The ``Machine`` of a real node. Its limits and its usage of this month are kept in ``folder``."""
 
     def __init__(
         self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
     ) -> None:
-        """``limit_computing`` has whatever computes keep to its cores and to its part of the device's memory."""
+        """``limit_computing`` applies the limits on cores and on the device's memory."""
         self._folder = folder
         self._link = link
         self._clock = clock
@@ -81,7 +83,7 @@ class OwnersMachine:
         now = self._clock()
         if now - self._saved_at >= USAGE_EVERY_S:
             self.save_usage()
-        # To ask logind who is there takes a process.
+        # Asking logind for the idle time runs a process.
         return Observed(
             now=datetime.fromtimestamp(now),  # noqa: DTZ006 - the clock on the owner's wall
             idle_s=idle_s(self._clock) if limits.idle_only else None,
@@ -90,20 +92,20 @@ class OwnersMachine:
 
     def usage(self) -> Usage:
         month = month_of(datetime.fromtimestamp(self._clock()))  # noqa: DTZ006
-        with self._counting:  # ``observe`` asks on another thread
+        with self._counting:  # ``observe`` runs on another thread
             up, down = int(self._link.up.total_bytes), int(self._link.down.total_bytes)
             self._usage = self._usage.plus(month, up - self._counted[0], down - self._counted[1])
             self._counted = (up, down)
             return self._usage
 
     def save_usage(self) -> None:
-        """Remember what was used so far."""
+        """Write the bytes used so far to the usage file."""
         usage = self.usage()
         self._saved_at = self._clock()
         write_whole(self._folder / USAGE_NAME, json.dumps(vars(usage)).encode())
 
     def close(self) -> None:
-        """Keep what was used so far. Raises ``OutOfResources`` if the disk is full."""
+        """Save the usage. Raises ``OutOfResources`` if the disk is full."""
         try:
             self.save_usage()
         except OSError as error:
@@ -112,7 +114,7 @@ class OwnersMachine:
             ) from error
 
     def ram_bytes(self) -> int:
-        # To find children is to look at every process of the machine.
+        # Finding the children reads every process of the machine.
         if self._clock() - self._children_at >= CHILDREN_EVERY_S:
             self._children_at = self._clock()
             with contextlib.suppress(psutil.Error):
@@ -142,7 +144,7 @@ def _rss_bytes(process: psutil.Process) -> int:
 
 
 def release_memory() -> None:
-    """Give the system what memory was freed."""
+    """Return freed memory to the system."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -150,7 +152,7 @@ def release_memory() -> None:
 
 
 def _load_usage(folder: Path) -> Usage:
-    """What was remembered; a file that makes no sense counts for nothing, since a new one follows within a minute."""
+    """The saved usage; none if the file is damaged: a new one is written within a minute."""
     try:
         fields = json.loads(_read(folder / USAGE_NAME) or "{}")
         month, up, down = fields["month"], fields["up_bytes"], fields["down_bytes"]
@@ -162,7 +164,7 @@ def _load_usage(folder: Path) -> Usage:
 
 
 def _read(path: Path) -> str | None:
-    """A small text file, or None where there is none."""
+    """The first ``MAX_FILE_BYTES`` of a text file; None if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES).decode(errors="replace")

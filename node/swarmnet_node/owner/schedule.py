@@ -16,7 +16,7 @@ _WINDOW = re.compile(
 
 @dataclass(frozen=True)
 class Window:
-    """From one minute of the day to another, on some days; where it passes midnight, ``days`` are those it begins on."""
+    """The minutes [start, end) of some days. A window that passes midnight has ``end <= start``, and belongs to the day on which it begins."""
 
     days: frozenset[int]
     start: int
@@ -34,21 +34,21 @@ class Window:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The times at which a node may run: whenever one of the windows is open. ``text`` is what it was read from."""
+    """The times at which a node may run: those inside one of the windows. ``text``: the schedule as it was written."""
 
     text: str
     windows: tuple[Window, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """``mon-fri 19:00-07:00; sat,sun 00:00-24:00``, or only hours, for every day. Raises ``ValueError`` otherwise."""
+        """Read a schedule such as ``mon-fri 19:00-07:00; sat,sun 00:00-24:00``. Without days: every day. Raises ``ValueError`` for other text."""
         if len(text) > MAX_TEXT:
             raise ValueError(f"a schedule has at most {MAX_TEXT} characters")
         windows = tuple(_window(part.strip().lower()) for part in text.split(";"))
         return cls(text.strip(), windows)
 
     def allows(self, now: datetime) -> bool:
-        """Whether a node may run at ``now``, a local time: what the hands of the clock show is what counts."""
+        """Whether a node may run at ``now``, a local time."""
         return any(window.holds(now.weekday(), now.hour * 60 + now.minute) for window in self.windows)
 
 

@@ -1,6 +1,6 @@
 """The admission protocol: a newcomer gets its first certificate, a member its next one and the newest swarm file.
 
-Every member of a private swarm answers under ``/swarmnet/admission/1``:
+Every member of a private swarm answers under ``/swarmnet/admission/2``:
 
 1. **Redeem.** A newcomer sends an invite. An issuer answers with a certificate and the swarm file; any other member answers with the
    addresses of issuers.

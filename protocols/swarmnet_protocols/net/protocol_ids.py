@@ -12,14 +12,14 @@ _TRAINER = frozenset({Role.TRAINER})
 _DHT_NODES = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
 
 SESSION = ProtocolSpec(
-    "/swarmnet/session/1",
+    "/swarmnet/session/2",
     max_header_bytes=64 << 10,
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT,
     served_by=_HOST,
 )
 LINK = ProtocolSpec(
-    "/swarmnet/link/2",
+    "/swarmnet/link/3",
     max_header_bytes=64 << 10,
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT | _HOST,
@@ -27,7 +27,7 @@ LINK = ProtocolSpec(
     has_flow_control=True,
 )
 PASS = ProtocolSpec(
-    "/swarmnet/pass/2",
+    "/swarmnet/pass/3",
     max_header_bytes=4096,
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
@@ -35,7 +35,7 @@ PASS = ProtocolSpec(
     has_flow_control=True,
 )
 ADAPTER = ProtocolSpec(
-    "/swarmnet/adapter/2",
+    "/swarmnet/adapter/3",
     max_header_bytes=4096,
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
@@ -57,7 +57,7 @@ MATCHMAKING = ProtocolSpec(
     "/swarmnet/matchmaking/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER
 )
 STATE = ProtocolSpec(
-    "/swarmnet/state/2",
+    "/swarmnet/state/3",
     max_header_bytes=1024,
     max_payload_bytes=2 << 20,
     roles=_TRAINER,
@@ -65,7 +65,7 @@ STATE = ProtocolSpec(
 )
 
 EXCHANGE = ProtocolSpec(
-    "/swarmnet/exchange/3",
+    "/swarmnet/exchange/4",
     max_header_bytes=64 << 10,
     max_payload_bytes=1 << 20,
     roles=_TRAINER,
@@ -90,8 +90,8 @@ REVOCATIONS = ProtocolSpec(
     roles=ANY_ROLE,
     served_by=ANY_ROLE,
 )
-HANDSHAKE = ProtocolSpec("/swarmnet/handshake/1", max_header_bytes=4096, max_payload_bytes=320 << 10)
-ADMISSION = ProtocolSpec("/swarmnet/admission/1", max_header_bytes=128 << 10)
+HANDSHAKE = ProtocolSpec("/swarmnet/handshake/2", max_header_bytes=4096, max_payload_bytes=320 << 10)
+ADMISSION = ProtocolSpec("/swarmnet/admission/2", max_header_bytes=128 << 10)
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
 """Served by nodes, besides ``REPORT``."""
