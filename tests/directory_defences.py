@@ -67,7 +67,7 @@ DIRECTORY = (
     Defence(
         "another peer stores what a full one refused",
         count_all_as_stored,
-        lambda _: test_dht_replication.test_a_peer_that_has_no_room_is_passed_over(),
+        lambda _: test_dht_replication.test_a_full_peer_is_replaced_by_the_next_nearest(),
     ),
 )
 

@@ -80,7 +80,7 @@ IDENTITY = (
     Defence(
         "a duplicate identity proves that it has the key",
         replacing(duplicate_identity, "peer_id_of", lambda _: test_duplicate_identity.ALICE.peer_id),
-        lambda _: test_duplicate_identity.test_whoever_has_another_key_is_not_heard(),
+        lambda _: test_duplicate_identity.test_a_peer_with_another_key_proves_no_duplicate(),
     ),
 )
 STATEMENTS = (

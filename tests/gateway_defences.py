@@ -110,6 +110,6 @@ GATEWAY = (
     Defence(
         "API key files are private",
         replacing(key_files, "_MOUNTED", Path("/")),
-        test_serve.test_a_key_that_everybody_can_read_is_refused,
+        test_serve.test_a_key_file_that_others_can_read_is_refused,
     ),
 )

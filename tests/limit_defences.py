@@ -190,7 +190,7 @@ LIMITS = (
         "records of one peer are bounded",
         count_only,
         lambda _: (
-            test_dht_storage.test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(
+            test_dht_storage.test_records_that_one_peer_stores_are_bounded_for_any_signer_until_they_expire(
                 test_dht_storage.Time()
             )
         ),

@@ -84,7 +84,7 @@ def of_an_issuer(test: Callable[[Issuer], object]) -> Callable[[Path], object]:
 
 
 def redeemed_by_two_peers(issuer: Issuer) -> None:
-    test_issuer.test_replays_cost_no_use_and_give_nobody_else_anything(issuer)
+    test_issuer.test_a_replayed_redemption_costs_no_use_and_admits_no_other_peer(issuer)
 
 
 HANDSHAKE = (

@@ -107,7 +107,7 @@ P2PD = (
     Defence(
         "the addresses of a peer are signed by it",
         replacing(dht_contacts, "open_valid", skip_signatures),
-        lambda _: test_dht_contacts.test_nobody_else_can_say_where_a_peer_is(),
+        lambda _: test_dht_contacts.test_a_peer_signs_its_own_addresses(),
     ),
     Defence(
         "a DHT caller announces only its own addresses",

@@ -54,7 +54,7 @@ WORDS = (
     Defence(
         "a membership made with a stolen key ends with the key",
         forget_who_admitted,
-        test_issuer.test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewed_it,
+        test_issuer.test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal,
     ),
     Defence(
         "a membership by an invite of a stolen key ends with the key",
@@ -64,7 +64,7 @@ WORDS = (
     Defence(
         "a publisher whose clock was ahead is heard again",
         replacing(Publisher, "max_lifetime_s", float("inf")),
-        lambda _: test_directory.test_a_clock_that_ran_ahead_and_came_back_silences_nobody(2 * 86400.0),
+        lambda _: test_directory.test_a_publisher_is_heard_again_after_its_clock_was_ahead(2 * 86400.0),
     ),
     Defence(
         "a record stored while a clock was ahead is replaced",

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format, made from our exceptions."""
+"""Error responses in OpenAI's format, made from the exceptions of a request."""
 
 import math
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Parameters that never change a response; they are ignored."""
+"""Ignored parameters: they never change a response."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),

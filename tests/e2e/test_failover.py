@@ -259,7 +259,7 @@ def test_when_a_replica_comes_back_in_time_the_command_goes_on(lab: Swarm, story
     assert answer["failovers"] >= 1
 
 
-def test_without_a_replica_left_the_command_says_which_blocks_nobody_hosts(lab: Swarm) -> None:
+def test_without_a_replica_the_command_names_the_missing_blocks(lab: Swarm) -> None:
     with RunProcess(lab, PROMPT) as run:
         run.wait("token")
         for name in middle(lab):

@@ -174,7 +174,7 @@ def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
     assert min(took_s for _, took_s in answers) >= Timing().open_s - 0.1
 
 
-def test_empty_sessions_keep_nobody_out(victim: Victim, tmp_path: Path) -> None:
+def test_empty_sessions_keep_no_client_out(victim: Victim, tmp_path: Path) -> None:
     """Four strangers open all sessions there are, compute nothing, and beat; an honest client comes from the same network."""
     held: list[int] = []
 

@@ -105,7 +105,7 @@ def test_gradients_at_the_inputs_of_padded_rows(calm: TinySwarm, left: bool) -> 
     assert not leaves[0][mask == 0].any()
 
 
-def test_a_batch_of_nothing_but_padding_costs_nobody_anything(calm: TinySwarm) -> None:
+def test_a_batch_of_padding_only_is_not_sent(calm: TinySwarm) -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     leaf = calm.model.get_input_embeddings()(ids).detach().requires_grad_()
     sent = calm.model.traffic.sent

@@ -82,7 +82,7 @@ def test_the_least_recently_used_of_an_owner_makes_way() -> None:
     with_store(talk)
 
 
-def test_when_all_is_full_the_least_recently_used_of_anybody_makes_way() -> None:
+def test_a_full_store_drops_the_least_recently_used_adapter_of_any_client() -> None:
     async def talk(store: BoundedStore) -> None:
         for number in range(4):
             put(store, ALICE, number)
@@ -114,7 +114,7 @@ def test_what_is_in_use_stays() -> None:
     with_store(talk)
 
 
-def test_nobody_makes_way_for_what_finds_no_room_anyway() -> None:
+def test_no_adapter_is_dropped_for_one_that_does_not_fit_anyway() -> None:
     async def talk(store: BoundedStore) -> None:
         for number in range(3):
             put(store, ALICE, number)
@@ -124,7 +124,7 @@ def test_nobody_makes_way_for_what_finds_no_room_anyway() -> None:
     with_store(talk)
 
 
-def test_what_nobody_uses_for_long_goes() -> None:
+def test_an_adapter_that_is_not_used_for_long_is_dropped() -> None:
     async def talk(store: BoundedStore) -> None:
         put(store, ALICE, 0)
         put(store, ALICE, 1)

@@ -79,7 +79,7 @@ def _free_port(kind: socket.SocketKind) -> int:
         return port
 
 
-def test_a_peer_listens_on_the_ports_it_had_last_unless_somebody_else_has_them(tmp_path: Path) -> None:
+def test_a_peer_listens_on_its_former_ports_unless_they_are_taken(tmp_path: Path) -> None:
     assert usual_listen(tmp_path) == ANY_PORT
     tcp, udp = _free_port(socket.SOCK_STREAM), _free_port(socket.SOCK_DGRAM)
     others = ["/ip4/203.0.113.7/tcp/1/p2p/relay/p2p-circuit/p2p/me", "/dns4/example.org/tcp/2/p2p/me"]

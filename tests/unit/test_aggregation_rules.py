@@ -74,13 +74,13 @@ def test_neighbours_are_the_nearest_that_hold_more_than_half_of_the_weight() -> 
 
 
 def test_without_clipping_centered_clip_is_the_mean() -> None:
-    contributions, weights = crowd(), torch.arange(1.0, 17.0)
+    contributions, weights = random_contributions(), torch.arange(1.0, 17.0)
     everywhere = centered_clip(contributions, weights, radius=1e12)
     torch.testing.assert_close(everywhere, aggregate("mean", contributions, weights))
     assert (aggregate("centered-clip", contributions, weights) - everywhere).norm() > 0.1
 
 
-def crowd(size: int = 50) -> Tensor:
+def random_contributions(size: int = 50) -> Tensor:
     rows = torch.randn(16, size, generator=torch.Generator().manual_seed(1))
     rows[0] *= 100
     return rows
@@ -88,7 +88,7 @@ def crowd(size: int = 50) -> Tensor:
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> None:
-    contributions, weights = crowd(), torch.arange(1.0, 17.0)
+    contributions, weights = random_contributions(), torch.arange(1.0, 17.0)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
     permuted = aggregate(name, contributions[order], weights[order])
     torch.testing.assert_close(permuted, aggregate(name, contributions, weights))
@@ -103,7 +103,7 @@ def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> Non
 def test_columns_worked_on_at_a_time_change_no_bit_of_a_median_and_threads_none_at_all(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contributions, weights = crowd(500), torch.ones(16)
+    contributions, weights = random_contributions(500), torch.ones(16)
     whole = aggregate(name, contributions, weights)
     torch.set_num_threads(2)
     try:
@@ -119,7 +119,7 @@ def test_columns_worked_on_at_a_time_change_no_bit_of_a_median_and_threads_none_
 @pytest.mark.parametrize("name", AGGREGATORS)
 @pytest.mark.parametrize("scale", [1e-20, 1e15])
 def test_aggregates_are_free_of_scale(name: str, scale: float) -> None:
-    contributions, weights = crowd(), torch.ones(16)
+    contributions, weights = random_contributions(), torch.ones(16)
     torch.testing.assert_close(
         aggregate(name, contributions * scale, weights) / scale, aggregate(name, contributions, weights)
     )
@@ -127,7 +127,7 @@ def test_aggregates_are_free_of_scale(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_equal_contributions_and_a_single_one_come_back(name: str) -> None:
-    row = crowd()[1]
+    row = random_contributions()[1]
     torch.testing.assert_close(aggregate(name, row.expand(5, -1), torch.ones(5)), row, rtol=1e-6, atol=0)
     assert torch.equal(aggregate(name, row[None], torch.ones(1)), row)
 
@@ -157,7 +157,7 @@ def test_a_row_far_longer_than_the_median_is_named() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="krum"):
-        aggregate("krum", crowd(), torch.ones(16))
+        aggregate("krum", random_contributions(), torch.ones(16))
     for weights in (torch.ones(15), torch.zeros(16), torch.full((16,), math.nan)):
         with pytest.raises(ValueError, match="weight"):
-            aggregate("mean", crowd(), weights)
+            aggregate("mean", random_contributions(), weights)

@@ -220,7 +220,7 @@ def test_what_is_wrong_is_said_with_a_next_step_and_nothing_is_done(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_nobody_to_ask_is_said_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bootstrap_peer_is_reported_before_heavy_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swarmnet_client.model.model", None)
     assert cli.execute(shlex.split(RUN)) == 5
 

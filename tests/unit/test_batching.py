@@ -1,4 +1,4 @@
-"""The decisions of the batcher: who starts, who waits, which lane, how prompts share the way; and how tokens are chosen."""
+"""The decisions of the batcher: which requests start or wait, which sequence they reuse, how prompts share a step; and sampling."""
 
 import math
 import random

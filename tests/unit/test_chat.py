@@ -131,13 +131,13 @@ def test_after_a_failure_the_question_can_be_asked_again(
         opened.append("again")
         return nullcontext()
 
-    def nobody(*_: object, **__: object) -> None:
+    def unexpected(*_: object, **__: object) -> None:
         raise NoRoute([(0, 2)])
 
     with chatting(tiny) as chat:
         chat._open_session = session
         with monkeypatch.context() as patch:
-            patch.setattr(type(tiny.model), "generate", nobody)
+            patch.setattr(type(tiny.model), "generate", unexpected)
             with pytest.raises(NoRoute):
                 chat.take("w20")
         assert (chat.conversation.turns, opened) == ([], ["again"])
@@ -154,7 +154,7 @@ def test_an_answer_that_was_stopped_or_failed_is_tried_again_in_its_own_place(
             if piece.startswith("w"):
                 signal.raise_signal(signal.SIGINT)
 
-    def nobody(*_: object, **__: object) -> None:
+    def unexpected(*_: object, **__: object) -> None:
         raise NoRoute([(0, 2)])
 
     def questions() -> list[str]:
@@ -169,7 +169,7 @@ def test_an_answer_that_was_stopped_or_failed_is_tried_again_in_its_own_place(
         chat.take("/retry")
         assert questions() == ["w20", "w30"]
         with monkeypatch.context() as patch:
-            patch.setattr(type(tiny.model), "generate", nobody)
+            patch.setattr(type(tiny.model), "generate", unexpected)
             with pytest.raises(NoRoute):
                 chat.take("/retry")
         chat.take("/retry")
@@ -249,7 +249,7 @@ def test_an_unknown_command_is_no_message(tiny: TinySwarm, capsys: pytest.Captur
         assert chat.conversation.turns[0].question == "/w20"
 
 
-def test_who_took_over_is_told(
+def test_the_chat_reports_which_host_took_over(
     tiny: TinySwarm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = tiny.model.generate

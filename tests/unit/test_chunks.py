@@ -24,7 +24,7 @@ def batches(draw: st.DrawFn) -> tuple[Row, ...]:
 
 
 @given(batches())
-def test_pieces_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None:
+def test_chunks_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None:
     lengths = dict.fromkeys(range(len(rows)), 100)
     taken, wanted = [0] * len(rows), [0] * len(rows)
     if len(rows) > MAX_ROWS and any(row.source != row.sequence for row in rows):

@@ -11,7 +11,7 @@ from swarmnet_protocols.net.p2pd.connection_limits import Connection, Connection
 from swarmnet_protocols.net.p2pd.process import listening_at
 from swarmnet_protocols.net.subnets import subnet_of
 
-PEER = Identity.from_seed(b"somebody").peer_id
+PEER = Identity.from_seed(b"peer").peer_id
 LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)
 
 
@@ -54,17 +54,19 @@ def test_those_at_work_behind_the_address_of_an_attacker_stay() -> None:
 
 
 def test_a_subnet_has_its_share() -> None:
-    crowd = [each for host in range(9) for each in connections(f"198.51.100.{host}", 3)]
+    strangers = [each for host in range(9) for each in connections(f"198.51.100.{host}", 3)]
     alone = connections("203.0.113.1", 2, since=100.0)
-    left = kept([*crowd, *alone])
+    left = kept([*strangers, *alone])
     assert peers(alone) <= left
     assert len(left) == 8 + 2
 
 
 def test_in_all_those_from_where_most_come_from_go_first() -> None:
-    crowds = [each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)]
+    strangerss = [
+        each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)
+    ]
     alone = [each for net in range(4) for each in connections(f"203.0.{net}.1", 1, since=100.0)]
-    left = kept([*crowds, *alone])
+    left = kept([*strangerss, *alone])
     assert peers(alone) <= left
     assert len(left) == 16
 

@@ -97,7 +97,7 @@ def test_whatever_is_brought_in_is_pinned_at_the_version_that_is_tested() -> Non
     assert wrong == {}, "installed and pinned versions"
 
 
-def test_nothing_is_pinned_that_nobody_brings_in() -> None:
+def test_only_packages_that_are_required_are_pinned() -> None:
     assert pins().keys() - brought_in().keys() == set()
 
 

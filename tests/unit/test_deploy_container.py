@@ -48,7 +48,7 @@ def complaints(text: str) -> list[str]:
             found.append("a secret")
     users = [rest for word, rest in last if word == "USER"]
     if not users or users[-1].partition(":")[0] in {"root", "0"} or not users[-1][0].isdigit():
-        found.append("root, or a user whom nobody can check")
+        found.append("root, or a user that cannot be checked")
     if [word for word, _ in last].count("ENTRYPOINT") != 1 or not any(
         word == "HEALTHCHECK" for word, _ in last
     ):
@@ -82,8 +82,11 @@ def test_it_keeps_the_rules() -> None:
             "a shell in front of the program",
         ),
         (lambda text: text.replace("HOME=/data", "API_KEY=x", 1), "a secret"),
-        (lambda text: text.replace("USER 10001:10001", ""), "root, or a user whom nobody can check"),
-        (lambda text: text.replace("USER 10001:10001", "USER root"), "root, or a user whom nobody can check"),
+        (lambda text: text.replace("USER 10001:10001", ""), "root, or a user that cannot be checked"),
+        (
+            lambda text: text.replace("USER 10001:10001", "USER root"),
+            "root, or a user that cannot be checked",
+        ),
         (lambda text: text.replace("HEALTHCHECK", "LABEL x=y"), "not one program with its health"),
         (lambda text: text.replace("PIP_NO_CACHE_DIR=1 ", ""), "pip's cache stays"),
     ],

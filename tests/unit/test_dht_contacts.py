@@ -65,7 +65,7 @@ def tampered(sealed: bytes) -> bytes:
     return sealed[:-1] + bytes([sealed[-1] ^ 1])
 
 
-def test_nobody_else_can_say_where_a_peer_is() -> None:
+def test_a_peer_signs_its_own_addresses() -> None:
     world = World()
     bob = world.contacts(BOB)
     bob.learn(
@@ -93,9 +93,9 @@ def test_a_record_of_something_else_is_no_contact() -> None:
 def test_an_answer_has_so_many_and_none_is_too_large() -> None:
     world = World()
     bob = world.contacts(BOB)
-    crowd = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]
-    bob.learn([world.contacts(each).mine() for each in crowd])
-    assert [bool(bob.addresses_of(each.peer_id)) for each in crowd] == [True] * MAX_CONTACTS + [False] * 2
+    many = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]
+    bob.learn([world.contacts(each).mine() for each in many])
+    assert [bool(bob.addresses_of(each.peer_id)) for each in many] == [True] * MAX_CONTACTS + [False] * 2
     body = pb.ContactRecord(addresses=["x" * MAX_CONTACT_BYTES]).SerializeToString()
     _, sealed = Publisher(ALICE, SWARM, world.clock).seal(TOPIC, body, lifetime_s=60.0)
     bob.learn([sealed])

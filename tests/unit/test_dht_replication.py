@@ -115,7 +115,7 @@ def test_the_nearest_five_keep_a_record_under_each_key_and_are_asked_once() -> N
     with_peers(30, scenario)
 
 
-def test_where_there_are_fewer_all_of_them_keep_it() -> None:
+def test_with_fewer_peers_all_of_them_keep_a_record() -> None:
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()
         assert [len(peers) for peers in keeping.near.kept().values()] == [3, 3, 3]
@@ -123,7 +123,7 @@ def test_where_there_are_fewer_all_of_them_keep_it() -> None:
     with_peers(3, scenario)
 
 
-def test_alone_we_keep_it_ourselves() -> None:
+def test_a_lone_peer_keeps_its_own_records() -> None:
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()
         assert keeping.near.kept() == keeping.wanted()
@@ -131,7 +131,7 @@ def test_alone_we_keep_it_ourselves() -> None:
     with_peers(1, scenario)
 
 
-def test_the_next_nearest_keep_it_in_place_of_those_who_are_silent() -> None:
+def test_the_next_nearest_peers_replace_silent_ones() -> None:
     async def scenario(keeping: Keeping) -> None:
         [first, *_] = keeping.wanted()
         keeping.near.silent = set(keeping.near.nearest(first)[:12]) - {keeping.near.peer_id}
@@ -143,7 +143,7 @@ def test_the_next_nearest_keep_it_in_place_of_those_who_are_silent() -> None:
     with_peers(30, scenario)
 
 
-def test_they_are_looked_for_once_a_minute_while_all_of_them_answer() -> None:
+def test_replicas_are_looked_up_once_a_minute_while_all_answer() -> None:
     from swarmnet_protocols.directory.dht_replication import FOUND_S
 
     async def scenario(keeping: Keeping) -> None:
@@ -159,7 +159,7 @@ def test_they_are_looked_for_once_a_minute_while_all_of_them_answer() -> None:
     with_peers(30, scenario)
 
 
-def test_whoever_falls_silent_is_replaced_at_the_next_publication() -> None:
+def test_a_silent_replica_is_replaced_at_the_next_publication() -> None:
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()
         keeping.near.calls.clear()
@@ -172,7 +172,7 @@ def test_whoever_falls_silent_is_replaced_at_the_next_publication() -> None:
     with_peers(30, scenario)
 
 
-def test_whoever_was_silent_is_asked_again_at_the_next_publication() -> None:
+def test_a_peer_that_was_silent_is_asked_again_at_the_next_publication() -> None:
     """As after a link was down: those found then are only we."""
 
     async def scenario(keeping: Keeping) -> None:
@@ -187,7 +187,7 @@ def test_whoever_was_silent_is_asked_again_at_the_next_publication() -> None:
     with_peers(3, scenario)
 
 
-def test_whoever_was_alone_looks_for_others_at_the_next_publication() -> None:
+def test_a_peer_that_was_alone_looks_for_others_at_the_next_publication() -> None:
     async def scenario(keeping: Keeping) -> None:
         others = {peer: keeping.near.ids.pop(peer) for peer in (1, 2)}
         await keeping.publish()
@@ -209,7 +209,7 @@ def test_topics_of_long_ago_are_forgotten() -> None:
     with_peers(3, scenario)
 
 
-def test_a_peer_that_has_no_room_is_passed_over() -> None:
+def test_a_full_peer_is_replaced_by_the_next_nearest() -> None:
     async def scenario(keeping: Keeping) -> None:
         keeping.near.full = set(range(0, 30, 2)) - {keeping.near.peer_id}
         await keeping.publish()
@@ -218,7 +218,7 @@ def test_a_peer_that_has_no_room_is_passed_over() -> None:
     with_peers(30, scenario)
 
 
-def test_who_cannot_be_found_reads_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_publisher_whose_records_are_not_stored_learns_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(keeping: Keeping) -> None:
         keeping.near.full = set(range(1, 30))
         for _ in range(3):

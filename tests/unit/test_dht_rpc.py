@@ -150,7 +150,7 @@ def test_however_many_strangers_call_those_we_know_are_answered() -> None:
 
 
 def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
-    """hivemind would look up every key of it before anybody else has a turn."""
+    """hivemind would look up every key of it before any other call."""
 
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         from hivemind.proto import dht_pb2

@@ -134,7 +134,7 @@ def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Tim
     ]
 
 
-def test_what_one_peer_stores_is_bounded_whoever_signed_it_and_counts_until_it_is_gone(clock: Time) -> None:
+def test_records_that_one_peer_stores_are_bounded_for_any_signer_until_they_expire(clock: Time) -> None:
     resources = ResourceManager()
     resources.limit(Resource.RECORDS, per_peer=3)
     resources.limit(Resource.RECORD_BYTES, per_peer=10)

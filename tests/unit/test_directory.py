@@ -57,7 +57,7 @@ def test_the_newest_counts_even_if_it_was_to_live_shorter() -> None:
     run(scenario)
 
 
-def test_propagation_takes_its_time() -> None:
+def test_records_take_time_to_propagate() -> None:
     async def scenario(network: MemoryNetwork, alice: MemoryDirectory, bob: MemoryDirectory) -> None:
         await alice.publish("topic", b"old", lifetime_s=60.0)
         await asyncio.sleep(3.0)
@@ -69,7 +69,7 @@ def test_propagation_takes_its_time() -> None:
     run(scenario, delay_s=2.0)
 
 
-def test_who_is_not_online_neither_writes_nor_reads() -> None:
+def test_an_offline_peer_neither_writes_nor_reads() -> None:
     async def scenario(network: MemoryNetwork, alice: MemoryDirectory, bob: MemoryDirectory) -> None:
         await bob.publish("topic", b"bob", lifetime_s=60.0)
         for down, up in ((network.isolate, network.rejoin), (network.hang, network.resume)):
@@ -102,7 +102,7 @@ def test_expiries_grow_as_holders_only_replace_what_expires_earlier() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, 2 * 86400.0])
-def test_a_clock_that_ran_ahead_and_came_back_silences_nobody(ahead_s: float) -> None:
+def test_a_publisher_is_heard_again_after_its_clock_was_ahead(ahead_s: float) -> None:
     now = EPOCH
     publisher = Publisher(ALICE, SWARM, lambda: now)
     publisher.seal("topic", b"", lifetime_s=45.0)

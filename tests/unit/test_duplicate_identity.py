@@ -161,7 +161,7 @@ def test_who_was_started_again_is_no_duplicate() -> None:
     run(scenario)
 
 
-def test_whoever_has_another_key_is_not_heard() -> None:
+def test_a_peer_with_another_key_proves_no_duplicate() -> None:
     async def scenario(machines: Machines) -> None:
         mallory = MemoryDirectory(machines.board, MALLORY, SWARM)
         watch = machines.watch(1)

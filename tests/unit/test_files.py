@@ -38,9 +38,7 @@ def process_with_a_scratch_folder(parent: Path) -> Iterator[tuple[subprocess.Pop
             process.kill()
 
 
-def test_what_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_only_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_whole(path, b"old")
 

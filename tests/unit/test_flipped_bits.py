@@ -1,6 +1,6 @@
-"""One bit of a file that we keep or are given changes, unseen by anybody: what is read is refused, or made anew.
+"""One bit of a stored or received file changes unnoticed: the file is refused, or made again.
 
-Times and size of the file stay as they were, as when a disk fails or somebody means it.
+Times and size of the file stay as they were, as when a disk fails, or an attacker changes the file.
 """
 
 import json

@@ -57,7 +57,7 @@ def read(*bodies: bytes) -> Sequence[HostInfo]:
     return asyncio.run(read_hosts(Shelf(*bodies), MANIFEST))
 
 
-def test_a_host_is_what_it_says_and_who_signed() -> None:
+def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None:
     assert read(announcement()) == [HostInfo(SIGNER.peer_id, 3, 12, 0.01, ("/ip4/203.0.113.5/tcp/4001",))]
 
 
@@ -75,7 +75,7 @@ def test_a_host_is_what_it_says_and_who_signed() -> None:
         announcement(step_s=1e9),
     ],
 )
-def test_nonsense_is_left_out_and_hides_nobody(body: bytes) -> None:
+def test_an_invalid_announcement_is_left_out_and_hides_no_other(body: bytes) -> None:
     assert read(body, announcement()) == read(announcement())
 
 

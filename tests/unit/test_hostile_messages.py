@@ -76,7 +76,7 @@ def with_frames(
         [asyncio.StreamReader, Callable[[], Awaitable[Message]], ResourceManager], Awaitable[None]
     ],
 ) -> None:
-    """A stream that somebody opened, in virtual time. Afterwards nothing is held."""
+    """An inbound stream, in virtual time. Afterwards nothing is held."""
 
     async def main() -> None:
         reader, resources = asyncio.StreamReader(), ResourceManager()

@@ -16,7 +16,7 @@ from tests.support.fake_node import ADDRESS, STATUS, FakeNode
 
 
 class _Node(FakeNode):
-    """Calls ``serving`` once somebody waits for its end, and ends only when ``may_end`` is set."""
+    """Calls ``serving`` once a caller waits for its end, and ends only when ``may_end`` is set."""
 
     def __init__(self, serving: Callable[[], None], *, ends: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_node_goes_with_the_process_that_started_it(
     assert _events(capsys) == ["ready", "finishing", "stopped"]
 
 
-def test_a_node_finishes_although_nobody_reads_what_it_prints(
+def test_a_node_finishes_although_its_output_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.pipe()

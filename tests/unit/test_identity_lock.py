@@ -85,7 +85,9 @@ def test_another_identity_and_one_that_was_given_back_are_free(path: Path, tmp_p
         pass
 
 
-def test_where_the_system_does_not_tell_nobody_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_holder_of_a_lock_is_not_named_where_the_system_does_not_tell(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity_lock, "_LOCKS", path.parent / "no such file")
     with (
         identity_in_use(path, alone=True),

@@ -38,7 +38,7 @@ RULES = Rules(
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 ALICE, BOB, CAROL = (Identity.from_seed(name).peer_id for name in (b"alice", b"bob", b"carol"))
 TERMS = Terms(frozenset({Role.CLIENT, Role.HOST}), int(NOW) + HOUR_S, uses=2)
-NOBODY_OUT = Revocations()
+NO_REVOCATIONS = Revocations()
 
 
 def invite(terms: Terms = TERMS, *, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> Invite:
@@ -52,7 +52,7 @@ def issuer(tmp_path: Path) -> Iterator[Issuer]:
 
 
 def admitted(issuer: Issuer, shown: Invite, peer: PeerId, now: float = NOW) -> Certificate:
-    sealed = issuer.redeem(redemption(shown, peer), peer, NOBODY_OUT, now)
+    sealed = issuer.redeem(redemption(shown, peer), peer, NO_REVOCATIONS, now)
     return open_certificate(sealed, rules=RULES, now=now)
 
 
@@ -147,18 +147,18 @@ def test_a_certificate_is_answered_after_it_is_on_disk(tmp_path: Path, issuer: I
     other.close()
 
 
-def test_replays_cost_no_use_and_give_nobody_else_anything(issuer: Issuer) -> None:
+def test_a_replayed_redemption_costs_no_use_and_admits_no_other_peer(issuer: Issuer) -> None:
     shown = invite()
     heard = redemption(shown, ALICE)
-    first = issuer.redeem(heard, ALICE, NOBODY_OUT, NOW)
+    first = issuer.redeem(heard, ALICE, NO_REVOCATIONS, NOW)
     for _ in range(100):
-        assert issuer.redeem(heard, ALICE, NOBODY_OUT, NOW) == first
+        assert issuer.redeem(heard, ALICE, NO_REVOCATIONS, NOW) == first
         with pytest.raises(NotAuthorised, match="without its key"):
-            issuer.redeem(heard, BOB, NOBODY_OUT, NOW)
+            issuer.redeem(heard, BOB, NO_REVOCATIONS, NOW)
     assert admitted(issuer, shown, BOB)
 
 
-def test_an_invite_for_one_peer_is_for_nobody_else(issuer: Issuer) -> None:
+def test_an_invite_for_one_peer_admits_no_other(issuer: Issuer) -> None:
     shown = invite(replace(TERMS, peer=ALICE))
     with pytest.raises(NotAuthorised, match="for another peer"):
         admitted(issuer, shown, BOB)
@@ -173,7 +173,7 @@ def test_invites_that_do_not_count(issuer: Issuer) -> None:
     with pytest.raises(NotAuthorised, match="ended"):
         admitted(issuer, invite(), ALICE, NOW + HOUR_S)
     with pytest.raises(IntegrityError):
-        issuer.redeem(pb.Redeem(), ALICE, NOBODY_OUT, NOW)
+        issuer.redeem(pb.Redeem(), ALICE, NO_REVOCATIONS, NOW)
     shown = invite()
     more = pb.Signed.FromString(shown.sealed_grant)
     grant = pb.Grant.FromString(more.body)
@@ -181,16 +181,18 @@ def test_invites_that_do_not_count(issuer: Issuer) -> None:
     more.body = grant.SerializeToString(deterministic=True)
     forged = replace(shown, sealed_grant=more.SerializeToString(deterministic=True))
     with pytest.raises(IntegrityError, match="signature"):
-        issuer.redeem(redemption(forged, ALICE), ALICE, NOBODY_OUT, NOW)
+        issuer.redeem(redemption(forged, ALICE), ALICE, NO_REVOCATIONS, NOW)
 
 
 def revoked(named: RevokedIds) -> Revocations:
-    return NOBODY_OUT.updated([sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW)
+    return NO_REVOCATIONS.updated(
+        [sign_list(named, serial=1, swarm=SWARM, key=AUTHORITY)], rules=RULES, now=NOW
+    )
 
 
 def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:
     shown = invite()
-    sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NOBODY_OUT, NOW)
+    sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NO_REVOCATIONS, NOW)
     for out in (RevokedIds(frozenset({ALICE})), RevokedIds(invites=frozenset({shown.grant.id}))):
         with pytest.raises(NotAuthorised, match="revoked"):
             issuer.redeem(redemption(shown, ALICE), ALICE, revoked(out), NOW)
@@ -201,11 +203,11 @@ def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:
 def test_a_certificate_is_renewed_when_two_thirds_are_over_and_not_before(issuer: Issuer) -> None:
     certificate = admitted(issuer, invite(), ALICE)
     sealed = issuer.renew(
-        issuer.redeem(redemption(invite(), BOB), BOB, NOBODY_OUT, NOW), BOB, NOBODY_OUT, NOW
+        issuer.redeem(redemption(invite(), BOB), BOB, NO_REVOCATIONS, NOW), BOB, NO_REVOCATIONS, NOW
     )
     first = open_certificate(sealed, rules=RULES, now=NOW)
-    assert issuer.renew(sealed, BOB, NOBODY_OUT, first.renew_at - 1) == sealed
-    again = issuer.renew(sealed, BOB, NOBODY_OUT, first.renew_at)
+    assert issuer.renew(sealed, BOB, NO_REVOCATIONS, first.renew_at - 1) == sealed
+    again = issuer.renew(sealed, BOB, NO_REVOCATIONS, first.renew_at)
     second = open_certificate(again, rules=RULES, now=first.renew_at)
     assert second.not_after > first.not_after
     assert (second.peer, second.roles, second.invite) == (BOB, first.roles, first.invite)
@@ -213,20 +215,20 @@ def test_a_certificate_is_renewed_when_two_thirds_are_over_and_not_before(issuer
 
 
 def test_a_certificate_that_ended_or_is_another_peers_is_not_renewed(issuer: Issuer) -> None:
-    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NOBODY_OUT, NOW)
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NO_REVOCATIONS, NOW)
     with pytest.raises(NotAuthorised, match="for another peer"):
-        issuer.renew(sealed, BOB, NOBODY_OUT, NOW)
+        issuer.renew(sealed, BOB, NO_REVOCATIONS, NOW)
     with pytest.raises(NotAuthorised, match="ended"):
-        issuer.renew(sealed, ALICE, NOBODY_OUT, NOW + 24 * HOUR_S)
+        issuer.renew(sealed, ALICE, NO_REVOCATIONS, NOW + 24 * HOUR_S)
 
 
 def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer: Issuer) -> None:
-    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NOBODY_OUT, NOW)
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NO_REVOCATIONS, NOW)
     (tmp_path / "other").mkdir()
     other = Identity.from_seed(b"other")
     rules = replace(RULES, keys={**RULES.keys, other.public_key: math.inf})
     with IssuedCertificates.open(tmp_path / "other") as ledger:
-        renewed = Issuer(other, rules, ledger, now=NOW).renew(sealed, ALICE, NOBODY_OUT, NOW)
+        renewed = Issuer(other, rules, ledger, now=NOW).renew(sealed, ALICE, NO_REVOCATIONS, NOW)
     assert open_certificate(renewed, rules=rules, now=NOW).issuer == other.public_key
 
 
@@ -243,10 +245,10 @@ def certificate_by(key: Identity, peer: PeerId = ALICE) -> bytes:
 def renewed_by(key: Identity, sealed: bytes, folder: Path, *, rules: Rules = BOTH, now: float = NOW) -> bytes:
     (home := folder / f"{key.public_key.hex()}-{now}").mkdir()
     with IssuedCertificates.open(home) as ledger:
-        return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NOBODY_OUT, now)
+        return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NO_REVOCATIONS, now)
 
 
-def test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewed_it(tmp_path: Path) -> None:
+def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal(tmp_path: Path) -> None:
     renewed = certificate_by(STOLEN)
     for week in range(5):
         renewed = renewed_by(HONEST, renewed, tmp_path, now=NOW + week * HOUR_S)
@@ -261,7 +263,7 @@ def test_a_membership_that_a_stolen_key_made_up_ends_with_the_key_whoever_renewe
 def test_so_does_one_whose_invite_it_signed(tmp_path: Path) -> None:
     with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(HONEST, BOTH, ledger, now=NOW)
-        sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NOBODY_OUT, NOW)
+        sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NO_REVOCATIONS, NOW)
     assert open_certificate(sealed, rules=BOTH, now=NOW).issuer == HONEST.public_key
     with pytest.raises(NotAuthorised, match="does not trust any more"):
         open_certificate(sealed, rules=replace(RULES, keys={HONEST.public_key: math.inf}), now=NOW)
@@ -313,7 +315,7 @@ def test_a_certificate_made_by_hand_is_renewed_too(issuer: Issuer) -> None:
     sealed = issue(
         Admittance(ALICE, TERMS.roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=24 * HOUR_S
     )
-    assert issuer.renew(sealed, ALICE, NOBODY_OUT, NOW)
+    assert issuer.renew(sealed, ALICE, NO_REVOCATIONS, NOW)
 
 
 def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> No
     assert "issuers" in caught.value.hint
 
 
-def test_nobody_is_let_in_whom_the_ledger_cannot_note(tmp_path: Path, issuer: Issuer) -> None:
+def test_no_peer_is_admitted_that_the_ledger_cannot_record(tmp_path: Path, issuer: Issuer) -> None:
     shown = invite(replace(TERMS, uses=1))
     with sqlite3.connect(tmp_path / ISSUED_NAME) as other:
         other.execute(

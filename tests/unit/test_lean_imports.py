@@ -108,5 +108,5 @@ def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
     run(KEPT)
 
 
-def test_whoever_wants_the_rest_afterwards_gets_it() -> None:
+def test_modules_left_out_can_be_imported_afterwards() -> None:
     run(REST)

@@ -98,7 +98,7 @@ def test_the_owner_is_asked_once(
 
 
 @pytest.mark.parametrize("asking", [True, False])
-def test_without_a_terminal_or_with_yes_nobody_is_asked(
+def test_without_a_terminal_or_with_yes_no_question_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asking: bool
 ) -> None:
     if not asking:

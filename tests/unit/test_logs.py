@@ -90,8 +90,8 @@ def test_invites_and_keys_are_struck_out(
 
 def test_it_is_quiet_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["model", "ls"]) == 0
-    _log.info("nobody asked")
-    logging.getLogger("uvicorn").info("nobody asked")
+    _log.info("details")
+    logging.getLogger("uvicorn").info("details")
     assert capsys.readouterr().err == ""
 
 

@@ -97,7 +97,7 @@ def test_the_memory_of_children_counts(tmp_path: Path) -> None:
         child.communicate()
 
 
-def test_everybody_else_goes_first() -> None:
+def test_other_processes_have_priority() -> None:
     code = (
         "import os; from swarmnet_node.owner.machine import yield_to_others as y; y(); y(); print(os.nice(0))"
     )
@@ -128,7 +128,7 @@ def test_what_logind_says_of_people(monkeypatch: pytest.MonkeyPatch, said: str, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at terminals")
-def test_whoever_typed_last_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_latest_input_of_any_user_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _say(monkeypatch, "IdleHint=yes\nIdleSinceHint=1794999000000000\n")
     terminals = tmp_path / "pts"
     terminals.mkdir()
@@ -139,7 +139,7 @@ def test_whoever_typed_last_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert idle_s(lambda: NOVEMBER) == 60.0
 
 
-def test_nobody_is_asked_what_no_limit_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_the_sources_that_limits_need_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = list[str]()
 
     def idle(_clock: object) -> float:

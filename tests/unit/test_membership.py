@@ -43,7 +43,7 @@ RULES = Rules(
     SWARM, Admission.CERTIFICATE, {AUTHORITY.public_key: math.inf, ISSUER.public_key: NOW + 30 * DAY_S}
 )
 CLIENT, HOST = frozenset({Role.CLIENT}), frozenset({Role.HOST})
-NOBODY_OUT = Revocations()
+NO_REVOCATIONS = Revocations()
 
 
 def sealed(
@@ -64,19 +64,19 @@ def certificate(**how: object) -> Certificate:
 
 def test_a_member_is_let_in_with_its_roles_until_its_certificate_ends() -> None:
     shown = certificate(roles=CLIENT | HOST, invite=bytes(16))
-    member = admit(RULES, shown, ALICE, HOST, NOBODY_OUT, NOW)
+    member = admit(RULES, shown, ALICE, HOST, NO_REVOCATIONS, NOW)
     assert (member.peer, member.roles, member.until) == (ALICE, CLIENT | HOST, NOW + DAY_S)
     assert shown.invite == bytes(16)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "an outsider": (lambda: admit(RULES, None, ALICE, ANY_ROLE, NOBODY_OUT, NOW), "no certificate"),
+    "an outsider": (lambda: admit(RULES, None, ALICE, ANY_ROLE, NO_REVOCATIONS, NOW), "no certificate"),
     "another peer's": (
-        lambda: admit(RULES, certificate(peer=BOB), ALICE, ANY_ROLE, NOBODY_OUT, NOW),
+        lambda: admit(RULES, certificate(peer=BOB), ALICE, ANY_ROLE, NO_REVOCATIONS, NOW),
         "for another peer",
     ),
     "the wrong role": (
-        lambda: admit(RULES, certificate(), ALICE, HOST, NOBODY_OUT, NOW),
+        lambda: admit(RULES, certificate(), ALICE, HOST, NO_REVOCATIONS, NOW),
         "takes the role host; the peer has client",
     ),
     "expired when it is shown": (
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "ended 0 s ago",
     ),
     "expired since it was shown": (
-        lambda: admit(RULES, certificate(), ALICE, CLIENT, NOBODY_OUT, NOW + DAY_S),
+        lambda: admit(RULES, certificate(), ALICE, CLIENT, NO_REVOCATIONS, NOW + DAY_S),
         "ended 0 s ago",
     ),
     "not valid yet": (
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             certificate(key=ISSUER),
             ALICE,
             CLIENT,
-            NOBODY_OUT,
+            NO_REVOCATIONS,
             NOW,
         ),
         "signed by a key that the swarm does not trust",
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_everybody_else_is_refused_and_told_why(case: str) -> None:
+def test_every_other_peer_is_refused_with_the_reason(case: str) -> None:
     attempt, why = REFUSED[case]
     with pytest.raises(NotAuthorised, match=why) as caught:
         attempt()
@@ -151,17 +151,17 @@ def test_what_no_certificate_can_say_is_not_issued(roles: frozenset[Role], lifet
 
 def test_an_open_swarm_is_the_same_rules_with_another_admission() -> None:
     public = replace(RULES, admission=Admission.OPEN, anyone=CLIENT)
-    assert admit(public, None, ALICE, CLIENT, NOBODY_OUT, NOW).until == math.inf
+    assert admit(public, None, ALICE, CLIENT, NO_REVOCATIONS, NOW).until == math.inf
     with pytest.raises(NotAuthorised, match="takes the role host"):
-        admit(public, None, ALICE, HOST, NOBODY_OUT, NOW)
-    assert admit(public, certificate(roles=HOST), ALICE, HOST, NOBODY_OUT, NOW).roles == CLIENT | HOST
+        admit(public, None, ALICE, HOST, NO_REVOCATIONS, NOW)
+    assert admit(public, certificate(roles=HOST), ALICE, HOST, NO_REVOCATIONS, NOW).roles == CLIENT | HOST
 
 
 def test_an_allow_list_names_its_members() -> None:
     listed = replace(RULES, admission=Admission.ALLOW_LIST, allow={ALICE: HOST})
-    assert admit(listed, None, ALICE, HOST, NOBODY_OUT, NOW).roles == HOST
+    assert admit(listed, None, ALICE, HOST, NO_REVOCATIONS, NOW).roles == HOST
     with pytest.raises(NotAuthorised, match="list of members"):
-        admit(listed, None, BOB, HOST, NOBODY_OUT, NOW)
+        admit(listed, None, BOB, HOST, NO_REVOCATIONS, NOW)
 
 
 @pytest.mark.parametrize("admission", [Admission.OPEN, Admission.ALLOW_LIST])
@@ -169,15 +169,15 @@ def test_a_certificate_that_ended_takes_nothing_from_who_needs_none(admission: A
     rules = replace(RULES, admission=admission, anyone=CLIENT, allow={ALICE: CLIENT})
     ended = certificate(roles=HOST)
     later = ended.not_after + 1.0
-    member = admit(rules, ended, ALICE, CLIENT, NOBODY_OUT, later)
+    member = admit(rules, ended, ALICE, CLIENT, NO_REVOCATIONS, later)
     assert (member.roles, member.until) == (CLIENT, math.inf)
     with pytest.raises(NotAuthorised, match="takes the role host"):
-        admit(rules, ended, ALICE, HOST, NOBODY_OUT, later)
+        admit(rules, ended, ALICE, HOST, NO_REVOCATIONS, later)
     with pytest.raises(NotAuthorised, match="ended"):
-        admit(RULES, ended, ALICE, HOST, NOBODY_OUT, later)
+        admit(RULES, ended, ALICE, HOST, NO_REVOCATIONS, later)
 
 
-def learned(*lists: bytes, known: Revocations = NOBODY_OUT) -> Revocations:
+def learned(*lists: bytes, known: Revocations = NO_REVOCATIONS) -> Revocations:
     return known.updated(lists, rules=RULES, now=NOW)
 
 

@@ -54,7 +54,7 @@ def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
 
 
 def steps(*rows: tuple[float, int, int, int]) -> HostCounters:
-    """Steps of one lane: when, start, count, outputs."""
+    """Steps of one sequence: when, start, count, outputs."""
     numbers = HostCounters()
     times = TokenTimes(numbers)
     for at_s, start, count, outputs in rows:
@@ -132,7 +132,7 @@ def test_what_can_be_true_is_taken(report: report_pb2.NodeReport) -> None:
 
 
 HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
-    "nobody": lambda report: report.ClearField("host"),
+    "no peer": lambda report: report.ClearField("host"),
     "a long name": lambda report: setattr(report, "public_name", "x" * 65),
     "a name that turns text around": lambda report: setattr(report, "public_name", "a\u202eb"),
     "no time": lambda report: setattr(report, "uptime_s", float("nan")),
@@ -162,7 +162,7 @@ def test_a_worker_names_a_job_and_peers() -> None:
     for change in (
         lambda worker: setattr(worker, "job", b""),
         lambda worker: setattr(worker, "loss", float("nan")),
-        lambda worker: worker.contributions.add(peer="nobody"),
+        lambda worker: worker.contributions.add(peer="no peer"),
         lambda worker: worker.contributions.extend([worker.contributions[0]] * 256),
     ):
         report = worker_report()
@@ -216,7 +216,7 @@ def test_jobs_are_listed_by_their_ids() -> None:
 
 
 class Unread:
-    """A stream of somebody who asks, and never reads what it is told."""
+    """The stream of a peer that asks, and never reads the report."""
 
     peer = ASKER
 

@@ -37,10 +37,10 @@ def test_on_a_terminal_words_go_on_under_their_value(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     address = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
-    words = "whoever is in sees what passes through"
+    words = "each member sees what passes through"
     print_table("", {"does not": words, "address": address})
     assert re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines() == [
-        "does not  whoever is in sees what passes",
+        "does not  each member sees what passes",
         "          through",
         f"address   {address}",
     ]
@@ -57,7 +57,9 @@ def test_only_a_terminal_is_cleared(
     assert "\x1b[2J" in capsys.readouterr().out
 
 
-def test_who_has_nobody_to_start_from_reads_that_it_is_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_without_a_bootstrap_peer_is_told_that_it_is_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     note_if_first(["/ip4/127.0.0.1/tcp/4001"], as_json=False)
     note_if_first([], as_json=True)
     assert capsys.readouterr() == ("", "")

@@ -29,4 +29,4 @@ def test_a_call_that_is_cancelled_while_it_dials_leaves_nothing_open(
         server.close()
 
     uvloop.run(main())
-    gc.collect()  # a writer that nobody closed warns
+    gc.collect()  # a writer that was not closed warns

@@ -1,4 +1,4 @@
-"""How a stream ends: what was said is heard, and nobody is waited for too long. p2pd is left out: its socket is one of a pair."""
+"""How a stream ends: sent messages arrive, and no peer is waited for too long. A socket pair replaces p2pd."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
                 with pytest.raises(StreamEnded, match="the stream ended"):
                     await other.stream.receive()
             with pytest.raises(StreamEnded):
-                await other.stream.send(Message(b"what nobody reads"))
+                await other.stream.send(Message(b"unread"))
             assert one.streams == 1, "a stream counts until it is gone"
             other.stream.close()
             async with asyncio.timeout(SOON_S):
@@ -45,7 +45,7 @@ def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
 def test_who_is_refused_is_told_so_although_it_goes_on_speaking() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):
-            await other.stream.send(Message(b"what nobody reads", bytes(50_000)))
+            await other.stream.send(Message(b"unread", bytes(50_000)))
             waiting = asyncio.create_task(one.stream.receive())
             one.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
             await asyncio.gather(waiting, return_exceptions=True)
@@ -129,7 +129,7 @@ def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
 
 
 async def waited_for_s(said_mib: int) -> float:
-    """How long whoever was sent so much, and does not close, is waited for."""
+    """Seconds until a stream with this much sent data is closed by its server."""
     async with inbound_stream() as (end, theirs):
         loop = asyncio.get_running_loop()
         for _ in range(said_mib):

@@ -204,7 +204,7 @@ def add_to_a_view(model: Tied) -> None:
     [optimise, merge, merge_in_place, load_state, replace, add_through_embeddings, add_to_a_view],
     ids=lambda change: change.__name__,
 )
-def test_whoever_changes_the_weight_is_heard(
+def test_a_change_of_the_weight_is_noticed(
     change: Callable[[Tied], None], cache: Path, times: list[int]
 ) -> None:
     model = packed(bfloat16(3), cache)

@@ -1,4 +1,4 @@
-"""Placement: the weakest blocks first, the same answer for everybody."""
+"""Placement: the weakest blocks first, the same answer for every node."""
 
 import pytest
 

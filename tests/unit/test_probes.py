@@ -46,7 +46,7 @@ def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0
 
 
 def listening(first: bytes, use: Callable[[int], Awaitable[Any]]) -> Any:
-    """With a server on this machine that says ``first`` to whoever connects."""
+    """With a server on this machine that sends ``first`` on every connection."""
 
     async def main() -> Any:
         def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,7 +64,7 @@ def test_only_libp2p_counts_as_an_answer(first: bytes, answer: bool) -> None:
     assert listening(first, lambda port: speaks_libp2p("127.0.0.1", port)) is answer
 
 
-def test_nobody_at_the_port_is_no_answer() -> None:
+def test_a_closed_port_is_no_answer() -> None:
     async def closed(port: int) -> int:
         return port
 
@@ -82,12 +82,12 @@ def test_nobody_at_the_port_is_no_answer() -> None:
         ([], ""),
     ],
 )
-def test_whom_it_would_dial(addresses: list[str], ip: str) -> None:
-    """A relay is not the asker: to dial it at the asker's port would be to dial somebody else."""
+def test_a_probe_dials_the_address_that_the_asker_came_from(addresses: list[str], ip: str) -> None:
+    """A relay is not the asker: to dial it at the asker's port would reach another peer."""
     assert direct_ip(addresses) == ip
 
 
-def test_through_a_relay_nobody_is_dialled_and_clocks_are_still_compared() -> None:
+def test_through_a_relay_no_address_is_dialled_but_clocks_are_compared() -> None:
     said = probed(["/ip4/127.0.0.1/tcp/4001/p2p/R/p2p-circuit"], [4001], ahead_s=600.0)
     assert (said.observed_ip, said.reached) == ("", ())
     assert said.behind_s == pytest.approx(600.0)

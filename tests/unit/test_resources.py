@@ -181,7 +181,7 @@ def test_however_many_strangers_there_are_some_room_is_left_to_those_we_know() -
 
 
 @pytest.mark.parametrize("whose", ["in all", "its own"])
-def test_whoever_waits_goes_on_when_the_limit_is_raised(whose: str) -> None:
+def test_waiting_reservations_continue_when_the_limit_is_raised(whose: str) -> None:
     async def main() -> None:
         resources = ResourceManager()
         resources.limit(Resource.MEMORY, system=40, per_peer=40)
@@ -202,7 +202,7 @@ def test_whoever_waits_goes_on_when_the_limit_is_raised(whose: str) -> None:
 
 
 def test_only_those_are_woken_for_whom_there_is_room() -> None:
-    """Whoever has thousands wait for room of its own must not have them all look at each message of others."""
+    """A peer with thousands of waiting reservations must not have them all checked at each message of others."""
 
     async def main() -> None:
         resources = ResourceManager()

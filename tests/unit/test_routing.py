@@ -34,14 +34,14 @@ def test_a_host_may_be_entered_and_left_in_mid_span() -> None:
     assert chain(view, (1, 3)) == [Hop(B, 1, 3)]
 
 
-def test_what_nobody_hosts_is_named() -> None:
+def test_blocks_without_a_host_are_named_in_the_error() -> None:
     hosts = [HostInfo(A, 1, 2, 0.1), HostInfo(B, 3, 4, 0.1), HostInfo(C, 0, 9, 0.1, online=False)]
     with pytest.raises(NoRoute) as caught:
         chain(View(hosts), (0, 6))
     assert caught.value.missing == ((0, 1), (2, 3), (4, 6))
 
 
-def test_a_banned_host_is_used_only_where_nobody_else_will_do() -> None:
+def test_a_banned_host_is_used_only_where_no_other_host_can_serve() -> None:
     hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 0, 2, 9.0), HostInfo(C, 2, 4, 0.001)]
     assert [hop.peer for hop in chain(View(hosts, banned=[A]))] == [B, C]
     assert [hop.peer for hop in chain(View(hosts, banned=[A, B]))][1] == C
@@ -67,14 +67,14 @@ def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_o
     assert [hop.peer for hop in chain(View(hosts[:2], unreachable=view.unreachable))] == [A, B]
 
 
-def test_a_busy_or_distant_host_gives_way() -> None:
+def test_a_busy_or_distant_host_is_avoided() -> None:
     hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1)]
     near = {A: 0.01, B: 0.01}
     assert chain(View(hosts, delay_s=near, queue_s={A: 1.0}))[0].peer == B
     assert chain(View(hosts, delay_s={A: 0.5, B: 0.01}))[0].peer == B
 
 
-def test_clients_spread_over_equals() -> None:
+def test_clients_spread_over_equal_hosts() -> None:
     hosts = [HostInfo(PeerId(f"p{index}"), 0, 4, 0.1) for index in range(4)]
     taken = Counter(chain(View(hosts), seed=seed)[0].peer for seed in range(200))
     assert len(taken) == 4
@@ -89,7 +89,7 @@ def test_the_search_is_bounded_in_a_large_swarm() -> None:
     assert len(firsts) > CANDIDATES_PER_BLOCK, "some peer ids are ahead of others"
 
 
-def test_who_fails_after_a_ban_is_banned_for_twice_as_long_and_service_forgets_it() -> None:
+def test_a_host_that_fails_again_is_banned_twice_as_long_until_it_serves() -> None:
     bans = Bans()
     bans.failed(A, 0.0)
     assert bans.at(BAN_S - 0.1) == [A]
@@ -109,7 +109,7 @@ def test_who_fails_after_a_ban_is_banned_for_twice_as_long_and_service_forgets_i
     assert bans.at(now + BAN_S) == []
 
 
-def test_who_keeps_failing_in_a_ban_is_banned_no_longer_once_it_stops() -> None:
+def test_failures_during_a_ban_do_not_double_it() -> None:
     """A dead host is tried, and pinged, as long as it is announced. It may be started again."""
     bans = Bans()
     for number in range(20):
@@ -118,7 +118,7 @@ def test_who_keeps_failing_in_a_ban_is_banned_no_longer_once_it_stops() -> None:
     assert bans.at(19 + BAN_S) == []
 
 
-def test_who_failed_longest_ago_comes_first() -> None:
+def test_the_host_that_failed_longest_ago_is_tried_first() -> None:
     bans = Bans()
     for peer, now in ((A, 1.0), (B, 2.0), (C, 3.0), (A, 4.0)):
         bans.failed(peer, now)

@@ -20,7 +20,7 @@ from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens an engine gets one that does nothing, on a swarm that stays."""
+    """Commands that open an engine get one that does nothing, on a swarm that stays."""
 
     @asynccontextmanager
     async def swarm(*_: object) -> AsyncIterator[Any]:
@@ -64,7 +64,7 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
     files = [tmp_path / "one", tmp_path / "other"]
-    files[0].write_text("alice:correct-horse\n# nobody\nbattery-staple\n")
+    files[0].write_text("alice:correct-horse\n# comment\nbattery-staple\n")
     files[1].write_text("alice:correct-horse\n")
     for file in files:
         file.chmod(0o600)
@@ -75,7 +75,7 @@ def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
         serve._keys(files)
 
 
-def test_a_key_that_everybody_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("correct-horse\n")
     file.chmod(0o644)

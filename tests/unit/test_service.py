@@ -157,7 +157,7 @@ def test_systemd_hears_when_we_are_ready(
         ]
 
 
-def test_without_systemd_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_systemd_no_notice_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify_ready("online")
 

@@ -11,7 +11,7 @@ from tests.support import training_reference as reference
 
 
 class TestPairs:
-    def test_everybody_is_in_one_pair_and_the_odd_one_alone(self) -> None:
+    def test_every_worker_is_in_one_pair_and_the_odd_one_alone(self) -> None:
         method = get_method("noloco", {"seed": 9})
         for count in (1, 2, 5, 8):
             roster = [f"peer-{i}" for i in range(count)]

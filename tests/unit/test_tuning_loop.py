@@ -286,7 +286,7 @@ def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
 def test_a_config_makes_no_room_for_what_is_not_in_the_file(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method, change: dict[str, Any]
 ) -> None:
-    """Where memory is given to whoever asks, and taken away again by force."""
+    """On systems that overcommit memory and kill a process that uses it."""
     largest = 0
     empty = torch.empty
 

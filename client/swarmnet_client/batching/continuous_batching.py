@@ -257,7 +257,7 @@ async def open_engine(
 
 
 def _end_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: as the checkpoint says, or else its tokenizer."""
+    """The tokens that end an answer: those of the generation config, or else of the tokenizer."""
     named = generation_config.eos_token_id
     if named is None:
         named = tokenizer.eos_token_id

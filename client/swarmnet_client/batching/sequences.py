@@ -41,7 +41,7 @@ class Request:
 
 
 class Answer:
-    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` when it cannot go on."""
+    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if the answer fails."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -1,10 +1,10 @@
 """Keeps the hops of a chain whole: opens them, links them, and replaces those that fail while steps wait.
 
-The client has a session stream to every hop, on which it notices that a hop failed, and a link to the first one. Opening a chain and
-repairing one are the same act, :meth:`ChainSupervisor._repair`:
+The client has a session stream to every hop, which tells it when a hop fails, and a link to the first hop. One method opens and repairs
+a chain, :meth:`ChainSupervisor._repair`:
 
 1. Blocks that no live hop covers are a gap. A route of hosts is chosen for each gap, and a session opened on each of them.
-2. Each hop is told the hop after it. The hop before a new one replays its log there.
+2. Each hop is linked to the next one. The hop before a new one replays its log there.
 
 A hop is replaced when its session ends with an error, when it is silent, when it has its inputs and does not compute for ``stall_s``, when
 it cannot reach the next hop, when its host is about to stop, or when an audit finds its outputs wrong.
@@ -42,11 +42,11 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
-"""Seconds between news of a lost link and its treatment. Most often the hop behind it died, and the end of its session says so."""
+"""Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
 
 
 class ChainSupervisor:
-    """The hops of one chain. ``report`` says what happened to them."""
+    """The hops of one chain. Failovers and audits are counted in ``report``."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ChainSupervisor:
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
         self._is_resting = False
-        """A host ended an idle session: the hop is opened again when there is a step to send."""
+        """Whether a host has ended an idle session: the hop is opened again before the next step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
 
     async def run(self) -> NoReturn:
@@ -97,7 +97,7 @@ class ChainSupervisor:
             live.stream.close()
 
     def wake(self) -> None:
-        """A step is about to be sent: open the hops that idle sessions were ended on."""
+        """A step is about to be sent: open again the hops whose idle sessions were ended."""
         if self._is_resting:
             self._trouble.set()
 
@@ -133,7 +133,7 @@ class ChainSupervisor:
         self._swarm.chain_opened(self._hops[0].hop.peer, self._hops[-1].hop.peer)
 
     def _extend_deadline(self) -> None:
-        """A host has received some of the adapter: allow it as much time again."""
+        """A host has received some of the adapter: start the repair's deadline again."""
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time() + self._swarm.timing.recover_s)
 
@@ -169,7 +169,7 @@ class ChainSupervisor:
         return gaps(self._hops, self._spec.blocks)
 
     async def _fill(self) -> None:
-        """Open sessions until there is no gap. A host that fails is banned for a while, and its gap is left to the next round."""
+        """Open sessions until there is no gap. A host that fails is banned for a while, and its gap is filled in the next round."""
         rounds = 0
         while missing := self._gaps():
             if rounds > 2:
@@ -315,10 +315,10 @@ class ChainSupervisor:
         self._last_error = error
         self._trouble.set()
 
-    # ---- messages of hops that are no outputs --------------------------------------------------------------
+    # ---- messages of hops other than outputs --------------------------------------------------------------
 
     async def handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
-        """Handle a message of a hop. Raises ``ProtocolViolation`` for one that a session does not have."""
+        """Handle a message of a hop. Raises ``ProtocolViolation`` for an unknown message."""
         match reply.WhichOneof("kind"):
             case "link_lost":
                 if live.next is not None and reply.link_lost.epoch == live.epoch:
@@ -332,14 +332,14 @@ class ChainSupervisor:
                 raise ProtocolViolation("an unexpected message on a session")
 
     def answered(self, last: LiveHop) -> None:
-        """The chain answered a step: it works, and earlier refusals are forgiven."""
+        """The chain answered a step: forget earlier failures."""
         self._swarm.answered(last.hop.peer)
         self._retries.answered()
         self._blame = Blame(self._swarm)
 
     def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
         now = live.heard_at = asyncio.get_running_loop().time()
-        # While nothing is in flight, a hop that does not advance is where it should be.
+        # While nothing is in flight, a hop has nothing to compute.
         if reply.heartbeat.applied != live.applied or self._in_flight.is_empty:
             live.applied, live.progress_at = reply.heartbeat.applied, now
 
@@ -352,11 +352,11 @@ class ChainSupervisor:
         return tuple(self._hops) if whole else ()
 
     def give_up(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop that does not answer an audit, without calling its outputs wrong."""
+        """Replace a hop that does not answer an audit. Its outputs do not count as wrong."""
         self._fail(live, error)
 
     def separate(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
-        """Replace two neighbours of which one lies about what went between them; which one is not known."""
+        """Replace two neighbours of which one lies about the data between them; which one is unknown."""
         self._swarm.separate(one.hop.peer, other.hop.peer)
         self._fail(one, error)
         self._fail(other, error)

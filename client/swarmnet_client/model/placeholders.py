@@ -41,7 +41,7 @@ class RemoteWeight(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def applied(self, function: Apply) -> torch.Tensor:
-        """What ``function`` (a change of type or device) makes of it, again without memory."""
+        """The result of ``function`` (a change of type or device) on this weight, again without memory."""
         return function(self.detach().as_strided((), ())).expand(self.shape)
 
 

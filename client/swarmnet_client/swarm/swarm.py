@@ -1,6 +1,6 @@
 """The hosts of one model as a client knows them, and how it chooses a route among them.
 
-What is known of a host, and from where:
+A client knows of each host:
 
 1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every ``refresh_s`` (:meth:`Swarm.refresh`).
 2. Its delay and queueing time: from pings (:class:`PingMonitor`).

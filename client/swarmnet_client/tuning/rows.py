@@ -53,7 +53,7 @@ class RowFile:
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message says why."""
+    """A row that cannot be used, with the reason."""
 
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:

@@ -65,7 +65,7 @@ class Tuner:
     def run(self, *, evaluate_every: int) -> Iterator[dict[str, Any]]:
         """Train until all steps are done. Yields an event after each step, and after each evaluation.
 
-        Held-out rows are evaluated at the start, every so many steps, and at the end. Raises ``SwarmnetError`` if the loss or its
+        Held-out rows are evaluated at the start, every ``evaluate_every`` steps, and at the end. Raises ``SwarmnetError`` if the loss or its
         gradients are not finite, and what the model raises; the parameters are then those of the last step.
         """
         while True:

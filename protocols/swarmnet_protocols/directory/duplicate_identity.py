@@ -50,7 +50,7 @@ class ProcessAnnouncement:
 
 
 class Duplicate:
-    """What is known of another process with this identity. Pure: takes the time as an argument.
+    """The evidence of another process with this identity. Pure: takes the time as an argument.
 
     One announcement may be left over from a process that ended, so only a second, newer one proves a duplicate.
     """

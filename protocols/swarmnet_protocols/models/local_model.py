@@ -105,7 +105,7 @@ class LocalModel:
         """The architecture's CausalLM with embeddings, norm and head, whose layers are those that ``stand_ins`` returns.
 
         ``stand_ins`` is called with the model's own layers on the meta device. With ``labels`` it is the architecture's sequence classifier
-        of so many classes; a head that the checkpoint lacks is initialised. Raises ``ConfigError`` if transformers has no such class.
+        of ``labels`` classes; a head that the checkpoint lacks is initialised. Raises ``ConfigError`` if transformers has no such class.
         """
         from torch import nn
 

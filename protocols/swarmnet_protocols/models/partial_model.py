@@ -152,7 +152,7 @@ def build_local_layers(
 ) -> "ModelBuilder":
     """A builder of the model without its layers. ``on_layers`` is called with the layers, on the meta device.
 
-    The model is the CausalLM, or with ``labels`` the sequence classifier of so many classes, whose head is initialised if the checkpoint
+    The model is the CausalLM, or with ``labels`` the sequence classifier of ``labels`` classes, whose head is initialised if the checkpoint
     has none. Raises ``ConfigError`` if transformers has no such class for the architecture.
     """
     base_class(config)

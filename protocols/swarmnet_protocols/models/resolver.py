@@ -1,4 +1,4 @@
-"""Finds a model by the name that a person types, and downloads it if it is not on this machine."""
+"""Resolves the name of a model to files on this machine, and downloads them if they are missing."""
 
 import fcntl
 import hashlib
