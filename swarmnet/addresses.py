@@ -1,4 +1,4 @@
-"""Network addresses: checks of those that people type, made before anything is started, and the file of our own."""
+"""Network addresses: checks of the addresses that users type, and the file in which a peer keeps its own."""
 
 import ipaddress
 import re
@@ -19,13 +19,13 @@ MAX_ADDRESS_CHARS = 512
 PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _OWN_PORT = re.compile(r"/ip4/127\.0\.0\.1/(tcp|udp)/([0-9]{1,5})/")
-"""What listens everywhere is on this machine's own address, too; ports of relays and routers are not."""
+"""A peer that listens on every interface also listens on 127.0.0.1. Ports of relays and routers do not."""
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
 
 def parse_hosts(text: str) -> tuple[PeerId, ...]:
-    """Peer ids with commas between them. Raises ``ConfigError`` for what is none."""
+    """The peer ids in a comma-separated list. Raises ``ConfigError`` for text that is not a peer id."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if not PEER_ID.fullmatch(name):
@@ -36,15 +36,15 @@ def parse_hosts(text: str) -> tuple[PeerId, ...]:
 
 
 def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
-    """Keep in ``addresses``, a line each, how others reach the peer of this data directory. Raises ``OSError``."""
+    """Write the addresses of this peer to the file ``addresses`` in its data directory, one a line. Raises ``OSError``."""
     text = "".join(f"{address}\n" for address in addresses)
     write_whole(data_dir / ADDRESSES_NAME, text.encode(), mode=0o644, durable=False)
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
-    """Default listen addresses of this data directory: the ports that it had last, as far as they are free.
+    """Default listen addresses of this data directory: the ports of its last run, as far as they are free.
 
-    So the addresses that others know of it stay true when it is started again.
+    After a restart, the addresses that other peers know remain valid.
     """
     last = {"tcp": 0, "udp": 0}
     with suppress(OSError, UnicodeDecodeError):
@@ -59,7 +59,7 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
 
 def _is_free(kind: str, port: int) -> bool:
     with socket.socket(type=socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
-        if kind == "tcp":  # one that was closed a moment ago is free
+        if kind == "tcp":  # a port that was closed a moment ago is free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", port))  # noqa: S104 - as the peer will

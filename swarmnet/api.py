@@ -43,7 +43,7 @@ class AutoSwarmModelForCausalLM:
 
 
 class AutoSwarmModelForSequenceClassification:
-    """Opens a classifier whose blocks run on a swarm; its head, ``score``, is here."""
+    """Opens a classifier whose blocks run on a swarm; its head, ``score``, runs in this process."""
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - named as in transformers

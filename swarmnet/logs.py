@@ -1,7 +1,7 @@
 """Logs on stderr: text for people, or one JSON object a line. All modules and libraries share one format.
 
-Modules log through ``logging``; fields go into ``extra``. Nothing that a prompt, a token or an activation could be read from is ever
-logged, and what looks like an invite or a private key is struck out here.
+Modules log through ``logging`` with fields in ``extra``. Prompts, tokens and activations are never logged. Text that looks like an invite
+or a private key is replaced here.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 BURST = 20
 WINDOW_S = 10.0
-"""No place in the code logs more than ``BURST`` times in this: strangers cause some of what is logged, as often as they like."""
+"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records as often as they like."""
 
 _NOISY = (
     "asyncio",
@@ -31,12 +31,12 @@ _NOISY = (
     "urllib3",
     "uvicorn",
 )
-"""Their debug and info are for their own developers."""
+"""Loggers of libraries whose debug and info records are for the developers of the library."""
 _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(-----END[A-Z -]*)?")
 
 
 def configure(*, log_format: LogFormat, level: LogLevel) -> None:
-    """Write to stderr what is logged from now on, from ``level`` upwards. A later call takes the place of this one."""
+    """Write log records from ``level`` upwards to stderr. A later call replaces this configuration."""
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler, _Stderr):
@@ -51,7 +51,7 @@ def configure(*, log_format: LogFormat, level: LogLevel) -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever stderr is then."""
+    """Writes to ``sys.stderr`` as it is at the time of the record: tests and bars replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
@@ -59,12 +59,12 @@ class _Stderr(logging.Handler):
 
 
 class Throttle(logging.Filter):
-    """Lets through ``BURST`` records of one line of code in ``WINDOW_S``, and says later how many there were besides."""
+    """Passes ``BURST`` records of one line of code in ``WINDOW_S``, and logs later how many it dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}
-        """Since when, and how many since then, by file and line: as many as there are places that log."""
+        """Start of the window and number of records in it, by file and line. Bounded by the places in the code that log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = record.pathname, record.lineno
@@ -78,7 +78,7 @@ class Throttle(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """structlog's, which is imported when there is something to say."""
+    """structlog's formatter, imported with the first record."""
 
     def __init__(self, log_format: LogFormat) -> None:
         super().__init__()

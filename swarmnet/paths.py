@@ -1,4 +1,4 @@
-"""Where files live on this machine, and the lock that keeps two nodes out of one data directory."""
+"""Default folders of this user, and the lock that lets one process use a data directory."""
 
 import fcntl
 import os
@@ -15,23 +15,23 @@ _APP = "swarmnet"
 
 
 def default_data_dir() -> Path:
-    """A node's key, control socket and addresses."""
+    """The folder of a node's key, control socket and addresses."""
     return platformdirs.user_data_path(_APP, appauthor=False)
 
 
 def default_cache_dir() -> Path:
-    """Model files that can be fetched again."""
+    """The folder of model files, which can be fetched again."""
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
 def default_history() -> Path:
-    """What was typed in chats."""
+    """The file with the lines typed in chats."""
     return platformdirs.user_state_path(_APP, appauthor=False) / "chat_history"
 
 
 @contextmanager
 def locked_data_dir(data_dir: Path) -> Iterator[Path]:
-    """Own ``data_dir``, created (0700) when absent, until the block ends or the process dies."""
+    """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process ends."""
     try:
         make_private(data_dir)
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -27,7 +27,7 @@ class Service:
     is_system: bool
 
     def __post_init__(self) -> None:
-        """Raises ``ConfigError`` for a name that no unit can have."""
+        """Raises ``ConfigError`` for an invalid name of a unit."""
         if not NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name[:80]!r} cannot be a unit's name", hint="use letters, digits, dots and dashes"
@@ -45,9 +45,10 @@ class Service:
         return Path(config) / "systemd" / "user" / self.unit
 
     def install(self, text: str) -> None:
-        """Write the unit, start it now and from now on with the machine.
+        """Write the unit, start it, and have systemd start it with the machine.
 
-        Raises ``ConfigError`` where a unit of that name is not ours or cannot be written, ``SwarmnetError`` when systemd refuses.
+        Raises ``ConfigError`` if another program wrote a unit of that name or the file cannot be written, and ``SwarmnetError`` if systemd
+        refuses.
         """
         _require_systemd()
         self._check_ours()
@@ -65,7 +66,7 @@ class Service:
         self._systemctl("enable", "--now", "--no-block", self.unit)
 
     def uninstall(self) -> None:
-        """Stop the unit and remove it. Raises ``ConfigError`` where it is not ours, ``Unreachable`` where there is none."""
+        """Stop and remove the unit. Raises ``ConfigError`` if another program wrote it, ``Unreachable`` if there is none."""
         _require_systemd()
         if not self.path.exists():
             raise Unreachable(f"there is no {self.path}", hint="see what there is: swarmnet service status")
@@ -75,7 +76,7 @@ class Service:
         self._systemctl("daemon-reload")
 
     def status(self) -> dict[str, str]:
-        """What systemd knows of the unit, by the names of its properties."""
+        """The state of the unit: systemd's properties by name."""
         _require_systemd()
         names = (
             "LoadState",
@@ -110,7 +111,7 @@ class Service:
 
 
 def unit_text(arguments: Sequence[str], *, is_system: bool) -> str:
-    """The unit that runs ``swarmnet`` with these arguments, from the directory we are in, so that paths mean what they mean here."""
+    """The unit that runs ``swarmnet`` with these arguments. It runs in the current directory, so relative paths stay valid."""
     user = f"User={os.environ.get('SUDO_USER') or 'root'}\n" if is_system else ""
     target = "multi-user.target" if is_system else "default.target"
     command = " ".join(map(quote, [_program(), *arguments]))
@@ -133,7 +134,7 @@ KillMode=mixed
 TimeoutStopSec=75
 Restart=on-failure
 RestartSec=5
-# Not when only a person can help: usage, config, not authorised, integrity, incompatible version.
+# Not for errors that a restart cannot fix: usage, config, not authorised, integrity, incompatible version.
 RestartPreventExitStatus=2 3 4 7 8
 Nice=10
 NoNewPrivileges=yes
@@ -149,7 +150,7 @@ WantedBy={target}
 
 
 def quote(argument: str) -> str:
-    """As systemd splits it: ``%`` and ``$`` mean themselves. Raises ``ConfigError`` for what no unit can hold."""
+    """Quote an argument for ``ExecStart``, ``%`` and ``$`` included. Raises ``ConfigError`` for control characters, which no unit can hold."""
     if not argument.isprintable():
         raise ConfigError(f"{argument[:80]!r} cannot be in a unit", hint="leave out line breaks and controls")
     escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
@@ -157,7 +158,7 @@ def quote(argument: str) -> str:
 
 
 def _program() -> str:
-    """The command that runs now, or the module, where there is no such file."""
+    """The path of the ``swarmnet`` program. Raises ``ConfigError`` if it is not installed."""
     found = shutil.which(sys.argv[0])
     if found and Path(found).name == "swarmnet":
         return str(Path(found).absolute())

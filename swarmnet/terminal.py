@@ -1,4 +1,4 @@
-"""What a terminal may be given of text that other peers wrote."""
+"""Makes text of other peers safe to print: control characters could steer the terminal."""
 
 _PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
 _SHOWN = (
@@ -10,7 +10,7 @@ _SHOWN = (
 
 
 def shown(text: str) -> str:
-    """``text`` without the power to steer a terminal: to move its cursor, set its title or fill its clipboard.
+    """``text`` without sequences that move the cursor, set the title or fill the clipboard of a terminal.
 
     Line feeds and tabs stay, carriage returns go, and every other control character becomes a visible symbol.
     """

@@ -1,4 +1,4 @@
-"""Sizes, rates, durations and counts as people write them."""
+"""Sizes, rates, durations and counts: reading what users type, and writing what they read."""
 
 import re
 
@@ -50,7 +50,7 @@ def parse_share(text: str) -> float:
 def show_size(nbytes: float) -> str:
     """``1.5 GB`` and the like, for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * size:  # what would be rounded to it
+        if nbytes >= 0.9995 * size:  # values that would be rounded up to it
             return f"{_figures(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 
@@ -87,7 +87,7 @@ def show_duration(seconds: float) -> str:
 
 
 def _figures(number: float, digits: int = 3) -> str:
-    """``number`` to so many digits, or to all that it has before the point: never with an exponent."""
+    """``number`` rounded to that many significant digits, but never within its integer part and never with an exponent."""
     return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 

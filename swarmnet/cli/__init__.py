@@ -23,47 +23,65 @@ class Commands(LazyGroup):
 
     lazy = (
         LazyCommand(
-            "demo", "swarmnet.cli.commands.demo:demo", TRY, "A whole swarm on this machine, asked a question."
+            "demo",
+            "swarmnet.cli.commands.demo:demo",
+            TRY,
+            "Start a swarm on this machine and ask it a question.",
         ),
         LazyCommand("run", "swarmnet.cli.commands.run:run", USE, "Answer one prompt, or chat."),
         LazyCommand(
             "serve",
             "swarmnet.cli.commands.serve:serve",
             USE,
-            "An endpoint for OpenAI's clients, on the swarm.",
+            "Serve an OpenAI-compatible endpoint.",
         ),
         LazyCommand("model", "swarmnet.cli.commands.model:app", USE, "Fetch and check model files."),
         LazyCommand("join", "swarmnet.cli.commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
-            "status", "swarmnet.cli.commands.status:status", SHARE, "What the node on this machine does."
+            "status",
+            "swarmnet.cli.commands.status:status",
+            SHARE,
+            "Show what the node on this machine is doing.",
         ),
         LazyCommand(
-            "limits", "swarmnet.cli.commands.limits:limits", SHARE, "What the node may take, and when."
+            "limits",
+            "swarmnet.cli.commands.limits:limits",
+            SHARE,
+            "Show or change what the node may use, and when.",
         ),
         LazyCommand(
-            "pause", "swarmnet.cli.commands.control:pause", SHARE, "Give the memory back for a while."
+            "pause", "swarmnet.cli.commands.control:pause", SHARE, "Free the node's memory for a while."
         ),
-        LazyCommand("resume", "swarmnet.cli.commands.control:resume", SHARE, "Serve again."),
+        LazyCommand("resume", "swarmnet.cli.commands.control:resume", SHARE, "Serve again after a pause."),
         LazyCommand(
-            "finish", "swarmnet.cli.commands.control:finish", SHARE, "Stop it after its sessions have moved."
+            "finish",
+            "swarmnet.cli.commands.control:finish",
+            SHARE,
+            "Stop the node after its sessions have moved.",
         ),
         LazyCommand(
             "bootstrap",
             "swarmnet.cli.commands.bootstrap:bootstrap",
             SHARE,
-            "Be there for newcomers to start from.",
+            "Run a peer through which others enter the swarm.",
         ),
         LazyCommand(
-            "service", "swarmnet.cli.commands.service:app", SHARE, "Start with the machine, under systemd."
+            "service",
+            "swarmnet.cli.commands.service:app",
+            SHARE,
+            "Start a command with the machine, under systemd.",
         ),
         LazyCommand(
-            "doctor", "swarmnet.cli.commands.doctor:doctor", SHARE, "What is wrong here, and how to fix it."
+            "doctor",
+            "swarmnet.cli.commands.doctor:doctor",
+            SHARE,
+            "Find out what is wrong, and how to fix it.",
         ),
         LazyCommand(
-            "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms, and say who is in them."
+            "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms and manage their members."
         ),
         LazyCommand(
-            "dashboard", "swarmnet.cli.commands.dashboard:dashboard", OWN, "What a swarm does, on a page."
+            "dashboard", "swarmnet.cli.commands.dashboard:dashboard", OWN, "Show a swarm on a web page."
         ),
         LazyCommand(
             "tune", "swarmnet.cli.commands.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."
@@ -75,7 +93,7 @@ class Commands(LazyGroup):
 app = typer.Typer(
     cls=Commands,
     help="Run large models on a swarm of ordinary computers.",
-    epilog="Start with `swarmnet demo`. `swarmnet COMMAND --help` tells the rest.",
+    epilog="Start with `swarmnet demo`. `swarmnet COMMAND --help` explains each command.",
     rich_markup_mode=None,
 )
 
@@ -96,13 +114,16 @@ def _options(
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
     no_color: Annotated[
-        bool, typer.Option("--no-color", help="No colours, as with NO_COLOR in the environment.")
+        bool, typer.Option("--no-color", help="Print without colours, as NO_COLOR in the environment does.")
     ] = False,
     log_format: Annotated[
-        LogFormat, typer.Option("--log-format", envvar="SWARMNET_LOG_FORMAT", help="How to log.")
+        LogFormat, typer.Option("--log-format", envvar="SWARMNET_LOG_FORMAT", help="Format of log records.")
     ] = "text",
     log_level: Annotated[
-        LogLevel, typer.Option("--log-level", envvar="SWARMNET_LOG_LEVEL", help="What to log, on stderr.")
+        LogLevel,
+        typer.Option(
+            "--log-level", envvar="SWARMNET_LOG_LEVEL", help="Lowest level of log records on stderr."
+        ),
     ] = "warning",
     _debug: Annotated[
         bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")
@@ -122,7 +143,7 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output is gone; without this the interpreter complains once more when it flushes.
+        # The reader of stdout has left. Without this the interpreter reports the error again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost handler
@@ -151,9 +172,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # How long an OpenMP thread spins before it sleeps, to be set before torch is imported: long enough to span the gap
-    # between two operations of one forward (asleep in between, decoding takes twice as long), too short to be felt
-    # by the other processes of the machine when the forward is over.
+    # Iterations that an OpenMP thread spins before it sleeps; read when torch is imported. Long enough for the gap between two
+    # operations of one forward (threads that sleep in it make decoding twice as slow), and too short to slow other processes down.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The first time a machine is shared, or trains a job: what will be used is shown, and its owner is asked once."""
+"""Consent: before a machine is shared or trains a job for the first time, its owner sees what will be used and agrees once."""
 
 import shutil
 import sys
@@ -15,9 +15,9 @@ AGREED_NAME = "agreed"
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, between what is said before and after the facts. ``event`` is its name as JSON.
+    """A question and the texts before and after its facts. ``event``: its name in JSON output.
 
-    ``of_scripts``: without a terminal it has to be answered too, by ``--yes``.
+    ``of_scripts``: a script has to answer it too, with ``--yes``.
     """
 
     before: str
@@ -50,11 +50,11 @@ def ask_once(
     asking: bool,
     as_json: bool = False,
 ) -> None:
-    """Show ``facts`` unless they were agreed to in ``data_dir`` before; where ``asking``, a person at a terminal decides.
+    """Show ``facts`` unless the owner agreed to them in ``data_dir`` before. With ``asking`` and at a terminal, ask the owner.
 
-    Without a terminal no question can be answered: the author of the script has decided, with ``--yes`` where the question is
-    ``of_scripts``. As JSON the facts are an event and nothing is asked, so a person who is at a terminal has to have agreed
-    already. Raises ``Abort`` for a no, ``BadParameter`` where an answer is missing.
+    Without a terminal nothing is asked: the author of the script agrees, and has to pass ``--yes`` if the question is ``of_scripts``. As
+    JSON the facts are an event and nothing is asked, so a user at a terminal has to have agreed before. Raises ``Abort`` for a no and
+    ``BadParameter`` for a missing answer.
     """
     agreed = data_dir / AGREED_NAME
     if agreed.exists():

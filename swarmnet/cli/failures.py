@@ -1,4 +1,4 @@
-"""What went wrong, as an exit code and as words."""
+"""Errors of commands: their exit code, message and hint."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# The first class that fits is the one that counts.
+# In order: the first class of which an error is an instance.
 _KINDS: tuple[tuple[type[errors.SwarmnetError], str, int], ...] = (
     (errors.ConfigError, "config", 3),
     (errors.NotAuthorised, "not_authorised", 4),
@@ -29,7 +29,7 @@ _DEFAULT_HINT = "run the command again with --debug after `swarmnet` for the det
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as a person, or with --json a program, reads it."""
+    """An error as it is printed, for users or with --json for programs."""
 
     kind: str
     message: str
@@ -76,15 +76,15 @@ def _explain_usage(error: typer.TyperException) -> Failure:
         if isinstance(error, typer.BadParameter)
         else str(getattr(error, "message", error))
     )
-    if likely := getattr(error, "possibilities", None):  # the likeliest first
+    if likely := getattr(error, "possibilities", None):  # the most similar first
         message += f". Did you mean {likely[0]!r}?"
-    # Of its own words and of pydantic's, typer shows both.
+    # typer puts pydantic's text after its own.
     message = message.replace("Value error, ", "").replace("Input should be", "this should be")
     return Failure("usage", message, f"see `{command} --help`", EXIT_USAGE)
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error of a task group that says most: one of ours before any other."""
+    """The error of a task group to report: a ``SwarmnetError`` before any other."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

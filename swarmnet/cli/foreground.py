@@ -1,4 +1,4 @@
-"""A node in the foreground: it reports, and ends in good order when it is told to."""
+"""A node in the foreground of a terminal: it prints its state, and lets its sessions move away before it stops."""
 
 import sys
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class HostedNode(Protocol):
         """The report for dashboards. Raises ``SwarmnetError`` while the node is paused."""
 
     def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
-        """Have ``listener`` called whenever the node has begun to pause, or to serve again."""
+        """Call ``listener`` each time that the node pauses or serves again."""
 
 
 DEFAULT_GRACE_S = 30.0
@@ -63,17 +63,17 @@ DEFAULT_GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class Foreground:
-    """How a node runs in the foreground: ``start`` gives the serving node, ``data_dir`` gets its socket and addresses."""
+    """A node to run in the foreground. ``start`` makes the node; its control socket and addresses are written to ``data_dir``."""
 
     start: Callable[[Progress], AbstractAsyncContextManager[HostedNode]]
     data_dir: Path
     as_json: bool
-    stop_on_eof: bool = False  # stop when stdin ends: with the process that started this one
-    metrics: tuple[str, int] | None = None  # where to serve metrics and probes
-    dashboard: Callable[[HostedNode], AbstractAsyncContextManager[str]] | None = None  # yields where it is
+    stop_on_eof: bool = False  # stop when stdin ends, which is when the process that started this one ends
+    metrics: tuple[str, int] | None = None  # host and port of metrics and probes
+    dashboard: Callable[[HostedNode], AbstractAsyncContextManager[str]] | None = None  # yields its URL
 
     def run(self) -> None:
-        """Serve until the node has finished. Raises ``KeyboardInterrupt`` when it was stopped at once."""
+        """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops it at once."""
         run_until_stopped(self._serve())
 
     async def _serve(self) -> None:
@@ -152,7 +152,7 @@ class Foreground:
                 expand=False,
             )
         )
-        print_text("others reach this node with one of")
+        print_text("other peers reach this node with one of")
         for address in addresses:
             print_text(f"  --bootstrap {address}")
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")

@@ -1,4 +1,4 @@
-"""Commands that run until they are told to stop, and what Ctrl-C and a polite kill do to them."""
+"""Long-running commands, and what SIGINT (Ctrl-C) and SIGTERM do to them."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from typing import Any, Self, TextIO
 
 
 def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
-    """Run ``command`` on a loop of uvloop's. Raises ``KeyboardInterrupt`` when ``Interrupts`` cancelled it."""
+    """Run ``command`` on a uvloop event loop. Raises ``KeyboardInterrupt`` when ``Interrupts`` cancelled it."""
     import uvloop
 
     try:
@@ -27,7 +27,7 @@ class Interrupts:
 
     @classmethod
     def catch(cls) -> Self:
-        """From now on SIGINT and SIGTERM go here. Cancels the running task."""
+        """Handle SIGINT and SIGTERM. The default action cancels the task that calls this."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("not running as a task")
@@ -37,7 +37,7 @@ class Interrupts:
         return interrupts
 
     def catch_end_of(self, stdin: TextIO) -> None:
-        """From now on the end of ``stdin`` interrupts too: that is the end of the process that started this one."""
+        """Handle the end of ``stdin`` as a signal: it is the end of the process that started this one."""
         loop, number = asyncio.get_running_loop(), stdin.fileno()
 
         def read() -> None:

@@ -1,4 +1,4 @@
-"""Commands that are imported when they are called, and help that is laid out in sections."""
+"""Commands that are imported when they are called, and help in sections."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ _SUMMARY_CHARS = 160
 
 
 class Group(TyperGroup):
-    """Commands of a command."""
+    """A group of commands."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
-        # To read options that were not given, typer imports pydantic: a third of the time that `--help` of a command takes.
+        # typer imports pydantic to read options that were not given, which is a third of the time of `--help`.
         if "--help" in args and not args[0].startswith("-"):
             ctx._protected_args, ctx.args = args[:1], args[1:]
             return ctx.args
@@ -35,13 +35,13 @@ class Group(TyperGroup):
 
 
 def command_group(about: str) -> typer.Typer:
-    """An app for commands of a command, such as `swarmnet swarm`."""
+    """An app for a group of commands, such as `swarmnet swarm`."""
     return typer.Typer(cls=Group, help=about, add_completion=False, rich_markup_mode=None)
 
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command as the list of commands shows it, and where it is: ``module:name`` of a function or a ``typer.Typer``."""
+    """A command as `swarmnet --help` lists it. ``target``: ``module:name`` of its function or ``typer.Typer``."""
 
     name: str
     target: str
@@ -76,7 +76,7 @@ class LazyGroup(Group):
 
 
 class SectionedCommand(TyperCommand):
-    """Shows its options under their ``rich_help_panel``, and is named by every error of its arguments."""
+    """Shows options in sections by their ``rich_help_panel``. Errors of its arguments name the command."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
         try:
@@ -102,7 +102,7 @@ class SectionedCommand(TyperCommand):
 
 
 def _name_of(argument: "Parameter") -> str:
-    """An argument as it is written: in brackets where it may be left out. typer's own has braces and a type."""
+    """An argument in a usage line: in brackets if it is optional. typer would write braces and a type."""
     name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
     name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"

@@ -14,23 +14,26 @@ PANEL = "Limits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
-    """An option of both `join` and `limits`; not given, a limit stays as it was."""
+    """An option of `join` and `limits`. If it is not given, the limit stays as it was."""
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
-MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Memory of the whole node.")]
-MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Memory of the GPU.")]
-Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Sent at most, such as 20mbit.")]
-Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Received at most.")]
+MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Most memory of the node.")]
+MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Most memory of the GPU.")]
+Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Highest rate of sending, such as 20mbit.")]
+Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Highest rate of receiving.")]
 Monthly = Annotated[
-    str | None, _limit("--monthly", metavar="SIZE", about="Sent and received in a month, then pause.")
+    str | None,
+    _limit(
+        "--monthly", metavar="SIZE", about="Bytes sent and received in a month, after which the node pauses."
+    ),
 ]
 ScheduleText = Annotated[
     str | None,
     _limit(
         "--schedule",
         metavar="WHEN",
-        about="Run only then, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
+        about="Times at which the node runs, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
         default="always",
     ),
 ]
@@ -39,7 +42,12 @@ IdleOnly = Annotated[
 ]
 IdleAfter = Annotated[
     str | None,
-    _limit("--idle-after", metavar="TIME", about="Untouched for this long, it is not in use.", default="3m"),
+    _limit(
+        "--idle-after",
+        metavar="TIME",
+        about="Time without input after which the machine is not in use.",
+        default="3m",
+    ),
 ]
 NoBattery = Annotated[bool | None, _limit("--no-battery", about="Pause on battery.", default=False)]
 Cores = Annotated[
@@ -49,7 +57,7 @@ Cores = Annotated[
         "--threads",
         metavar="N",
         min=1,
-        help="Cores to compute with.",
+        help="Number of cores to compute with.",
         show_default="all",
         rich_help_panel=PANEL,
     ),
@@ -67,13 +75,13 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "no-battery": ("no_battery", bool),
     "cores": ("cores", int),
 }
-"""By the name of the option: the field of ``Limits``, and how its text is read."""
+"""The field of ``Limits`` and the function that reads the text, by the name of the option."""
 
 
 def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` for which one of a command's ``parameters``, by their names in Python, was given.
+    """The fields of ``Limits`` that the ``parameters`` of a command set; their keys are names in Python.
 
-    Raises ``typer.BadParameter`` for one that cannot be read, ``ConfigError`` for one that no node can keep.
+    Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no node can keep.
     """
     given: dict[str, Any] = {}
     for name, (field, read) in _READERS.items():
@@ -91,21 +99,21 @@ def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remembered(data_dir: Path) -> Limits:
-    """The limits that the node in ``data_dir`` had last."""
+    """The limits stored in ``data_dir`` by its last node."""
     from swarmnet_node.owner.machine import load_limits
 
     return load_limits(data_dir)
 
 
 def remember(data_dir: Path, limits: Limits) -> None:
-    """Keep ``limits`` for the next start in ``data_dir``. Raises ``ConfigError`` if they cannot be written."""
+    """Store ``limits`` in ``data_dir`` for the next start. Raises ``ConfigError`` if they cannot be written."""
     from swarmnet_node.owner.machine import save_limits
 
     save_limits(data_dir, limits)
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``Limits`` for these options, as they are without a limit. Raises ``typer.BadParameter`` for others."""
+    """The fields of ``Limits`` for these options with their defaults, which limit nothing. Raises ``typer.BadParameter`` for unknown names."""
     if unknown := [name for name in names if name not in _READERS]:
         raise typer.BadParameter(
             f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"
@@ -115,7 +123,7 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(limits: Limits) -> dict[str, str]:
-    """What limits say, for people."""
+    """The limits as a table for users."""
     when = [limits.schedule] if limits.schedule else []
     when += (
         [f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}"]

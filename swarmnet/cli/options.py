@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and how their text is read."""
+"""Arguments and options that several commands share, and how their text is read."""
 
 import math
 import re
@@ -62,7 +62,7 @@ BootstrapOption = Annotated[
     typer.Option(
         "--bootstrap",
         metavar="ADDR",
-        help="A peer to start from, added to those of the swarm file; repeatable.",
+        help="Address of a bootstrap peer, in addition to those of the swarm file; repeatable.",
         callback=_each(check_peer_address),
     ),
 ]
@@ -80,7 +80,7 @@ DataDirOption = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="What is kept here: keys, certificates, the control socket of the node.",
+        help="Folder of keys, certificates and the control socket of the node.",
         show_default="per user",
     ),
 ]
@@ -89,7 +89,7 @@ ListenOption = Annotated[
     typer.Option(
         "--listen",
         metavar="MULTIADDR",
-        help="Where to listen; repeatable.",
+        help="Address to listen on; repeatable.",
         show_default="the ports it had last, or any",
         callback=_each(check_listen_address),
     ),
@@ -99,7 +99,7 @@ MaxP2pdOption = Annotated[
     typer.Option(
         "--max-p2pd",
         metavar="SIZE",
-        help="Memory from which p2pd, which speaks libp2p for us, is restarted.",
+        help="Memory above which p2pd, the libp2p process, is restarted.",
         show_default="256MiB",
     ),
 ]
@@ -108,24 +108,26 @@ AnnounceOption = Annotated[
     typer.Option(
         "--announce",
         metavar="MULTIADDR",
-        help="The address others should use; repeatable.",
+        help="Address that other peers should dial; repeatable.",
         callback=_each(check_listen_address),
     ),
 ]
 HostOption = Annotated[
     str,
-    typer.Option("--host", metavar="HOST", help="Where to listen; others than this machine need a key."),
+    typer.Option(
+        "--host", metavar="HOST", help="Address to listen on; any but this machine's own needs a key."
+    ),
 ]
 PortOption = Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0: a free one.")]
 IssuerOption = Annotated[
     Path | None,
     typer.Option(
-        "--issuer", metavar="KEY", help="Let members in, with authority.key or the key of an issuer."
+        "--issuer", metavar="KEY", help="Admit members, with authority.key or the key of an issuer."
     ),
 ]
 CacheDirOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", metavar="DIR", help="Where model files are kept.", show_default="per user"),
+    typer.Option("--cache-dir", metavar="DIR", help="Folder of model files.", show_default="per user"),
 ]
 DtypeOption = Annotated[
     str,
@@ -149,7 +151,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.
 
 
 def device_option(about: str) -> Any:
-    """`--device` of a command, which says what is computed there."""
+    """The option `--device` with a help text of the command's own."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
 
 
@@ -164,7 +166,7 @@ def parse_blocks(text: str) -> tuple[int, int]:
 
 
 def parse_p2pd_bytes(text: str) -> int:
-    """What ``--max-p2pd`` says."""
+    """The value of ``--max-p2pd`` in bytes."""
     size_bytes = parse_size_bytes(text, option="--max-p2pd")
     if size_bytes < MIN_MEMORY_BYTES:
         raise typer.BadParameter(

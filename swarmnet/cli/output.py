@@ -1,6 +1,6 @@
-"""What the commands print: JSON and answers on stdout, everything about progress on stderr.
+"""Printing: JSON and answers go to stdout, progress and notes to stderr.
 
-Much of what is printed was written by other peers: answers, refusals, names. So all text goes through ``shown`` here, and JSON escapes it.
+Answers, refusals and names come from other peers. All text therefore passes through ``shown`` here, and JSON escapes it.
 """
 
 import json
@@ -18,23 +18,23 @@ from swarmnet_protocols.models import Progress
 INDENT = 2
 """Columns by which folded lines are indented."""
 MIN_ROOM = 20
-"""Characters beside the names of a table, below which its values are not folded."""
+"""Characters beside the names of a table. With less room, values are not folded."""
 
 
 def print_text(text: str = "", *, end: str = "\n") -> None:
-    """Text on stdout, seen at once."""
+    """Print text on stdout and flush it."""
     typer.echo(shown(text) + end, nl=False)
     sys.stdout.flush()
 
 
 def print_json(fields: Mapping[str, object]) -> None:
-    """One JSON object on one line of stdout, flushed at once."""
+    """Print one JSON object on one line of stdout and flush it."""
     sys.stdout.write(json.dumps(fields, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line for the person in front of the terminal."""
+    """Print a line for the user on stderr."""
     typer.echo(shown(text), err=True)
 
 
@@ -45,9 +45,9 @@ def note_if_first(bootstrap: Sequence[str], *, as_json: bool) -> None:
 
 
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
-    """What happens to a command that runs for long: ``event`` for programs, ``text`` for people.
+    """Report an event of a long-running command: ``event`` as JSON, or ``text`` for users.
 
-    A closed pipe does not keep a command from ending in good order.
+    A closed pipe is ignored, so that the command can still stop in order.
     """
     with suppress(BrokenPipeError):
         if as_json:
@@ -58,7 +58,7 @@ def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows what is reported as bars on stderr, or as plain lines when stderr is no terminal."""
+    """Show reported progress as bars on stderr, or as plain lines if stderr is not a terminal."""
     if quiet:
         yield _ignore
         return
@@ -92,7 +92,7 @@ def _ignore(description: str, done: int, total: int | None) -> None:
 
 
 def plain_lines() -> Progress:
-    """Says once of every step that it begins."""
+    """Print one line on stderr when each step begins."""
     seen: set[str] = set()
 
     def report(description: str, done: int, total: int | None) -> None:
@@ -104,7 +104,7 @@ def plain_lines() -> Progress:
 
 
 def clear_terminal() -> None:
-    """Make room on stdout for what is shown in the place of all else; nothing where that is no terminal."""
+    """Clear the terminal on stdout. Does nothing if stdout is not a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -113,10 +113,7 @@ def clear_terminal() -> None:
 
 
 def print_table(title: str, rows: Mapping[str, object]) -> None:
-    """Names and values on stdout. Long values go on in the next line on a terminal, in a file they stay whole.
-
-    No word is broken, so that an address can be copied.
-    """
+    """Print names and values on stdout. On a terminal long values are folded between words, so that an address can be copied."""
     from rich.console import Console
     from rich.text import Text
 
@@ -133,13 +130,13 @@ def print_table(title: str, rows: Mapping[str, object]) -> None:
 
 
 def print_folded(text: str) -> None:
-    """A line on stdout, which on a terminal goes on indented in the next."""
+    """Print a line on stdout. On a terminal it is folded, and further lines are indented."""
     room = shutil.get_terminal_size().columns - INDENT if sys.stdout.isatty() else None
     print_text(f"\n{' ' * INDENT}".join(folded(text, room)))
 
 
 def folded(text: str, room: int | None) -> list[str]:
-    """``text`` in lines of ``room`` characters, where no word is longer; as it is, where there is next to none."""
+    """``text`` in lines of at most ``room`` characters; longer words stay whole. Unchanged if ``room`` is None or too small."""
     lines = text.split("\n")
     if room is None or room < MIN_ROOM:
         return lines

@@ -1,4 +1,4 @@
-"""What was said so far, and how the model is to read it."""
+"""The turns of a chat, and the tokens that the model reads for them."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """Turns, and before them what the model is told to be.
+    """The turns of a chat after an optional system message.
 
-    ``tokenizer`` is the model's, ``context`` how many tokens it takes. Without a chat template, or with ``raw``, the model just
+    ``context``: most tokens that the model takes. Without a chat template, or with ``raw``, the model
     continues the text of all turns.
     """
 
@@ -31,11 +31,11 @@ class Conversation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text of all turns is continued, in place of a dialogue."""
+        """Whether the model continues the text of all turns, without a chat template."""
         return self.raw or not self.tokenizer.chat_template
 
     def encode(self) -> "torch.Tensor":
-        """What the model reads before its next answer, [1, tokens]. Raises ``ConfigError`` if its template cannot say that."""
+        """The tokens that the model reads before its next answer, [1, tokens]. Raises ``ConfigError`` if its template fails."""
         if self.is_plain:
             text = self.system + "".join(turn.question + turn.answer for turn in self.turns)
             encoded = self.tokenizer(text, return_tensors="pt")
@@ -45,9 +45,9 @@ class Conversation:
         return input_ids
 
     def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
-        """The same, with room for so many tokens of an answer; and how many of the oldest turns were dropped for that.
+        """As :meth:`encode`, with room for that many tokens of an answer; and the number of oldest turns that were dropped for it.
 
-        So many are dropped at once that half the context is free: the rest is computed anew, and that should be seldom.
+        Enough turns are dropped to free half the context, because the remaining turns are computed again, which should be rare.
         """
         input_ids, dropped = self.encode(), 0
         limit = self.context - min(answer_tokens, self.context // 4)
@@ -59,7 +59,7 @@ class Conversation:
         return input_ids, dropped
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation as chat templates and the OpenAI API have it; an answer that has not come is left out."""
+        """The conversation in the format of chat templates and the OpenAI API, without an answer that is still missing."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             told.append({"role": "user", "content": turn.question})

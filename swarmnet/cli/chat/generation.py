@@ -1,4 +1,4 @@
-"""One answer of a model, shown as it comes and measured."""
+"""One answer of a model: streamed to the terminal and measured."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily when ``temperature`` is 0. ``top_p`` None is what the model itself says."""
+    """How the next token is chosen. ``temperature`` 0: greedily. ``top_p`` None: the model's own setting."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -35,7 +35,7 @@ class Hop:
 class Answer:
     """What ``run --json`` prints. ``token_ids`` are the new tokens.
 
-    ``audited``: times that outputs of a host were computed again by another one; ``wrong_hosts``: who was found to give wrong ones.
+    ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Screen:
-    """How answers are printed: as text, or as one JSON object each; with ``pieces`` also one for each piece as it comes."""
+    """Prints answers as text, or as one JSON object each; with ``pieces`` also one object for each piece of text."""
 
     as_json: bool = False
     pieces: bool = False
@@ -68,7 +68,7 @@ class Screen:
             print_json({"event": "token", "text": piece})
 
     def end(self, answer: Answer) -> None:
-        """Print what is left to be said of an answer."""
+        """Print the end of an answer."""
         if self.as_json:
             print_json(answer.to_json())
             return
@@ -81,7 +81,7 @@ class Screen:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C while a model answered. ``answer`` is what had come."""
+    """Ctrl-C while a model answered. ``answer``: the answer up to then."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ def generate(
 
         torch.manual_seed(sampling.seed)
     streamer = _Streamer(tokenizer, show)
-    # Said, because transformers takes tokens of a prompt that are also the padding token for padding.
+    # Without a mask, transformers takes prompt tokens that equal the padding token for padding.
     choice: dict[str, Any] = {"attention_mask": input_ids.new_ones(input_ids.shape), "do_sample": False}
     if sampling.temperature > 0:
         choice |= {"do_sample": True, "temperature": sampling.temperature}
         if sampling.top_p is not None:
             choice["top_p"] = sampling.top_p
-    # In a session it goes on counting from answer to answer.
+    # A session counts across its answers.
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
     model.last_run.audits, model.last_run.wrong = 0, []
     try:
@@ -137,8 +137,8 @@ class _Streamer:
         self._tokenizer = tokenizer
         self._show = show
         self._prompt_seen = False
-        self._line_start = 0  # of the tokens on the line that is being shown
-        self._shown = 0  # characters of that line
+        self._line_start = 0  # index of the first token on the current line
+        self._shown = 0  # characters of that line already printed
 
     def put(self, tokens: Any) -> None:
         if not self._prompt_seen:
@@ -148,7 +148,7 @@ class _Streamer:
             self.first_token_s = time.monotonic() - self.started
         self.token_ids.extend(tokens.flatten().tolist())
         line = self._line()
-        # A replacement character at the end is a letter of which only the first bytes have come.
+        # A replacement character at the end is a character whose last bytes are still missing.
         if not line.endswith("\N{REPLACEMENT CHARACTER}"):
             self._show_rest(line)
         if line.endswith("\n"):
@@ -158,7 +158,7 @@ class _Streamer:
         self._show_rest(self._line())
 
     def answer(self, prompt_tokens: int, run: Any) -> Answer:
-        """What has come so far, from the hosts that ``run`` tells of."""
+        """The answer so far, and the hosts that computed it."""
         total_s = time.monotonic() - self.started
         return Answer(
             text=self._tokenizer.decode(self.token_ids, skip_special_tokens=True),

@@ -1,4 +1,4 @@
-"""What a person types: edited and remembered where there is a terminal, read line by line where there is none."""
+"""Input of a chat: with editing and a history on a terminal, otherwise line by line from stdin."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ _HISTORY_LINES = 1000
 
 @dataclass(frozen=True)
 class Keyboard:
-    """Messages of one line, or of several: between ``QUOTES``, or with a backslash at the end of a line that goes on."""
+    """Reads messages of one line, or of several: between ``QUOTES``, or with a backslash at the end of each line but the last."""
 
     is_terminal: bool
 
@@ -64,7 +64,7 @@ class Keyboard:
 
 @contextmanager
 def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
-    """The terminal, or else stdin. A terminal completes ``words``, and keeps what is typed in the file ``history`` (0600)."""
+    """A keyboard on the terminal, or else on stdin. A terminal completes ``words`` and stores input in the file ``history`` (mode 0600)."""
     if not sys.stdin.isatty():
         yield Keyboard(is_terminal=False)
         return
@@ -77,7 +77,7 @@ def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
     readline.parse_and_bind("tab: complete")
     readline.clear_history()
     if history is not None:
-        with suppress(OSError):  # there is none yet, or it cannot be read: a chat needs none
+        with suppress(OSError):  # no history yet, or an unreadable one: a chat needs none
             readline.read_history_file(history)
     try:
         yield Keyboard(is_terminal=True)
@@ -96,4 +96,4 @@ def _keep(history: Path) -> None:
         history.chmod(0o600)
         readline.write_history_file(history)
     except OSError as error:
-        note(f"what you typed is not kept: {history}: {error.strerror}")
+        note(f"the history cannot be stored: {history}: {error.strerror}")

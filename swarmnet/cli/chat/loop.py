@@ -1,4 +1,4 @@
-"""A chat with a model on the swarm: messages and commands in, answers out, until the person leaves."""
+"""A chat with a model on the swarm: reads messages and commands and prints answers, until the user leaves."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ class _Totals:
 
 
 class Chat:
-    """Turns of a person and ``model``, whose caches stay in the swarm from one to the next."""
+    """A chat with ``model``, whose KV caches stay on the hosts between turns."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Chat:
     def run(self, history: Path | None) -> None:
         """Chat until the user leaves; input is kept in the file ``history``.
 
-        Without a terminal the first error ends it. Raises ``KeyboardInterrupt`` for Ctrl-C twice where no answer is due.
+        Without a terminal the first error ends it. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row at the prompt.
         """
         with (
             _ended_by_sigterm(),
@@ -94,7 +94,7 @@ class Chat:
                     note(_what_happened(error))
 
     def take(self, text: str) -> None:
-        """Do what a message says: run a command, or answer. Raises what is wrong with it, which is forgotten then."""
+        """Run the command in a message, or answer it. Raises the error of an invalid message, which is not kept as a turn."""
         if text.startswith("//"):
             self._ask(text[1:])
         elif text.startswith("/"):
@@ -120,7 +120,7 @@ class Chat:
             self._tell(stopped.answer)
             raise
         except SwarmnetError:
-            # A chain that cannot be repaired stays so.
+            # A chain that could not be repaired once cannot be repaired later.
             self._session.close()
             self._session.enter_context(self._open_session())
             raise
@@ -175,7 +175,7 @@ class Chat:
             case "/clear":
                 self.conversation.turns.clear()
                 self._unanswered = ""
-                note("everything is forgotten")
+                note("all turns are forgotten")
             case "/save":
                 self._save(argument)
             case "/stats":
@@ -253,7 +253,7 @@ def _what_happened(error: BaseException) -> str:
 
 
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
-    """``sampling`` with one setting read from text; `default` takes it back. Raises ``typer.BadParameter``."""
+    """``sampling`` with one setting changed by text; `default` resets it. Raises ``typer.BadParameter``."""
     fields = {field.name: field for field in dataclasses.fields(Sampling)}
     if name not in fields:
         known = ", ".join([*fields, "system"])
@@ -275,7 +275,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
 
 
 def _mended(before: Sequence[Hop], answer: Answer) -> str:
-    """Who took over while an answer came, as a person reads it."""
+    """A sentence on the hosts that were replaced during an answer."""
     newcomers = [hop for hop in answer.route if hop not in before]
     names = ", ".join(f"…{hop.peer_id[-8:]} ({hop.start}:{hop.end})" for hop in newcomers)
     return f"a host left; continued on {names or 'the others'} after {answer.longest_stall_s:.1f} s"
@@ -283,7 +283,7 @@ def _mended(before: Sequence[Hop], answer: Answer) -> str:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Elsewhere SIGTERM is like Ctrl-C, which here ends no more than an answer."""
+    """Have SIGTERM end the process. Elsewhere it acts like Ctrl-C, which ends only the answer in a chat."""
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""``swarmnet bootstrap``: a peer that hosts nothing and is always there to start from."""
+"""``swarmnet bootstrap``: a peer without a model, at which other peers enter the swarm."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +40,7 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     max_p2pd: MaxP2pdOption = "256MiB",
     as_json: JsonFlag = False,
 ) -> None:
-    """Keep a part of the swarm's directory, and be there for newcomers to start from, until Ctrl-C. Needs no model and little memory."""
+    """Run a bootstrap peer until Ctrl-C: new peers enter the swarm through it, and it stores a part of the directory. Needs no model and little memory."""
     max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
@@ -79,7 +79,7 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
     if as_json:
         print_json({"event": "ready", "peer_id": transport.peer_id, "addresses": addresses})
         return
-    note("others start from here with one of")
+    note("other peers enter the swarm here with one of")
     for address in addresses:
         print_text(f"  --bootstrap {address}")
     note("stop with Ctrl-C")

@@ -40,7 +40,7 @@ def finish(
     data_dir: DataDirOption = None,
     grace_s: Annotated[
         float,
-        typer.Option("--grace", metavar="SECONDS", help="How long running sessions may take to move away."),
+        typer.Option("--grace", metavar="SECONDS", help="Seconds that running sessions have to move away."),
     ] = DEFAULT_GRACE_S,
     as_json: JsonFlag = False,
 ) -> None:

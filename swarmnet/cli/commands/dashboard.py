@@ -1,4 +1,4 @@
-"""``swarmnet dashboard``: what a swarm does, on a page; and the same page served by a node."""
+"""``swarmnet dashboard``: a web page that shows a swarm, served by this command or by a node."""
 
 import asyncio
 import os
@@ -47,25 +47,28 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--api-key-file",
             metavar="FILE",
-            help=f"Ask for the key in this file, or in ${API_KEY}; browsers ask for it as a password.",
+            help=f"File with the key that visitors need, or ${API_KEY}; browsers ask for it as a password.",
         ),
     ] = None,
     allow_host: Annotated[
-        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+        list[str],
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+        ),
     ] = [],  # noqa: B006
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a swarm on a page until Ctrl-C: who hosts what, how fast it answers, what trains, what to host next.
 
-    What it saw is kept for 30 days in the data directory.
+    The history of 30 days is kept in the data directory.
     """
     from swarmnet.dashboard.server import ServerConfig
 
     key = _key_in(api_key_file) or os.environ.get(API_KEY)
     config = ServerConfig(host, port, key, tuple(allow_host))
     _check(config)
-    # Another peer than the node or the client of this machine: both may run.
+    # A peer of its own: the node and the client of this machine may run beside it.
     own_dir = (data_dir or default_data_dir()) / "dashboard"
     entry = enter(swarm, own_dir, bootstrap)
     entry.check_bootstrap()

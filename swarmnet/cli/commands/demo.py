@@ -1,4 +1,4 @@
-"""``swarmnet demo``: a whole swarm on this machine, one question answered, everything stopped again."""
+"""``swarmnet demo``: starts a swarm on this machine, asks it one question, and stops it."""
 
 import asyncio
 import json
@@ -67,7 +67,8 @@ def demo(
         int, typer.Option("--nodes", metavar="N", min=1, max=16, help="How many nodes share the model.")
     ] = 3,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Stay, with an endpoint for OpenAI's clients, until Ctrl-C.")
+        bool,
+        typer.Option("--keep", help="Keep the swarm and an OpenAI-compatible endpoint running until Ctrl-C."),
     ] = False,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
@@ -216,7 +217,7 @@ class _Child:
     log: Path
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What it prints, until it ends. Raises ``SwarmnetError`` for an error that it reports."""
+        """The events that the process prints, until it ends. Raises ``SwarmnetError`` for an error event."""
         if self.process.stdout is None:
             raise RuntimeError("started without a pipe")
         async for line in self.process.stdout:
@@ -238,7 +239,7 @@ class _Child:
 async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequence[str]) -> _Child:
     log = demo.directory / f"{name}.log"
     with log.open("wb") as stderr:
-        # Nodes and gateway stop when their stdin ends: so they do not outlive a demo that was killed.
+        # Nodes and gateway stop when their stdin ends, so they do not outlive a demo that is killed.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
             stdin=PIPE,
@@ -253,7 +254,7 @@ async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequ
 
 @asynccontextmanager
 async def _processes() -> AsyncIterator[list[Process]]:
-    """A list of processes; those that still run at the end of the block are ended."""
+    """A list of processes; those that still run when the context ends are killed."""
     running: list[Process] = []
     try:
         yield running

@@ -1,4 +1,4 @@
-"""``swarmnet doctor``: what is wrong with this machine, and the command that fixes it."""
+"""``swarmnet doctor``: examines this machine and prints findings, each with the command that fixes it."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +32,7 @@ def doctor(
         typer.Option(
             "--swarm",
             metavar="SWARM",
-            help="Also ask the peers of this swarm: is this machine reached, is its clock right?",
+            help="Also ask the peers of this swarm whether they reach this machine and whether its clock is right.",
             show_default="this machine only",
         ),
     ] = None,
@@ -44,7 +44,7 @@ def doctor(
 ) -> None:
     """Examine this machine: versions, memory, disk, keys, ports, clock, and whether others reach it. Takes up to 10 s.
 
-    Ends with 1 if something has to be fixed first.
+    The exit code is 1 if something has to be fixed first.
     """
     import asyncio
 

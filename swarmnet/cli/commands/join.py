@@ -1,4 +1,4 @@
-"""``swarmnet join``: host a part of a model until told to stop."""
+"""``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,12 +56,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, device_option("Where to compute.")] = "auto",
+    device: Annotated[str, device_option("Device to compute on.")] = "auto",
     dtype: DtypeOption = "auto",
     max_cache: Annotated[
         str,
         typer.Option(
-            "--max-cache", metavar="SIZE", help="Memory for the sessions of others, beside the weights."
+            "--max-cache",
+            metavar="SIZE",
+            help="Memory for the sessions of clients, in addition to the weights.",
         ),
     ] = "1GiB",
     max_p2pd: MaxP2pdOption = "256MiB",
@@ -72,7 +74,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             metavar="PERCENT",
             min=1,
             max=100,
-            help="What one client, such as a gateway, may take of that memory and of the sessions.",
+            help="Share of that memory and of the sessions that one client, such as a gateway, may use.",
         ),
     ] = 25,
     max_ram: limit_options.MaxRam = None,  # these, down to the cores, are read from the context
@@ -96,7 +98,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     ] = "low",
     issuer: IssuerOption = None,
     public_name: Annotated[
-        str, typer.Option("--public-name", "--name", metavar="NAME", help="A name that others see.")
+        str, typer.Option("--public-name", "--name", metavar="NAME", help="Public name of the node.")
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without being asked.")] = False,
     metrics: MetricsOption = None,
@@ -105,24 +107,28 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--dashboard",
             metavar="[HOST:]PORT",
-            help="Show the swarm on a page there; port 0 takes a free one.",
+            help="Serve the dashboard of the swarm there; port 0 takes a free one.",
             show_default=False,
         ),
     ] = None,
     dashboard_key_file: Annotated[
         Path | None,
-        typer.Option("--dashboard-key-file", metavar="FILE", help="The page asks for the key in this file."),
+        typer.Option(
+            "--dashboard-key-file",
+            metavar="FILE",
+            help="File with the key that visitors of the dashboard need.",
+        ),
     ] = None,
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
-    """Host a part of a model until `swarmnet finish` or Ctrl-C. A first node without --bootstrap starts the swarm.
+    """Host a part of a model until `swarmnet finish` or Ctrl-C. The first node of a swarm needs no --bootstrap.
 
     \b
     Examples:
       swarmnet join lab/swarm.toml --num-blocks 10
       swarmnet join swn1… --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
-      swarmnet join lab --issuer lab/authority.key    let members in, too
+      swarmnet join lab --issuer lab/authority.key    also admit members
     """
     if blocks is not None and num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
@@ -178,7 +184,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
-    """What the owner of a machine should know before it is shared."""
+    """The facts that the owner of this machine agrees to before it is shared."""
     open_to_all = rules.admission is Admission.OPEN
     return limit_options.rows(limits) | {
         "disk": disk,

@@ -40,12 +40,12 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
     cores: Cores = None,
     clear: Annotated[
         list[str],
-        typer.Option("--clear", metavar="NAME", help="Lift a limit, such as up; repeatable."),
+        typer.Option("--clear", metavar="NAME", help="Remove a limit, such as up; repeatable."),
     ] = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show or change what the node on this machine may take, now and after it is started again."""
+    """Show or change what the node on this machine may use, now and after a restart."""
     from swarmnet_node.owner import control
 
     changes = lifted(clear) | read_options(context.params)
@@ -56,4 +56,4 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json(asdict(now))
     else:
-        print_table("what the node may take", rows(now))
+        print_table("what the node may use", rows(now))

@@ -21,7 +21,7 @@ ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 @app.command("ls")
 def list_models(*, as_json: JsonFlag = False) -> None:
-    """List the models that can be named here: the default one, and those fetched from the hub."""
+    """List the models on this machine: the default one, and those fetched from the hub."""
     models: list[dict[str, object]] = [{"name": DEFAULT_MODEL, "default": True}, *_hub_models()]
     if as_json:
         print_json({"models": models})
@@ -34,7 +34,7 @@ def list_models(*, as_json: JsonFlag = False) -> None:
 def pull(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Fetch a model, if it is not here yet."""
+    """Fetch a model unless it is on this machine."""
     local = _resolve(model, cache_dir, quiet=as_json)
     if as_json:
         print_json(_summary(local))
@@ -46,7 +46,7 @@ def pull(
 def show(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Print what a model is made of."""
+    """Print a model's architecture, blocks, size and manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
     if as_json:
         print_json(_summary(local))

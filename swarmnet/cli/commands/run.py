@@ -1,4 +1,4 @@
-"""``swarmnet run``: one prompt, or a chat."""
+"""``swarmnet run``: answers one prompt, or chats."""
 
 import sys
 from collections.abc import Iterator
@@ -40,7 +40,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     model: Annotated[str, typer.Argument(metavar="M", help="The model, as for join.", show_default=False)],
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="Without it: a chat, or all of stdin.", show_default=False),
+        typer.Argument(
+            metavar="[PROMPT]", help="The prompt; without it: a chat, or all of stdin.", show_default=False
+        ),
     ] = None,
     *,
     swarm: SwarmOption,
@@ -48,10 +50,11 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     hosts: HostsOption = "",
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="The most tokens to answer with."),
+        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Most tokens of the answer."),
     ] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="0: the most likely token; above: sample.")
+        float,
+        typer.Option("--temperature", metavar="T", help="0: always the most likely token; above 0: sample."),
     ] = 0.0,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="S", min=0, help="Makes sampling repeatable.")
@@ -61,13 +64,15 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--top-p",
             metavar="P",
-            help="Sample from the likeliest tokens that make up this share.",
+            help="Sample from the most likely tokens whose probabilities add up to this.",
             show_default="the model's own",
         ),
     ] = None,
     system: Annotated[
         str,
-        typer.Option("--system", metavar="TEXT", help="What the model is told to be.", show_default=False),
+        typer.Option(
+            "--system", metavar="TEXT", help="System message: instructions for the model.", show_default=False
+        ),
     ] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
@@ -78,12 +83,13 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     history: Annotated[
         bool,
         typer.Option(
-            "--history/--no-history", help="Keep what you type in a chat, for the arrow keys of the next."
+            "--history/--no-history",
+            help="Store what you type in a chat, for the arrow keys of the next one.",
         ),
     ] = True,
     adapter: Annotated[
         Path | None,
-        typer.Option("--adapter", metavar="DIR", help="What `tune`, or PEFT's LoRA or prompts, made."),
+        typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
     ] = None,
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,

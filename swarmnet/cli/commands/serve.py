@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
 
 DRAIN_S = 60.0
-"""What runs when the command is told to stop has this long to end."""
+"""Seconds that running answers have to end when the command is stopped."""
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
 """Limit on open files: each idle HTTP connection takes one, and the usual limit is 1024."""
@@ -51,7 +51,7 @@ MAX_FILES = 65536
 
 @dataclass(frozen=True)
 class _Serving:
-    """All that a person may ask of an endpoint."""
+    """The options of an endpoint."""
 
     host: str
     port: int
@@ -85,7 +85,10 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--cors", metavar="ORIGIN", help="A web page that may use it: https://example.org."),
     ] = [],  # noqa: B006
     allow_host: Annotated[
-        list[str], typer.Option("--allow-host", metavar="NAME", help="A name it is reached by; repeatable.")
+        list[str],
+        typer.Option(
+            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+        ),
     ] = [],  # noqa: B006
     max_concurrent: Annotated[
         int,
@@ -129,7 +132,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
 
     keys = _keys(api_key_file)
     check_exposed(host, keys)
-    listen(host, port).close()  # say so now, and not when the swarm has been found
+    listen(host, port).close()  # an address in use is reported now, not after the swarm was found
     access = AccessPolicy(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))

@@ -1,4 +1,4 @@
-"""``swarmnet service``: a command of ours that starts with the machine, under systemd."""
+"""``swarmnet service``: has systemd start a swarmnet command with the machine."""
 
 from typing import Annotated
 
@@ -12,10 +12,10 @@ from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
 
 RUN_FOR_LONG = ("join", "bootstrap", "serve", "dashboard")
-app = command_group("Start with the machine, under systemd.")
+app = command_group("Start a command with the machine, under systemd.")
 
 SystemFlag = Annotated[
-    bool, typer.Option("--system/--user", help="For the machine, as root, or for this user alone.")
+    bool, typer.Option("--system/--user", help="A unit of the machine, run as root, or of this user.")
 ]
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the unit.")]
 
@@ -25,7 +25,7 @@ def install(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND...", help="As you would type it: join lab/swarm.toml --num-blocks 10"
+            metavar="COMMAND...", help="The command to run, such as: join lab/swarm.toml --num-blocks 10"
         ),
     ],
     *,
@@ -34,9 +34,9 @@ def install(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the unit and change nothing.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Have systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install come before COMMAND.
+    """Have systemd run `swarmnet COMMAND` now and at each start of this machine. Options of install come before COMMAND.
 
-    Paths are taken from the directory you are in.
+    Relative paths refer to the current directory.
     """
     _check(command)
     service = Service(name, is_system)
@@ -60,7 +60,7 @@ def install(
 def uninstall(
     *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
 ) -> None:
-    """Stop it, and start it no more. Keys and models stay."""
+    """Stop the service and remove its unit. Keys and models stay."""
     service = Service(name, is_system)
     service.uninstall()
     if as_json:
@@ -73,7 +73,7 @@ def uninstall(
 def status(
     *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
 ) -> None:
-    """Print what systemd says of it."""
+    """Print the state of the service, as systemd reports it."""
     service = Service(name, is_system)
     shown = service.status()
     if as_json:
@@ -83,7 +83,7 @@ def status(
 
 
 def _check(command: list[str]) -> None:
-    """Raises what the command itself would raise for a wrong option, before systemd tries it for ever."""
+    """Raise what the command would raise for an invalid option: systemd would restart it for ever."""
     from swarmnet_protocols.membership.invites import is_invite
 
     if command[0] not in RUN_FOR_LONG:

@@ -1,4 +1,4 @@
-"""``swarmnet swarm``: make a swarm, look at its file, change and sign it."""
+"""``swarmnet swarm``: creates, shows, verifies and signs swarm files, and makes their keys."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,15 +30,14 @@ WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see
 
 @app.command("create")
 def create(  # noqa: PLR0913 - a command line, not an interface
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="What people call the swarm.", show_default=False)
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the swarm.", show_default=False)],
     *,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where the files go.", show_default=False)
+        Path, typer.Option("--out", metavar="DIR", help="Folder for the files.", show_default=False)
     ],
     is_open: Annotated[
-        bool, typer.Option("--open", help="Every peer that has the file may take part; no authority, no key.")
+        bool,
+        typer.Option("--open", help="Every peer that has the file may take part; no authority and no key."),
     ] = False,
     like: Annotated[
         Path | None,
@@ -48,7 +47,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     days: Annotated[
-        int | None, typer.Option(min=1, max=36500, help="The file expires after so many days.")
+        int | None, typer.Option(min=1, max=36500, help="Days after which the file expires.")
     ] = None,
     force: Annotated[
         bool,
@@ -96,7 +95,7 @@ app.command("revoke")(swarm_members.revoke)
 
 @app.command("show")
 def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
-    """Print what a swarm file says."""
+    """Print the content of a swarm file."""
     file = swarm_file.load(swarm)
     if as_json:
         print_json(_summary(file))
@@ -146,7 +145,7 @@ def sign(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a swarm file after it was edited; --bootstrap adds an address. Then give the file out again."""
+    """Sign a swarm file after it was edited; --bootstrap adds an address. Then distribute the file again."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
@@ -159,11 +158,11 @@ def sign(
 
 @app.command("new-key")
 def new_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key goes.", show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File for the key.", show_default=False)],
     *,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key for an issuer. List the public key under `issuers` in swarm.toml, and sign that."""
+    """Make a key for an issuer. List the public key under `issuers` in swarm.toml and sign the file."""
     from swarmnet.swarm_file.keys import create_key
 
     public = f"ed25519:{create_key(path).public_key.hex()}"
@@ -185,13 +184,13 @@ def rotate_key(
         typer.Option(
             "--overlap",
             metavar="TIME",
-            help="How long what the old keys signed still counts; `now` if a key was stolen.",
+            help="Time for which signatures of the old keys stay valid; `now` if a key was stolen.",
             show_default="as long as certificates last",
         ),
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a new authority key in the place of the old ones. The swarm stays the same; give its file out again."""
+    """Replace the authority keys by a new one. The swarm stays the same; distribute its file again."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s

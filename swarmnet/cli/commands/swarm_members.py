@@ -1,4 +1,4 @@
-"""``swarmnet swarm invite``, ``members``, ``approve`` and ``revoke``: who is in a swarm."""
+"""``swarmnet swarm invite``, ``members``, ``approve`` and ``revoke``: the members of a swarm."""
 
 import math
 import re
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 REVOCATIONS_NAME = "revocations"
 
 RoleOption = Annotated[
-    list[Role], typer.Option("--role", help="What they may be; repeatable.", show_default="client")
+    list[Role], typer.Option("--role", help="Role of the new member; repeatable.", show_default="client")
 ]
 KeyOption = Annotated[
     Path | None,
@@ -49,7 +49,9 @@ KeyOption = Annotated[
 ]
 ExpiresOption = Annotated[
     str,
-    typer.Option("--expires", metavar="TIME", help="How long it can be redeemed, up to 90d: 90s, 12h, 7d."),
+    typer.Option(
+        "--expires", metavar="TIME", help="Time in which it can be redeemed, up to 90d: 90s, 12h, 7d."
+    ),
 ]
 _ONLY_CERTIFICATES = (
     "members with an allow-list have no certificates: swarmnet swarm approve PEER --role ROLE"
@@ -66,7 +68,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print an invite: one string that makes its user a member, after `swarmnet join` or `run --swarm`."""
+    """Print an invite: a string that makes its user a member, through `swarmnet join` or `run --swarm`."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
@@ -84,7 +86,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let one peer in, also after it was revoked: list it in the file, or print an invite only it can redeem."""
+    """Admit one peer, also after it was revoked: list it in the file, or print an invite that only it can redeem."""
     who = check_peer_id(peer)
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
@@ -93,7 +95,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         _sign_list(swarm, file, signer, replace(own.revoked, peers=own.revoked.peers - {who}))
         try:
             _spread(swarm, file, signer, bootstrap)
-        except Unreachable as error:  # the newcomer is let in all the same, once the list is there
+        except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
             note(f"it is off the list of the revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
         _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
@@ -118,7 +120,7 @@ def revoke(
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a peer, or all peers that an invite let in, out of the swarm before their certificates end."""
+    """Revoke the membership of a peer, or of all peers that an invite admitted, before their certificates end."""
     from swarmnet_protocols.membership.revocations import RevokedIds
 
     now = wall_clock()
@@ -146,7 +148,7 @@ def revoke(
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
-    """Bring the list to the swarm; the peers that have it now."""
+    """Send the list to the swarm and return the peers that have it."""
     import asyncio
 
     from swarmnet_protocols.joining.network import push_revocations
@@ -163,7 +165,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
 
 
 def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the members: those the file names, or those the issuer with this --data-dir let in."""
+    """List the members: those that the file names, or those that the issuer with this --data-dir admitted."""
     file = swarm_file.load(swarm)
     rows = _listed(file) if file.admission is Admission.ALLOW_LIST else _issued(file, swarm, data_dir)
     if as_json:
@@ -292,7 +294,7 @@ def _invite_id(text: str) -> bytes | None:
 
     if re.fullmatch("[0-9a-f]{32}", text):
         return bytes.fromhex(text)
-    # An invite that has ended may still have let a peer in.
+    # A certificate that an expired invite gave may still be valid.
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 
@@ -313,7 +315,7 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
 
 
 def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
-    """The list kept beside a swarm file, also when its signer has been rotated out since."""
+    """The list stored beside a swarm file, also if its signer's key has been rotated out."""
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
 
     rules = file.rules()
@@ -326,11 +328,11 @@ def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
 
 
 def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedIds") -> int:
-    """Write the list anew, with a higher serial and without what has ended by itself; that serial."""
+    """Write the list with a higher serial and without expired entries; return the serial."""
     from swarmnet_protocols.membership.revocations import sign_list
 
     path, now = _list_path(swarm), wall_clock()
-    # The clock outgrows any count of revocations: a list that was lost is followed by a newer one all the same.
+    # The time is higher than any count of revocations, so a list that was lost is followed by one with a higher serial.
     serial = int(now)
     if path.exists():
         serial = max(serial, _read_list(path, file, now).serial + 1)

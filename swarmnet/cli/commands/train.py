@@ -1,4 +1,4 @@
-"""``swarmnet train``: jobs that many machines train together."""
+"""``swarmnet train``: creates, joins, plots and exports training jobs."""
 
 import asyncio
 import shlex
@@ -112,9 +112,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, device_option("Where to compute.")] = "auto",
+    device: Annotated[str, device_option("Device to compute on.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Cores to compute with.")
+        int | None,
+        typer.Option("--threads", metavar="N", min=1, max=1024, help="Number of cores to compute with."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -136,9 +137,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. Come and go as you like: what was committed is kept.
+    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time: committed rounds are kept.
 
-    The first time it says what the job reads, sends and uses on this machine, and asks.
+    The first time, it shows what the job reads, sends and uses on this machine, and asks.
     """
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
@@ -229,7 +230,7 @@ def export(
     directory = data_dir or default_data_dir()
     job = check_job_id(job) if job else newest_job(directory)
 
-    from swarmnet_node.training.export import export_model
+    from swarmnet_node.training.checkpoint import export_model
     from swarmnet_protocols.training.jobs import BYTES
 
     with progress(quiet=as_json) as report:

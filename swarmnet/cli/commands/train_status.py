@@ -29,13 +29,13 @@ def status(
     ] = None,
     swarm: Annotated[
         str | None,
-        typer.Option(
-            "--swarm", metavar="SWARM", help="Ask this swarm who trains the job, and where they are."
-        ),
+        typer.Option("--swarm", metavar="SWARM", help="Ask this swarm for all workers of the job."),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again whenever it changes.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print the status again whenever it changes.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print how the worker on this machine is doing, or with --swarm who trains a job."""
@@ -100,7 +100,7 @@ async def _watch_swarm(network: Network, job_id: str, *, watch: bool, as_json: b
 def _show(
     fields: dict[str, Any], print_it: Callable[[dict[str, Any]], None], *, watch: bool, as_json: bool
 ) -> None:
-    """On a terminal that is watched, in the place of what was shown before."""
+    """Print the status; with --watch, clear the terminal first."""
     if as_json:
         print_json(fields)
         return
@@ -110,7 +110,7 @@ def _show(
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
-    """Whether the process that wrote this still runs; its number may have become another one's."""
+    """Whether the process that wrote this status still runs: its pid may belong to another process by now."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""``swarmnet tune``: an adapter of one's own for a model in the swarm."""
+"""``swarmnet tune``: fine-tunes an adapter for a model that runs on the swarm."""
 
 import importlib.util
 import math
@@ -43,53 +43,63 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     hosts: HostsOption = "",
-    data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="The rows to learn from.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the adapter goes.")],
-    method: Annotated[Method, typer.Option("--method", help="What learns.")] = Method.LORA,
+    data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the adapter.")],
+    method: Annotated[Method, typer.Option("--method", help="What is trained.")] = Method.LORA,
     eval_data: Annotated[
         Path | None,
-        typer.Option("--eval-data", metavar="FILE.jsonl", help="Rows to evaluate on, instead of a share."),
+        typer.Option(
+            "--eval-data",
+            metavar="FILE.jsonl",
+            help="File with rows for evaluation, instead of a share of --data.",
+        ),
     ] = None,
     held_out: Annotated[
-        float, typer.Option("--held-out", metavar="SHARE", help="Share of the rows to evaluate on.")
+        float, typer.Option("--held-out", metavar="SHARE", help="Share of --data kept for evaluation.")
     ] = 0.1,
-    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Times through the rows.")] = 3,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the rows.")] = 3,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Batches in all, instead of --epochs.")
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Number of steps, instead of --epochs.")
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, max=256, help="Rows a step.")
+        int, typer.Option("--batch-size", metavar="N", min=1, max=256, help="Rows per step.")
     ] = 8,
     learning_rate: Annotated[
         float | None,
         typer.Option(
             "--learning-rate",
             metavar="R",
-            help="The highest of the run: it rises at first and falls to the end.",
+            help="Highest learning rate of the run: it rises first and then falls.",
             show_default="by method",
         ),
     ] = None,
     max_length: Annotated[
-        int, typer.Option("--max-length", metavar="N", min=2, help="Tokens of a row; the rest is cut off.")
+        int,
+        typer.Option("--max-length", metavar="N", min=2, help="Most tokens of a row; the rest is cut off."),
     ] = 256,
     rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of LoRA's matrices.")] = 8,
     alpha: Annotated[
         int,
-        typer.Option("--alpha", metavar="N", min=1, help="Scale of LoRA: its product counts alpha / rank."),
+        typer.Option(
+            "--alpha", metavar="N", min=1, help="Scale of LoRA: its product is multiplied by alpha / rank."
+        ),
     ] = 16,
     target_modules: Annotated[
         str,
         typer.Option(
             "--target-modules",
             metavar="A,B",
-            help="Linear modules that get LoRA.",
+            help="Linear modules with LoRA.",
             show_default="PEFT's choice",
         ),
     ] = "",
     virtual_tokens: Annotated[
         int, typer.Option("--virtual-tokens", metavar="N", min=1, help="Length of a prompt or prefix.")
     ] = 16,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="The same, the same result.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", metavar="S", min=0, help="Seed of the order of rows and of initial weights."),
+    ] = 0,
     eval_every: Annotated[
         int | None,
         typer.Option(
@@ -103,17 +113,17 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     save_every: Annotated[
         int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
     ] = 20,
-    force: Annotated[bool, typer.Option("--force", help="Begin anew in a DIR that has a run.")] = False,
-    device: Annotated[str, device_option("Where embeddings, head and adapter are.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Start a new run in a DIR that has one.")] = False,
+    device: Annotated[str, device_option("Device of embeddings, head and adapter.")] = "auto",
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fine-tune a model that runs on the swarm: its weights stay as they are, what learns stays here.
+    """Fine-tune a model that runs on the swarm: its weights stay as they are, the adapter is trained on this machine.
 
-    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. A run that was interrupted goes
-    on when the same command is given again.
+    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. An interrupted run
+    continues when the same command is given again.
     """
     rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
     if not 0 < rate < math.inf:
@@ -162,7 +172,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
         if force:
-            folder.save(tuner)  # should this run crash, the one that it replaces must not go on in its place
+            folder.save(tuner)  # if this run crashes, the run that it replaces must not be continued instead
         words = Words()
 
         def show(event: Fields) -> None:
@@ -220,7 +230,7 @@ def _train(
     evaluate_every: int,
     save_every: int,
 ) -> None:
-    """Train to the last step. A run that ends before, for any reason, is saved as it stands."""
+    """Train to the last step. A run that ends before, for any reason, is saved."""
     saved, points = None, 0
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
@@ -233,7 +243,7 @@ def _train(
             again = _save(tuner, folder)
             if (
                 again != saved
-            ):  # otherwise only an evaluation came after the last checkpoint, which said this step
+            ):  # otherwise the last checkpoint has this step: only an evaluation came after it
                 show(again)
             saved = again
         if saved is not None:

@@ -1,4 +1,4 @@
-"""What runs of hours show while they work: bars on a terminal, lines elsewhere, JSON for programs."""
+"""Displays of long runs: bars on a terminal, lines elsewhere, JSON for programs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Bar:
-    """How far the whole run is, in rounds or steps."""
+    """Progress of the whole run, in rounds or steps."""
 
     name: str
     done: int
@@ -25,7 +25,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Telling:
-    """An event for people: in words, and whether these are worth reading later; where the run stands now, if that is known."""
+    """An event for users: its sentence, whether that stays on the terminal, and a summary of the run if known."""
 
     sentence: str
     is_news: bool = True
@@ -35,15 +35,15 @@ class Telling:
 
 class Display(Protocol):
     def show(self, event: Fields, telling: Telling) -> None:
-        """Show an event: as it is to programs, as ``telling`` to people."""
+        """Show an event: ``event`` as JSON, or ``telling`` for users."""
 
     def progress(self, description: str, done: int, total: int | None) -> None:
-        """Show how far a long step has come. Called from any thread."""
+        """Show the progress of a long step. May be called from any thread."""
 
 
 @contextmanager
 def display(*, as_json: bool) -> Iterator[Display]:
-    """The display that fits where the output goes."""
+    """The display for this output: JSON, bars on a terminal, or lines."""
     if as_json:
         yield JsonLines()
         return
@@ -66,7 +66,7 @@ class JsonLines:
 
 
 class Lines:
-    """A sentence an event; of long steps, that they begin. Once the run itself has begun, its events say how far it is."""
+    """One line for each event and for the beginning of each long step. Once the run has begun, only its events are shown."""
 
     def __init__(self) -> None:
         self._steps = plain_lines()
@@ -83,7 +83,7 @@ class Lines:
 
 @contextmanager
 def bars(console: "Console") -> Iterator[Display]:
-    """A bar for the run and one for whatever takes long, a summary under them; above them a line for what is news."""
+    """A bar for the run, one for each long step and a summary below them. Events worth keeping are printed above."""
     from rich import progress as rich_progress
     from rich.console import RenderableType
     from rich.table import Column
@@ -114,7 +114,7 @@ def bars(console: "Console") -> Iterator[Display]:
             self.update(found, completed=done, total=total, visible=done != total)
 
         def _go_on(self, bar: Bar) -> None:
-            if self.run is None:  # what came before it is over
+            if self.run is None:  # the steps before it are done
                 for task in self.tasks:
                     self.remove_task(task.id)
                 self.run = self.add_task(bar.name, total=bar.total)
@@ -128,6 +128,6 @@ def bars(console: "Console") -> Iterator[Display]:
         rich_progress.TaskProgressColumn(show_speed=False),
         rich_progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
-    # The time left is told from the last hour: a round or a step may take minutes.
+    # The time left is estimated from the last hour: a round or a step may take minutes.
     with Bars(*columns, console=console, speed_estimate_period=3600.0) as display:
         yield display

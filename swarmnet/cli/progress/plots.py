@@ -1,4 +1,4 @@
-"""Curves of training as PNG."""
+"""Plots of training as PNG files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The first of which there are two is what an axis counts in.
+# An axis uses the largest unit of which it shows at least two.
 _TOKENS = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 _TIMES = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines of loss against something. ``linear_until`` begins a logarithmic scale there."""
+    """One plot of loss against ``x``. Above ``linear_until`` the axis is logarithmic."""
 
     x_label: str
     lines: Sequence[Line]

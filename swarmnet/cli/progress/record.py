@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 1024
 MAX_POINTS = 20_000
 """Most points of a history; when it is full, every second one is dropped."""
 MAX_PEERS = 256
-"""That are told apart; of more, those seen last."""
+"""Most peers whose contributions are counted, those seen last."""
 
 _TOTALS = ("tokens", "bytes_sent", "bytes_received", "wait_s")
 _NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", "from", "to", *_TOTALS}
@@ -51,7 +51,7 @@ class TrainingRecord:
             self._points = _end_last_line(self._history)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Note one event of the worker."""
+        """Record one event of the worker."""
         now = self._clock()
         status = self.status
         status["elapsed_s"] = round(status["elapsed_s"] + max(0.0, now - (self._last or now)), 3)
@@ -108,7 +108,7 @@ class TrainingRecord:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What a ``TrainingRecord`` keeps in ``folder``. Raises ``ConfigError`` if there is none, ``IntegrityError`` if it is torn."""
+    """The status in ``folder``. Raises ``ConfigError`` if there is none, ``IntegrityError`` if it is incomplete."""
     path = folder / STATUS_FILE
     try:
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> Iterator[dict[str, float]]:
-    """The points of a history, oldest first: totals, and either ``loss`` or ``val_loss``. Torn lines are passed over."""
+    """The points of a history, oldest first: totals, and either ``loss`` or ``val_loss``. Incomplete lines are skipped."""
     path = folder / HISTORY_FILE
     if not path.exists():
         return
@@ -170,7 +170,7 @@ def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _end_last_line(path: Path) -> int:
-    """Close a line that a crash left open; the number of lines."""
+    """End a line that a crash left incomplete; return the number of lines."""
     lines, last = 0, b"\n"
     if path.exists():
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What ``train join`` says of its events, and where a worker stands."""
+"""The events and the status of a training worker as sentences, for ``train join`` and ``train status``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
-    """What a job reads, sends and uses on this machine; its paths are those that the user of this machine gave."""
+    """What a job reads, sends and uses on this machine. Its paths are those that the user of this machine gave."""
     from swarmnet_protocols.training.jobs import PYTHON_STDLIB
 
     if job.data.hub is not None:
@@ -40,7 +40,7 @@ def tell(event: Fields, status: Fields) -> Telling:
 
 
 def summary(status: Fields) -> str:
-    """Where a worker stands, in one line."""
+    """The status of a worker in one line."""
     parts = [f"round {status['round']} of {status['rounds']}"] if "rounds" in status else []
     for name, label in (("loss", "loss"), ("val_loss", "validation")):
         if status.get(name) is not None:
@@ -56,7 +56,7 @@ def summary(status: Fields) -> str:
 
 
 def sentence(event: Fields) -> str:
-    """An event in words."""
+    """An event as a sentence."""
     match event["event"]:
         case "round":
             outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
@@ -107,7 +107,7 @@ def sentence(event: Fields) -> str:
 
 
 def _is_news(event: Fields) -> bool:
-    """Whether an event is more than the bars show."""
+    """Whether an event has more to tell than the bars show."""
     if event["event"] == "round":
         return not event["committed"] or bool(event["excluded"])
     return event["event"] not in {"eval", "waiting"}
