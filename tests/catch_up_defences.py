@@ -27,6 +27,8 @@ CATCH_UP = (
     Defence(
         "a roster of newcomers does not continue an earlier one",
         replacing(test_training_catch_up, "continued", yes),
-        lambda _: test_training_catch_up.test_newcomers_and_a_minority_that_was_cut_off_continue_no_roster(),
+        lambda _: (
+            test_training_catch_up.test_rosters_of_newcomers_or_of_a_minority_do_not_continue_the_last_one()
+        ),
     ),
 )

@@ -47,14 +47,14 @@ def leaves_all_others_out(_: Path) -> None:
 
 def one_of_four_lies(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        rounds.test_workers_train_on_without_those_whose_results_were_false(3, 1, folder, patch)
+        rounds.test_workers_exclude_liars_and_train_on(3, 1, folder, patch)
 
 
 VERIFIABLE = (
     Defence(
         "a contribution counts only with its author's signature",
         replacing(reduction, "verify", yes),
-        lambda _: rounds.test_a_contribution_to_another_round_slice_or_job_is_not_taken_again(),
+        lambda _: rounds.test_a_contribution_to_another_round_slice_or_job_is_refused(),
     ),
     Defence(
         "a robust result needs contributions of a quorum",

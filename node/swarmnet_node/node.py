@@ -1,6 +1,6 @@
 """A node: chooses its blocks, loads them, serves them, announces them, and leaves after its sessions have moved.
 
-``Node.run`` takes every port it needs, so that the simulator runs it whole; ``start.py`` gives it the real ones.
+``Node.run`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
 """
 
 import asyncio
@@ -41,14 +41,15 @@ from swarmnet_protocols.wire import report_pb2
 _log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
-_GOING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
+"""Least measured seconds of a step: 0 would mean that it is not measured."""
+_NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
 INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a node is given: transport, directory, clocks, randomness."""
+    """The dependencies of a node: transport, directory, clocks, randomness."""
 
     transport: Transport
     directory: Directory
@@ -67,9 +68,9 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class Hosting:
-    """What a node is to host: ``blocks`` [start, end), or ``num_blocks`` where the swarm needs them most.
+    """The blocks that a node hosts: ``blocks`` [start, end), or ``num_blocks`` where the swarm needs them most.
 
-    ``load(start, end)`` gives the stage, on the torch thread.
+    ``load(start, end)`` loads the stage. It is called on the torch thread.
     """
 
     model: str
@@ -149,7 +150,7 @@ class Node:
                 await cancel(announcing, listing, node._leaving)
                 host.adapters.clear()
                 if node._leaving is None:
-                    # Clients that look now must not choose this host; those that use it notice the end of its streams.
+                    # New clients must not choose this host. Clients that use it notice the end of its streams.
                     node._state = pb.HOST_STATE_LEAVING
                     with contextlib.suppress(SwarmnetError, TimeoutError):
                         async with asyncio.timeout(1.0):
@@ -202,7 +203,7 @@ class Node:
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
     async def rest(self) -> NoReturn:
-        """Announce, until cancelled, that the node is paused. It must not be running."""
+        """Announce, until cancelled, that the node is paused. Not for a node inside ``run``."""
         self._state = pb.HOST_STATE_PAUSED
         self._log("paused")
         with contextlib.suppress(SwarmnetError):
@@ -210,7 +211,7 @@ class Node:
         await self._keep_announcing()
 
     async def finished(self) -> None:
-        """Return once ``finish`` has run its course; raise what the node failed with."""
+        """Wait until ``finish`` is done. Raises the error of ``fail``."""
         await asyncio.shield(self._ended)
 
     def fail(self, error: SwarmnetError) -> None:
@@ -280,9 +281,9 @@ class Node:
         others = [
             (info, body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._dependencies.directory, self._hosting.manifest)
-            if info.peer != self._dependencies.transport.peer_id and body.state not in _GOING
+            if info.peer != self._dependencies.transport.peer_id and body.state not in _NOT_SERVING
         ]
-        # Rivals that see the same records expect the same of each other.
+        # Nodes that join at the same time and see the same records compute the same value.
         usual = median([1 / info.step_s for info, _ in others if info.step_s > 0] or [1.0])
         return [
             Claim(info.peer, info.start, info.end, 1 / info.step_s if info.step_s > 0 else usual, settled)

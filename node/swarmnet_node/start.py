@@ -1,4 +1,4 @@
-"""Starting a real node: identity, libp2p, the DHT and the model, brought up side by side."""
+"""Starts a real node: connects to the swarm and reads the model at the same time, then runs the supervisor."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ class NodeConfig:
     swarm_name: str
     cache_dir: Path
     folder: Path
-    """Where limits, and what was used in the month, are remembered."""
+    """Folder of the files that keep the limits and the usage of this month."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -53,9 +53,9 @@ class NodeConfig:
 
 @asynccontextmanager
 async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Supervisor"]:
-    """A node that serves, whenever its limits let it, while the context is open.
+    """A node that serves while the context is open, whenever its limits allow it.
 
-    Raises ``ConfigError`` for a model, span, device or address that will not do, ``IntegrityError`` for a damaged model,
+    Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
     """
     loop = asyncio.get_running_loop()
@@ -64,16 +64,16 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         link = LinkLimiter()
         link.up.set_rate(config.limits.up_bytes_per_s)
         link.down.set_rate(config.limits.down_bytes_per_s)
-        asides: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
+        pauses: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
 
         @asynccontextmanager
         async def step_aside() -> AsyncIterator[None]:
-            async with AsyncExitStack() as aside:
-                for each in asides:
-                    await aside.enter_async_context(each("p2pd is restarted"))
+            async with AsyncExitStack() as paused:
+                for pause in pauses:
+                    await paused.enter_async_context(pause("p2pd is restarted"))
                 yield
 
-        # Reading the model and dialling the swarm both take a second: neither waits for the other.
+        # Reading the model and connecting to the swarm take a second each, so both run at once.
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
         try:
             transport, directory = await stack.enter_async_context(
@@ -107,8 +107,8 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         stack.callback(machine.close)
         hosting = loaded.hosting(config)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
-        asides.append(node.step_aside)
-        release_memory()  # what loading took on its way
+        pauses.append(node.step_aside)
+        release_memory()  # memory that loading used temporarily
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
         stack.push_async_callback(cancel, watching)
         yield node
@@ -127,7 +127,7 @@ async def _fail_with_p2pd(transport: "Transport", node: "Supervisor") -> None:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The model, and the blocks that were named, or are all that fit into the limits."""
+    """The model, and the blocks to host: those that the options name, or as many as fit into the limits."""
 
     model: "LocalModel"
     dtype: "torch.dtype"
@@ -136,9 +136,9 @@ class _Loaded:
     blocks: tuple[int, int] | None
     num_blocks: int
     footprint: "Footprint | None"
-    """Measured where memory is limited."""
-    early: "list[Stage]"
-    """The stage, which was loaded while the swarm was dialled. It can be taken once."""
+    """Memory of the process and of one block. None without a memory limit."""
+    preloaded: "list[Stage]"
+    """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
@@ -169,11 +169,14 @@ class _Loaded:
         if loaded.blocks is not None and not config.limits.are_conditional:
             if progress is not None:
                 progress("loading blocks", 0, None)
-            loaded.early.append(loaded._load(*loaded.blocks))
+            loaded.preloaded.append(loaded._load(*loaded.blocks))
         return loaded
 
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """With its footprint; with fewer blocks if they do not fit and their number was not given."""
+        """The same with a measured footprint. ``is_free``: with fewer blocks if not all fit.
+
+        Raises ``OutOfResources`` if the blocks do not fit.
+        """
         import psutil
 
         from swarmnet_node.engine.memory_account import Footprint
@@ -221,8 +224,8 @@ class _Loaded:
 
         from swarmnet_node.engine.stage import Stage
 
-        if self.early:
-            return self.early.pop()
+        if self.preloaded:
+            return self.preloaded.pop()
         try:
             return Stage.load(
                 self.model, start, end, dtype=self.dtype, device=self.device, backend=self.backend

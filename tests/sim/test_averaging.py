@@ -57,7 +57,7 @@ def test_all_members_get_the_mean(codec: str) -> None:
     assert all(len(names) == 4 for outcome in outcomes.values() for names in outcome.contributors)
 
 
-def test_a_result_that_takes_long_to_check_is_not_asked_for_again() -> None:
+def test_a_result_is_not_requested_again_while_it_is_verified() -> None:
     link = LinkProfile(delay_s=0.02, bytes_per_s=1e6)
     lab = TrainingLab(3, link=link, timing=RoundTiming(30.0, 60.0, 90.0))
     count = 1_800_000
@@ -107,7 +107,7 @@ def test_a_death_at_any_message_costs_no_more_than_its_own_contribution(kind: st
 
 
 @pytest.mark.parametrize("kind", ["contribution", "result"])
-def test_a_death_in_the_midst_of_bundles_leaves_the_same_bits(kind: str) -> None:
+def test_a_death_while_bundles_are_sent_leaves_the_same_bits(kind: str) -> None:
     lab = TrainingLab(5)
     work = Work.random(lab, 5 * 4096, "topk")
     on_delivery(lab, nth(kind, 8), lambda delivery: lab.crash(delivery.source))

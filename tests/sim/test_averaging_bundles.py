@@ -72,7 +72,7 @@ def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
     torch.testing.assert_close(values, mean)
 
 
-def test_an_altered_contribution_is_not_what_its_hash_says() -> None:
+def test_an_altered_contribution_does_not_have_its_hash() -> None:
     altered = [(0, OTHER), *PAYLOADS[1:]]
     with pytest.raises(ProtocolViolation, match="does not have its hash"):
         reader().read(bundle(altered, {0: PAYLOADS[0][1].hash}))
@@ -114,12 +114,12 @@ def test_a_bundle_with_an_invalid_contribution_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+def test_an_invalid_weight_is_refused(weight: float) -> None:
     with pytest.raises(ProtocolViolation, match="positive and finite"):
         reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=weight)), *PAYLOADS[1:]]))
 
 
-def test_what_decodes_to_nothing_that_counts_is_left_out_of_the_bundle() -> None:
+def test_a_contribution_that_does_not_decode_is_left_out_of_the_bundle() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
     broken = Contribution.of(1.0, garbage)
     reduced = reduce_slice(TERMS, Rules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])

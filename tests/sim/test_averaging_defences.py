@@ -1,4 +1,4 @@
-"""What one member may do to a round: come late, bring nonsense, disagree, lie about sizes. The others commit without it."""
+"""A member that is late, disagrees, or sends invalid contributions or sizes: the others commit without it."""
 
 import asyncio
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution
         assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
 
 
-def test_what_is_screened_out_or_weighs_too_much_is_left_out_and_named() -> None:
+def test_a_contribution_that_is_screened_out_or_too_heavy_is_left_out_and_named() -> None:
     rules = Rules(
         screen=lambda rows, _: ["too long" if row.norm() > 1e4 else "" for row in rows], max_weight=10.0
     )
@@ -78,7 +78,7 @@ def test_what_is_screened_out_or_weighs_too_much_is_left_out_and_named() -> None
         assert outcome.excluded == ((lab.peers[0], "too long"), (lab.peers[1], "weight 1e+09 is above 10"))
 
 
-def test_what_is_not_what_its_hash_says_does_not_count() -> None:
+def test_a_contribution_or_result_without_its_hash_does_not_count() -> None:
     codec = get_codec("float32")
     terms = SliceTerms(exchange_number=0, index=0, count=2, codec=codec)
     good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
@@ -120,7 +120,7 @@ def test_remaining_contributions_are_screened_again() -> None:
         assert outcome.excluded == ((lab.peers[0], "one of 4"), (lab.peers[1], "one of 3"))
 
 
-def test_the_rules_say_how_contributions_are_combined() -> None:
+def test_contributions_are_combined_by_the_rules() -> None:
     lab = TrainingLab(3, rules=Rules(aggregate=lambda rows, _: rows.amax(dim=0)))
     work = Work.random(lab, SIZE)
     outcomes = simulate(lambda lab: lab.average(work), lab)
@@ -128,7 +128,7 @@ def test_the_rules_say_how_contributions_are_combined() -> None:
         assert torch.equal(outcome.average, torch.stack(list(work.values.values())).amax(dim=0))
 
 
-def test_of_two_one_alone_does_not_decide_and_does_not_wait_for_the_deadline() -> None:
+def test_one_of_two_members_does_not_decide_alone_nor_wait_for_the_deadline() -> None:
     lab = TrainingLab(2)
     work = Work.random(lab, SIZE)
 
@@ -253,7 +253,7 @@ def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pyt
     simulate(scenario, lab)
 
 
-def test_rounds_follow_one_another_and_never_go_back() -> None:
+def test_exchange_numbers_only_increase() -> None:
     lab = TrainingLab(3)
 
     async def scenario(lab: TrainingLab) -> None:
@@ -267,7 +267,7 @@ def test_rounds_follow_one_another_and_never_go_back() -> None:
     simulate(scenario, lab)
 
 
-def test_one_seed_gives_one_trace() -> None:
+def test_equal_seeds_give_equal_traces() -> None:
     first, again = (random_round("7/3", faults=2)[0].network.trace_hash() for _ in range(2))
     assert first == again
     assert random_round("7/4", faults=2)[0].network.trace_hash() != first

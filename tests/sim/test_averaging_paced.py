@@ -23,7 +23,7 @@ SPREAD_S = OVERLAP_STEPS * STEP_S
 COUNT = 1 << 20
 ROUNDS = 3
 GRAIN = 1.08
-"""Parts are not infinitely small, and some time is left for the last of them to arrive."""
+"""Tolerance: parts have a size, and time is reserved for the last one to arrive."""
 FAST = LinkProfile(delay_s=0.02, bytes_per_s=1e9)
 
 
@@ -81,7 +81,7 @@ def test_a_member_that_begins_late_sends_results_after_contributions() -> None:
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize(("kind", "number"), [("contribution", 100), ("result", 100)])
-def test_a_death_in_its_midst_costs_no_more_than_its_own_contribution(
+def test_a_death_during_a_paced_exchange_costs_only_the_members_own_contribution(
     kind: str, number: int, victim: str
 ) -> None:
     lab = TrainingLab(5)
@@ -92,7 +92,7 @@ def test_a_death_in_its_midst_costs_no_more_than_its_own_contribution(
         assert all(set(outcomes) <= set(names) for names in outcome.contributors)
 
 
-def test_a_connection_that_is_reset_in_its_midst_is_made_up_for() -> None:
+def test_a_connection_reset_during_a_paced_exchange_is_recovered() -> None:
     lab = TrainingLab(4)
 
     def reset(delivery: Delivery) -> None:
@@ -128,7 +128,7 @@ def test_a_paced_sender_does_not_count_as_slow() -> None:
     assert rates.bytes_per_s() == {}
 
 
-def test_nothing_is_sent_twice_because_it_takes_its_time() -> None:
+def test_a_slow_transfer_is_not_sent_twice() -> None:
     sent = []
     for spread_s in (0.0, 2 * SPREAD_S):
         lab = TrainingLab(4, link=FAST, timing=RoundTiming(12.0, 24.0, 36.0))
@@ -137,7 +137,7 @@ def test_nothing_is_sent_twice_because_it_takes_its_time() -> None:
     assert sent[1] <= 1.05 * sent[0]
 
 
-def test_however_long_it_might_take_the_deadlines_hold() -> None:
+def test_deadlines_hold_for_any_spread() -> None:
     lab = TrainingLab(4)
     for outcome in exchanged(lab, Work.random(lab, COUNT // 4), spread_s=1e6).values():
         assert all(len(names) == 4 for names in outcome.contributors)

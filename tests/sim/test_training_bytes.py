@@ -1,4 +1,4 @@
-"""What a job with ``zo`` sends in all, as its template has it."""
+"""Bytes that a job with the template of ``zo`` sends."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from swarmnet_protocols.training.jobs import parse_job
 from tests.support.round_bytes import bytes_of_a_round
 
 GOAL_BYTES = 100
-"""A step, of all messages of all workers."""
+"""Upper bound for each step: all messages of all workers."""
 
 
 @pytest.fixture(autouse=True)
 def loss_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step computes does not change what is sent: a slope is a byte, whatever it is."""
+    """A cheap loss. The bytes sent do not depend on it: a slope is one byte."""
     monkeypatch.setattr(Trainer, "loss", lambda self, *_: float(self.storage()[:64].sum()))
 
 

@@ -1,4 +1,4 @@
-"""The numbers of last_exchange, which grow from one to the next, and those who would use them up."""
+"""Exchange numbers increase, and no follower can use up those of a job."""
 
 import asyncio
 from dataclasses import replace
@@ -10,7 +10,7 @@ from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_O
 from tests.support.training_peers import Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND
-"""Before the first exchange of the round that they gather."""
+"""One below the first exchange number of round 3."""
 
 
 @pytest.mark.parametrize(

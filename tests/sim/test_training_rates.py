@@ -1,4 +1,4 @@
-"""Slices follow the links: receivers measure what arrives, rosters say it, and rounds become faster."""
+"""Slices follow the links: receivers measure what arrives, rosters contain the rates, and rounds become faster."""
 
 import asyncio
 import random

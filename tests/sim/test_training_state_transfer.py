@@ -1,4 +1,4 @@
-"""Fetching the state of a job from several peers, while they die and lie."""
+"""Downloading the state of a job from several peers, some of which fail or send wrong bytes."""
 
 import asyncio
 import random
@@ -72,7 +72,7 @@ def test_a_long_link_to_one_source_stays_busy() -> None:
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_what_a_lost_source_owes_comes_from_the_others(fault: str) -> None:
+def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         lost = workers[1].member.peer
         for worker in workers[1:]:
@@ -109,7 +109,7 @@ def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
     simulate(3, scenario)
 
 
-def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
+def test_a_download_continues_with_other_sources() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second = workers[1], workers[2]
         first.states.offer(PACKED)
@@ -132,7 +132,7 @@ def test_a_download_goes_on_where_it_was_when_other_sources_are_found() -> None:
     simulate(3, scenario)
 
 
-def test_a_state_larger_than_can_be_is_not_allocated() -> None:
+def test_a_state_above_the_size_limit_is_not_allocated() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         workers[1].states.offer(PACKED)
         wanted = download(max_bytes=len(DATA) - 1)
@@ -164,7 +164,7 @@ def test_an_older_state_is_kept_while_a_peer_downloads_it() -> None:
     simulate(2, scenario)
 
 
-def test_of_states_that_are_fetched_the_newest_two_are_kept() -> None:
+def test_the_newest_two_states_that_are_downloaded_are_kept() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         states = workers[1].states
         offered = [PackedState.of([bytes([number])]) for number in range(4)]
@@ -197,7 +197,7 @@ def test_a_state_that_was_replaced_is_refused() -> None:
 @pytest.mark.parametrize(
     "cuts", [[], [5], [CHUNK_BYTES], [0, 7, 7, CHUNK_BYTES - 1, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]]
 )
-def test_a_state_is_the_same_however_it_lies_in_memory(cuts: list[int]) -> None:
+def test_the_id_of_a_state_does_not_depend_on_its_pieces(cuts: list[int]) -> None:
     bounds = [0, *cuts, len(DATA)]
     packed = PackedState.of([DATA[start:end] for start, end in pairwise(bounds)])
     assert packed.id == STATE_ID

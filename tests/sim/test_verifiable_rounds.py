@@ -156,7 +156,7 @@ def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -
     return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
 
 
-def test_a_contribution_to_another_round_slice_or_job_is_not_taken_again() -> None:
+def test_a_contribution_to_another_round_slice_or_job_is_refused() -> None:
     members = TrainingLab(4).members()
     codec = get_codec("float32")
     here = Terms.of(JOB, 7, members, COUNT, codec, verifiable=True)
@@ -208,7 +208,7 @@ def lying_workers(patch: pytest.MonkeyPatch, liars: set[PeerId]) -> None:
 
 
 @pytest.mark.parametrize(("honest", "lying"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
-def test_workers_train_on_without_those_whose_results_were_false(
+def test_workers_exclude_liars_and_train_on(
     honest: int, lying: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange = 'min_workers = 2\naggregate = "centered-clip"'

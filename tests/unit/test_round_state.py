@@ -1,4 +1,4 @@
-"""The state machine of a round, alone: machines that talk through a list of deliveries which loses and delays them."""
+"""The state machine of a round: machines whose messages are delayed and lost at random."""
 
 import hashlib
 import heapq
@@ -33,7 +33,10 @@ ROUNDS_PER_SEED = 6
 
 
 class Net:
-    """``members`` machines; those ``stuck`` never finish a reduction. Whatever one says to another comes after a random delay, or is lost with probability ``loss``."""
+    """``members`` machines; those ``stuck`` never finish a reduction.
+
+    A message arrives after a random delay, or is lost with probability ``loss``.
+    """
 
     def __init__(self, members: int, rng: random.Random, loss: float = 0.0) -> None:
         order = list(range(members))
@@ -52,7 +55,7 @@ class Net:
         self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._missed: dict[int, list[Callable[[], None]]] = {}
-        """What a sleeper will find when it wakes, in order."""
+        """Actions that a sleeping member performs when it wakes, in order."""
         self._arrival: dict[tuple[int, int], float] = {}
         for me in order:
             for other in order:
@@ -128,7 +131,7 @@ class Net:
                 self.link(member, victim, False)
 
     def sleep(self, victim: int, pause_s: float) -> None:
-        """Nothing reaches ``victim``, nor does it notice the time, until it wakes; the others notice the silence."""
+        """Suspend ``victim`` for ``pause_s``: it gets no message and no tick. The others lose their links to it."""
         others = [member for member in range(len(self.rounds)) if member not in {victim} | self.dead]
         self.asleep.add(victim)
         for member in others:
@@ -258,7 +261,7 @@ def test_an_accepted_proposal_is_proposed_again() -> None:
     assert Send(2, Vote(1, HASHES)) in effects
 
 
-def test_of_two_accepted_proposals_the_later_counts() -> None:
+def test_the_later_of_two_accepted_proposals_counts() -> None:
     coordinator = RoundState(3, range(5), range(3), TIMING, 0.0)
     for other in (0, 1, 2, 4):
         coordinator.link_up(other, 0.0)
@@ -274,7 +277,7 @@ def test_after_a_promise_lower_attempts_get_no_acceptance() -> None:
     assert member.receive(0, Vote(0, HASHES), 0.2) == [Send(0, Prepare(1))]
 
 
-def test_a_proposal_of_another_than_the_coordinator_is_ignored() -> None:
+def test_a_proposal_from_a_member_that_is_not_the_coordinator_is_ignored() -> None:
     member = machine(2)
     assert member.receive(1, Vote(0, HASHES), 0.1) == []
 
@@ -316,7 +319,7 @@ def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, floa
         RoundTiming(**timing)
 
 
-def test_shares_cover_the_vector_in_whole_blocks_and_no_other_cut_is_much_better(seed: int) -> None:
+def test_slices_cover_the_vector_and_no_other_partition_is_much_better(seed: int) -> None:
     rng = random.Random(seed)
     rates = [rng.choice([1e5, 1e6, 1e7, 1e8]) * rng.uniform(0.5, 1.0) for _ in range(rng.randint(2, 64))]
     count = rng.randint(1, 1 << 26)
@@ -348,6 +351,6 @@ def test_a_slow_member_reduces_nothing_and_equal_members_reduce_equal_slices() -
 
 
 @pytest.mark.parametrize("rates", [[], [0.0, 1.0], [float("inf"), 1.0], [float("nan"), 1.0]])
-def test_bandwidths_that_cannot_be_are_refused(rates: list[float]) -> None:
+def test_impossible_bandwidths_are_refused(rates: list[float]) -> None:
     with pytest.raises(ConfigError):
         partition(1, rates)

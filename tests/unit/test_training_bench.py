@@ -62,7 +62,7 @@ def test_every_method_runs_and_sees_equal_tokens(method: str, folder: Path) -> N
     assert all(last.hours[link.name] >= 6 * 0.01 / 3600 for link in LINKS)
 
 
-def test_what_is_accounted_is_what_a_butterfly_sends(folder: Path) -> None:
+def test_accounted_bytes_are_those_of_a_butterfly_all_reduce(folder: Path) -> None:
     allreduce, diloco = run(folder, "allreduce", workers=4).curve, run(folder, "diloco", workers=4).curve
     vector_bytes = 4 * allreduce.parameters
     assert allreduce.points[-1].size_bytes == 6 * 2 * 3 / 4 * vector_bytes
@@ -92,7 +92,7 @@ def test_time_is_size_over_the_slower_direction_and_delays() -> None:
 
 
 @pytest.mark.parametrize("method", ["allreduce", "diloco", "streaming", "sparseloco"])
-def test_who_comes_back_has_the_weights_of_all(method: str, folder: Path) -> None:
+def test_a_worker_that_returns_has_the_weights_of_the_others(method: str, folder: Path) -> None:
     simulation = run(folder, method, (Absence(1, 2, 4),), steps=8, workers=3)
     first, *others = (worker.method.agreed() for worker in simulation.workers)
     assert all(torch.equal(first, each) for each in others)
@@ -100,14 +100,16 @@ def test_who_comes_back_has_the_weights_of_all(method: str, folder: Path) -> Non
     assert not torch.equal(first, steady.workers[0].method.agreed())
 
 
-def test_without_healing_who_comes_back_stays_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_healing_a_worker_that_returns_stays_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.bench.training_run.Worker.heal", lambda worker, donor: None)
     simulation = run(folder, "diloco", (Absence(1, 2, 4),), steps=8, workers=3)
     first, second, _ = (worker.method.agreed() for worker in simulation.workers)
     assert not torch.equal(first, second)
 
 
-def test_a_run_repeats(folder: Path) -> None:
+def test_a_run_is_reproducible(folder: Path) -> None:
     assert run(folder, "noloco").curve == run(folder, "noloco").curve
 
 

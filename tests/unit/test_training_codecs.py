@@ -64,7 +64,7 @@ def test_an_unknown_codec_is_a_config_error() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
-def test_what_is_not_finite_is_not_encoded(name: str, bad: float) -> None:
+def test_values_that_are_not_finite_are_not_encoded(name: str, bad: float) -> None:
     values = fixed_vector(ALIGNMENT + 3)
     for place in (0, ALIGNMENT + 2):
         broken = values.clone()
@@ -86,7 +86,7 @@ def test_a_payload_of_another_length_is_refused(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_nothing_is_allocated_for_a_count_the_payload_does_not_bear_out(name: str) -> None:
+def test_no_memory_is_allocated_for_a_count_that_does_not_fit_the_payload(name: str) -> None:
     with pytest.raises(ProtocolViolation, match="bytes for"):
         get_codec(name).decode(b"\0" * 120, 1 << 50)
 

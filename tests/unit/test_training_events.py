@@ -27,7 +27,7 @@ def trained(number: int, *peers: str, loss: float | None = 3.0, committed: bool 
     return {"event": "round", "round": number, "loss": loss, "tokens": 320, **exchanged}
 
 
-def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
+def report_after(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
     """The report after these events, all of which are passed on."""
 
     async def run() -> report_pb2.WorkerReport:
@@ -39,7 +39,7 @@ def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
         assert handed_on == list(events)
         report = reporter.report()
         check(report)
-        assert reporter.report().worker == report.worker, "saying it changes nothing"
+        assert reporter.report().worker == report.worker, "reading the report does not change it"
         assert report.worker.job.hex() == sealed.id
         return report.worker
 
@@ -47,7 +47,7 @@ def told(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
 
 
 def test_the_report_sums_rounds(tmp_path: Path) -> None:
-    report = told(tmp_path, READY, trained(2, ME, OTHER), trained(3, OTHER, loss=None))
+    report = report_after(tmp_path, READY, trained(2, ME, OTHER), trained(3, OTHER, loss=None))
     assert (report.name, report.method, report.round, report.rounds) == ("tiny", "diloco", 4, 10)
     assert (report.loss, report.HasField("val_loss"), report.tokens) == (3.0, False, 640)
     assert (report.bytes_sent, report.bytes_received) == (200, 600)
@@ -55,7 +55,9 @@ def test_the_report_sums_rounds(tmp_path: Path) -> None:
 
 
 def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
-    report = told(tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5})
+    report = report_after(
+        tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5}
+    )
     assert (len(report.contributions), report.val_loss) == (0, 2.5)
 
 
@@ -73,11 +75,13 @@ def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
     ],
 )
 def test_the_report_has_the_workers_state(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
-    assert told(tmp_path, *events).state == state
+    assert report_after(tmp_path, *events).state == state
 
 
 def test_contributors_are_bounded_in_number(tmp_path: Path) -> None:
     peers = [Identity.from_seed(f"{number}".encode()).peer_id for number in range(MAX_CONTRIBUTIONS + 20)]
-    report = told(tmp_path, READY, trained(2, ME), trained(3, ME), *(trained(4, peer) for peer in peers))
+    report = report_after(
+        tmp_path, READY, trained(2, ME), trained(3, ME), *(trained(4, peer) for peer in peers)
+    )
     assert len(report.contributions) == MAX_CONTRIBUTIONS
     assert (report.contributions[0].peer, report.contributions[0].rounds) == (ME, 2)

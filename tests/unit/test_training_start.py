@@ -19,8 +19,7 @@ from swarmnet.cli import execute
 from swarmnet.cli.commands import train
 from swarmnet.cli.progress.training import sentence
 from swarmnet_node.training import start as start_module
-from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.export import export_model
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, export_model
 from swarmnet_node.training.job_store import (
     LocalFiles,
     check_job,

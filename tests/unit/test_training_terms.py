@@ -1,4 +1,4 @@
-"""Who owns which slice of a round's vector."""
+"""Which member reduces which slice of a round's vector."""
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec

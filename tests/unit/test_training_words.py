@@ -1,4 +1,4 @@
-"""What `train join` shows: bars on a terminal, sentences elsewhere."""
+"""The output of `train join`: progress bars on a terminal, lines elsewhere."""
 
 import io
 import re
@@ -34,7 +34,7 @@ def shown_on_a_terminal(folder: Path, *steps: dict[str, Any] | tuple[str, int, i
     return shots
 
 
-def test_bars_tell_of_long_steps_then_of_rounds(tmp_path: Path) -> None:
+def test_bars_show_long_steps_then_rounds(tmp_path: Path) -> None:
     shots = shown_on_a_terminal(
         tmp_path,
         ("tokenising the data", 1, 4),
@@ -58,7 +58,7 @@ def test_bars_tell_of_long_steps_then_of_rounds(tmp_path: Path) -> None:
     assert re.search(r"fetching the state.*75%", shots[7])
 
 
-def test_what_is_worth_reading_later_stays_above_the_bars(tmp_path: Path) -> None:
+def test_important_lines_stay_above_the_bars(tmp_path: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     record = TrainingRecord(tmp_path, "job", every_second())
@@ -121,7 +121,7 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
     ],
     ids=lambda event: event["event"],
 )
-def test_every_event_has_words(event: dict[str, Any], tmp_path: Path) -> None:
+def test_every_event_has_a_line(event: dict[str, Any], tmp_path: Path) -> None:
     assert len(sentence(event)) > 10
     assert not sentence(event).startswith(f"{event['event']}: ")  # as an event without a sentence
     record = TrainingRecord(tmp_path, "job", every_second())
@@ -130,7 +130,7 @@ def test_every_event_has_words(event: dict[str, Any], tmp_path: Path) -> None:
     assert summary(record.status).startswith("round ")
 
 
-def test_who_leaves_reads_how_to_go_on_and_who_is_done_how_to_get_the_model() -> None:
+def test_a_worker_that_leaves_or_is_done_prints_the_next_command() -> None:
     done = {"event": "done", "rounds": 3, "revision": 2}
     assert "the same command goes on" in sentence(done | {"round": 2})
     assert "swarmnet train export" in sentence(done | {"round": 3})
@@ -144,7 +144,7 @@ def test_who_leaves_reads_how_to_go_on_and_who_is_done_how_to_get_the_model() ->
         ({"path": None, "hub": f"org/name@{40 * '0'}"}, "dataset org/name@"),
     ],
 )
-def test_a_job_says_what_it_reads_sends_and_uses_before_it_trains(
+def test_a_job_shows_what_it_reads_sends_and_uses_before_it_trains(
     data: dict[str, str | None], said: str, tmp_path: Path
 ) -> None:
     job = tiny_job(tmp_path, data=data | {"digest": "00" * 32, "size_bytes": 3_100_000})

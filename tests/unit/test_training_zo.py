@@ -75,7 +75,7 @@ def test_a_step_takes_the_loss_at_both_probes_and_ends_down_the_slope() -> None:
         assert torch.allclose(place, start + by * z, rtol=0, atol=1e-6)
 
 
-def test_a_vector_moved_in_parts_is_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vector_moved_in_parts_equals_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     method, log = zeroth_order(), [(3, torch.tensor([0.5, -2.0])), (4, torch.tensor([1.0, 0.0]))]
     whole = method.replay(method.agreed(), log)
     monkeypatch.setattr(zo, "_CHUNK", 50)

@@ -1,6 +1,6 @@
-/* A few rows times a weight that is stored in fewer bytes than float32, though each of its values is the same: memory bounds such
- * products. Blocks are 32 integers of 8 bits and their scale, as Q8_0 of gguf has them; halves are bfloat16. The structure has a
- * twin in packed.py. */
+/* Products of a few rows with a weight whose float32 values can be stored exactly in fewer bytes. Reading the weight from memory
+ * bounds the time of such products. A weight is stored as blocks (32 integers of 8 bits with one scale, as gguf's Q8_0) or as halves
+ * (bfloat16). packed.py declares the same struct. */
 
 #include <math.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@ typedef struct {
     int64_t outputs, inputs;
 } packed;
 
-/* Whether so many blocks of weight are integers times a scale: then these are written. */
+/* Returns 1 if each of the blocks of weight is exactly integers times a scale, which are then in values and scales; else 0. */
 int pack_blocks(const float *weight, int64_t blocks, int8_t *values, float *scales) {
     for (int64_t block = 0; block < blocks; block++, weight += BLOCK, values += BLOCK) {
         float largest = 0;
@@ -33,7 +33,7 @@ int pack_blocks(const float *weight, int64_t blocks, int8_t *values, float *scal
     return 1;
 }
 
-/* Whether so many floats are bfloat16: then these are written. */
+/* Returns 1 if each of the count floats is exactly a bfloat16, which are then in values; else 0. */
 int pack_halves(const float *weight, int64_t count, uint16_t *values) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
@@ -69,7 +69,7 @@ static float dot_halves(const uint16_t *values, const float *x, int64_t size) {
     return total(parts);
 }
 
-/* x [rows][inputs] to out [rows][outputs] */
+/* The product of x [rows][inputs] with a packed weight, to out [rows][outputs]. */
 void times(const packed *of, const float *x, int64_t rows, int64_t threads, float *out) {
     int64_t size = of->inputs;
 #pragma omp parallel for num_threads(threads)

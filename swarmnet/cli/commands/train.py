@@ -230,7 +230,7 @@ def export(
     directory = data_dir or default_data_dir()
     job = check_job_id(job) if job else newest_job(directory)
 
-    from swarmnet_node.training.export import export_model
+    from swarmnet_node.training.checkpoint import export_model
     from swarmnet_protocols.training.jobs import BYTES
 
     with progress(quiet=as_json) as report:

@@ -75,8 +75,10 @@ enum { QUERIES = TILE_ROWS / 2 };
 _Static_assert(QUERIES <= 4, "native_backend.py has room for the scores of four");
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
+/* The smaller of two numbers. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* The part of count items that this thread computes. */
 static range share(int64_t count) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     return (range){count * thread / threads, count * (thread + 1) / threads};
@@ -100,8 +102,8 @@ static float sum_of(floats x) {
 /* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
  * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile.
  *
- * Weights that are so many floats ahead are prefetched (0: none), because otherwise memory would be idle during the arithmetic of
- * several rows. A prefetch beyond the end of the weights has no effect. */
+ * Weights are prefetched from the given number of floats ahead (0: no prefetch), because memory would otherwise be idle during the
+ * arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
 static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
                                                        const int outputs, const int rows, float *out,
                                                        int64_t stride) {

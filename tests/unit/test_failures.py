@@ -1,12 +1,17 @@
-"""How often a chain is repaired, and what its user is told when it is given up."""
+"""Failures of a chain: suspects of refusals, retries, and the error for the user."""
 
 import pytest
 
-from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, explain
+from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, Suspects, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import refusal_pb2
+
+ONE, TWO, THREE = PeerId("one"), PeerId("two"), PeerId("three")
+NO_HOSTS: frozenset[PeerId] = frozenset()
+REASON = refusal_pb2.REASON_NOT_FINITE
 
 
 def refused(reason: refusal_pb2.Reason, detail: str, retry_after_s: float = 0.0) -> Refused:
@@ -63,3 +68,33 @@ def test_an_idle_chain_may_break_now_and_then(idle: bool) -> None:
         given_up.append(retries.is_given_up(10.0 * number, idle=idle))
         retries.repaired(10.0 * number + 0.5)
     assert any(given_up) is not idle
+
+
+def hosts(*peers: PeerId) -> frozenset[PeerId]:
+    return frozenset(peers)
+
+
+def test_one_host_that_repeats_its_refusal_is_suspected() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        assert suspects.narrow(REASON, hosts(ONE)) == (hosts(ONE), NO_HOSTS)
+
+
+def test_two_hosts_with_the_same_reason_are_cleared() -> None:
+    suspects = Suspects()
+    suspects.narrow(REASON, hosts(ONE))
+    assert suspects.narrow(REASON, hosts(TWO)) == (NO_HOSTS, hosts(ONE, TWO))
+    assert suspects.narrow(REASON, hosts(ONE)) == (NO_HOSTS, hosts(ONE, TWO))
+
+
+def test_a_host_present_at_every_refusal_is_suspected() -> None:
+    suspects = Suspects()
+    assert suspects.narrow(REASON, hosts(ONE, TWO)) == (hosts(ONE, TWO), NO_HOSTS)
+    assert suspects.narrow(REASON, hosts(ONE, THREE)) == (hosts(ONE), hosts(TWO, THREE))
+    assert suspects.narrow(REASON, hosts(TWO, THREE)) == (NO_HOSTS, hosts(ONE, TWO, THREE))
+
+
+def test_two_hosts_with_different_reasons_clear_no_host() -> None:
+    suspects = Suspects()
+    suspects.narrow(refusal_pb2.REASON_PROTOCOL, hosts(ONE))
+    assert suspects.narrow(refusal_pb2.REASON_TOO_LONG, hosts(TWO)) == (hosts(TWO), NO_HOSTS)
