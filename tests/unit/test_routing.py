@@ -118,6 +118,13 @@ def test_failures_during_a_ban_do_not_double_it() -> None:
     assert bans.at(19 + BAN_S) == []
 
 
+def test_hosts_whose_failures_are_long_past_are_forgotten() -> None:
+    bans = Bans()
+    for number in range(100):
+        bans.failed(PeerId(f"host {number}"), number * 3 * BAN_S)
+    assert len(bans._failed) == 1
+
+
 def test_the_host_that_failed_longest_ago_is_tried_first() -> None:
     bans = Bans()
     for peer, now in ((A, 1.0), (B, 2.0), (C, 3.0), (A, 4.0)):

@@ -267,6 +267,8 @@ class Bans:
             ban_s = BAN_S
         elif now > at + ban_s:
             ban_s = min(2 * ban_s, BAN_MAX_S)
+        # Hosts without a failure for another ban's length are forgotten, as those that have left would never be.
+        self._failed = {each: (at, ban) for each, (at, ban) in self._failed.items() if now <= at + 2 * ban}
         self._failed[peer] = (now, ban_s)
 
     def served(self, peer: PeerId) -> None:
