@@ -66,6 +66,7 @@ SCHEMAS = (
     membership_pb2,
     probe_pb2,
     records_pb2,
+    refusal_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -99,7 +100,7 @@ def vectors() -> dict[str, list[bytes]]:
 
 
 def examples(kind: type[Protobuf]) -> Callable[[], list[bytes]]:
-    """Of this message, wherever it stands in an example."""
+    """The golden examples of a message, also inside other messages."""
     return lambda: list(dict.fromkeys(seed for each in MESSAGES for seed in _found(kind, each)))
 
 
