@@ -12,10 +12,8 @@ from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
-from swarmnet_protocols.net import Message, Stream, framing
+from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.p2pd import pipe as p2pd_pipe
-from swarmnet_protocols.net.p2pd import stream as p2pd_stream
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
@@ -34,7 +32,7 @@ from tests.unit import (
     test_dht_storage,
     test_flow_control,
     test_flow_control_streams,
-    test_p2pd_stream,
+    test_framed_stream,
     test_resources,
     test_steps,
 )
@@ -137,18 +135,18 @@ LIMITS = (
     ),
     Defence(
         "a refused stream that stays open is closed",
-        replacing(p2pd_stream, "LINGER_S", 1e9),
-        lambda _: test_p2pd_stream.test_who_was_refused_and_does_not_close_is_not_waited_for(),
+        replacing(framed_stream, "LINGER_S", 1e9),
+        lambda _: test_framed_stream.test_who_was_refused_and_does_not_close_is_not_waited_for(),
     ),
     Defence(
         "a refused stream is read to a limit",
-        replacing(p2pd_pipe, "LINGER_BYTES", 1 << 40),
-        lambda _: test_p2pd_stream.test_who_goes_on_speaking_is_not_listened_to_for_ever(),
+        replacing(pipe, "LINGER_BYTES", 1 << 40),
+        lambda _: test_framed_stream.test_who_goes_on_speaking_is_not_listened_to_for_ever(),
     ),
     Defence(
         "a served stream that stays open is closed",
-        replacing(p2pd_stream, "MAX_IN_FLIGHT_MIB", 1e9),
-        lambda _: test_p2pd_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
+        replacing(framed_stream, "MAX_IN_FLIGHT_MIB", 1e9),
+        lambda _: test_framed_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
     ),
     Defence(
         "positions of a step are bounded",

@@ -348,14 +348,14 @@ def test_nothing_is_kept_of_a_closed_stream(p2pd_lab: P2pdLab, protocol: Protoco
             await stream.send(await stream.receive())
 
         await b.serve(protocol, once)
-        before = len(a._streams), len(b._streams)
+        before = len(a.endpoint.streams), len(b.endpoint.streams)
         for _ in range(20):
             stream = await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
             await stream.send(Message(b"x"))
             await stream.receive()
             stream.close()
-        while a._flushes or b._flushes:
-            await asyncio.wait(a._flushes | b._flushes)
-        assert (len(a._streams), len(b._streams)) == before
+        while a.endpoint.flushes or b.endpoint.flushes:
+            await asyncio.wait(a.endpoint.flushes | b.endpoint.flushes)
+        assert (len(a.endpoint.streams), len(b.endpoint.streams)) == before
 
     p2pd_lab.run(scenario)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.p2pd.pipe import Pipe
-from swarmnet_protocols.net.p2pd.stream import P2pdStream
+from swarmnet_protocols.net.framed_stream import FramedStream
+from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.resources import Resource, ResourceManager
@@ -28,13 +28,13 @@ class End:
         scope = (
             StreamScope.outbound(self.resources, peer, Timing()) if is_outbound else new_scope(self.resources)
         )
-        self.stream = P2pdStream(peer, LINK, pipe, scope, self._closed, link)
+        self.stream = FramedStream(peer, LINK, pipe, scope, self._closed, link)
 
     @property
     def streams(self) -> int:
         return self.resources.system.used[Resource.INBOUND_STREAMS]
 
-    def _closed(self, stream: P2pdStream) -> None:
+    def _closed(self, stream: FramedStream) -> None:
         self.flushes.append(asyncio.get_running_loop().create_task(stream.flush()))
 
 

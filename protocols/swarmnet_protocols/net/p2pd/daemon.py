@@ -20,7 +20,6 @@ from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, allow_open_files, scratch_folder
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import (
     OPEN_FILES,
     DaemonConfig,
@@ -28,6 +27,7 @@ from swarmnet_protocols.net.p2pd.process import (
     log_output,
     spawn,
 )
+from swarmnet_protocols.net.pipe import Pipe
 
 _log = logging.getLogger(__name__)
 

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -21,35 +20,27 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
-from swarmnet_protocols.net.framing import LINGER_S, encode_refusal
+from swarmnet_protocols.net.endpoint import Endpoint
+from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
-from swarmnet_protocols.net.p2pd.pipe import Pipe
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
-from swarmnet_protocols.net.p2pd.stream import P2pdStream
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
+from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
-from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope, supervise
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
 """Timeout for connecting to a bootstrap peer."""
-_FLUSH_S = 2.0
-"""Time at close for streams to deliver what was sent."""
 _ADDRESSES_S = 30.0
 """Period at which p2pd is asked for this peer's addresses."""
 _MEASURE_S = 0.5
 """Period at which bytes on the wire are measured while the link is limited."""
 _MEASURE_UNLIMITED_S = 5.0
 """The same while it is not limited."""
-MAX_LINGERING = 64
-"""Refused streams kept open at once so that the other side reads the refusal. Others are closed at once."""
 _CONNECTIONS_EVERY = 4
 """Measurements between two checks whether a connection uses QUIC."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
@@ -102,9 +93,9 @@ class P2pdTransport:
         config: P2pdConfig,
         daemon_config: DaemonConfig,
     ) -> None:
-        self.resources = ResourceManager()
+        self.endpoint = Endpoint(config.link, config.timing)
+        self.resources = self.endpoint.resources
         self._timing = config.timing
-        self._subnet_limits = SubnetLimits(self.resources, self._timing)
         self._peer_id = peer_id
         self._daemon = daemon
         self._daemon_config = daemon_config
@@ -117,11 +108,6 @@ class P2pdTransport:
             *(() if config.only_dials else (*config.listen, *config.announce)),
         )
         self._addresses: tuple[str, ...] = ()
-        self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._flushes: set[asyncio.Task[None]] = set()
-        self._refused: set[asyncio.Task[None]] = set()
-        self._streams: set[P2pdStream] = set()
         self._pinging: set[PeerId] = set()
         self._connection_guard = ConnectionGuard(
             daemon, self.resources, config.connections, config.max_daemon_bytes
@@ -153,12 +139,12 @@ class P2pdTransport:
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
-                transport._start(transport._supervise_daemon(), transport._tasks)
+                transport.endpoint.start(transport._supervise_daemon())
                 await transport._bootstrap(config)
                 yield transport
             finally:
                 server.close()
-                await transport._close()
+                await transport.endpoint.close()
 
     @property
     def peer_id(self) -> PeerId:
@@ -175,14 +161,12 @@ class P2pdTransport:
         await self._daemon.ended()
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        is_new = protocol.id not in self._handlers
-        self._handlers[protocol.id] = (protocol, handler)
-        if is_new:
+        if self.endpoint.serve(protocol, handler):
             await self._daemon.handle_streams(protocol.id, self._socket_path)
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
-    ) -> P2pdStream:
+    ) -> FramedStream:
         """As ``Transport.open``. Addresses are dialled if ``dialable`` allows them or the owner named them.
 
         The stream opens even if the connection is dead. Within ``alive_s`` a ping detects that and closes the connection with all its
@@ -195,8 +179,8 @@ class P2pdTransport:
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        stream = self._stream(peer, protocol, pipe, StreamScope.outbound(self.resources, peer, self._timing))
-        self._start(self._check_alive(peer), self._tasks)
+        stream = self.endpoint.open(pipe, peer, protocol)
+        self.endpoint.start(self._check_alive(peer))
         return stream
 
     async def _dialable(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
@@ -238,7 +222,7 @@ class P2pdTransport:
         try:
             if await self._daemon.answers(peer, within_s=alive_s) or self._has_received(peer, asked):
                 return
-            if any(stream.arrives_by > clock() for stream in self._streams_with(peer)):
+            if any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer)):
                 return
             _log.info("the connection to %s does not answer: closing it", peer)
             await self._daemon.disconnect(peer)
@@ -248,10 +232,7 @@ class P2pdTransport:
             self._pinging.discard(peer)
 
     def _has_received(self, peer: PeerId, since: float) -> bool:
-        return any(stream.received_at > since for stream in self._streams_with(peer))
-
-    def _streams_with(self, peer: PeerId) -> list[P2pdStream]:
-        return [stream for stream in self._streams if stream.peer == peer]
+        return any(stream.received_at > since for stream in self.endpoint.streams_with(peer))
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs from which ``peer`` is connected."""
@@ -310,13 +291,13 @@ class P2pdTransport:
             _log.warning("restarting p2pd, which uses %d MiB", self._daemon.memory_bytes() >> 20)
             listen = tuple(listening_at(each, self._addresses) for each in self._daemon_config.listen)
             await self._daemon.restart(replace(self._daemon_config, listen=listen))
-            for protocol, _ in self._handlers.values():
+            for protocol in self.endpoint.protocols:
                 await self._daemon.handle_streams(protocol.id, self._socket_path)
             await self._refresh_addresses()
             await self._bootstrap(replace(self._config, require_bootstrap=False))
 
     def _accept(self, pipe: Pipe) -> None:
-        self._start(self._handle(pipe), self._tasks)
+        self.endpoint.start(self._handle(pipe))
 
     async def _handle(self, pipe: Pipe) -> None:
         from hivemind.p2p import PeerID
@@ -332,37 +313,8 @@ class P2pdTransport:
         except asyncio.CancelledError:
             pipe.writer.close()
             raise
-        protocol, handler = self._handlers[info.proto]
-        peer = PeerId(PeerID(info.peer).to_base58())
-        try:
-            scope = self._subnet_limits.accept(peer, unpack_multiaddr(info.addr) if info.addr else "")
-        except ResourceLimitReached as error:
-            _log.debug("refused a stream of %s: %s", peer, error)
-            refusal = encode_refusal(Refusal.overloaded(error, OVERLOADED))
-            if len(self._refused) < MAX_LINGERING:
-                pipe.end(refusal, within_s=LINGER_S)
-                self._start(pipe.closed(), self._refused)
-            else:
-                pipe.writer.write(refusal)
-                pipe.writer.close()
-            return
-        stream = self._stream(peer, protocol, pipe, scope)
-        stream.packed_address = info.addr
-        await supervise(handler, stream, protocol)
-
-    def _stream(self, peer: PeerId, protocol: ProtocolSpec, pipe: Pipe, scope: StreamScope) -> P2pdStream:
-        stream = P2pdStream(peer, protocol, pipe, scope, self._stream_closed, self._link)
-        self._streams.add(stream)
-        return stream
-
-    def _stream_closed(self, stream: P2pdStream) -> None:
-        self._streams.discard(stream)
-        self._start(stream.flush(), self._flushes)
-
-    def _start(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        address = unpack_multiaddr(info.addr) if info.addr else ""
+        await self.endpoint.handle(pipe, PeerId(PeerID(info.peer).to_base58()), info.proto, address)
 
     async def _refresh_addresses(self) -> None:
         self._addresses = tuple(f"{address}/p2p/{self._peer_id}" for address in await self._daemon.identify())
@@ -401,15 +353,3 @@ class P2pdTransport:
         """Whether any connection uses QUIC, whose bytes the kernel does not count by process."""
         connections = await self._daemon.connections()
         return any("/quic" in address for addresses in connections.values() for address in addresses)
-
-    async def _close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in list(self._streams):
-            stream.close()
-        if flushes := self._flushes | self._refused:
-            _, late = await asyncio.wait(flushes, timeout=_FLUSH_S)
-            for task in late:
-                task.cancel()

@@ -1,6 +1,6 @@
-"""The unix socket that p2pd makes of a libp2p stream, and closing it without losing the last messages.
+"""One end of a unix socket that carries a stream, and closing it without losing the last messages.
 
-p2pd cannot close half a stream: when this side closes the socket, p2pd closes the libp2p stream in both directions and resets it,
+The other end is p2pd, or a relayed stream. p2pd cannot close half a stream: when this side closes the socket, p2pd closes the libp2p stream in both directions and resets it,
 which drops what is in flight: nearly always over QUIC, rarely over TCP. So the side that ends a stream sends a last frame, and closes
 the socket when the other side, having read everything, has closed its own.
 """

@@ -1,4 +1,4 @@
-"""A stream over libp2p: framed messages over the unix socket that p2pd makes of a libp2p stream."""
+"""A stream of framed messages over a unix socket, whose other end is p2pd or the encryption of a relayed stream."""
 
 import asyncio
 import math
@@ -8,8 +8,7 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
-from swarmnet_protocols.net.p2pd.daemon import unpack_multiaddr
-from swarmnet_protocols.net.p2pd.pipe import Pipe
+from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Scope
@@ -19,8 +18,8 @@ MAX_IN_FLIGHT_MIB = 16.0
 """libp2p accepts this much on a stream before the other side has received any of it."""
 
 
-class P2pdStream:
-    """A message stream over one libp2p stream."""
+class FramedStream:
+    """A message stream over one :class:`Pipe`."""
 
     def __init__(
         self,
@@ -28,11 +27,11 @@ class P2pdStream:
         protocol: ProtocolSpec,
         pipe: Pipe,
         scope: StreamScope,
-        on_close: Callable[["P2pdStream"], None],
+        on_close: Callable[["FramedStream"], None],
         link: LinkLimiter,
     ) -> None:
-        self.packed_address = b""
-        """The multiaddr of the other side as p2pd packs it; empty where it is not known."""
+        self.address = ""
+        """The multiaddr from which the other side is connected; empty if unknown."""
         self._up = link.up
         self._on_close = on_close
         self._peer = peer
@@ -70,10 +69,6 @@ class P2pdStream:
     @property
     def peer(self) -> PeerId:
         return self._peer
-
-    @property
-    def address(self) -> str:
-        return unpack_multiaddr(self.packed_address) if self.packed_address else ""
 
     @property
     def scope(self) -> Scope:

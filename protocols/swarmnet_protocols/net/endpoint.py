@@ -1,0 +1,126 @@
+"""The streams of one peer, over any carrier: limits on those that come in, their handlers, and their last messages when they close."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
+from swarmnet_protocols.net.framed_stream import FramedStream
+from swarmnet_protocols.net.framing import LINGER_S, encode_refusal
+from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
+from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.stream_scope import StreamScope, supervise
+from swarmnet_protocols.net.subnets import SubnetLimits
+from swarmnet_protocols.timing import Timing
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_S = 2.0
+"""Time at close for streams to deliver what was sent."""
+MAX_LINGERING = 64
+"""Refused streams kept open at once so that the other side reads the refusal. Others are closed at once."""
+
+
+class Endpoint:
+    """The streams and the handlers of this peer. Carriers hand it pipes; it makes streams of them."""
+
+    def __init__(self, link: LinkLimiter, timing: Timing) -> None:
+        self.resources = ResourceManager()
+        self.link = link
+        self.streams: set[FramedStream] = set()
+        self._timing = timing
+        self._handlers: dict[str, tuple[ProtocolSpec, Handler]] = {}
+        self._subnet_limits = SubnetLimits(self.resources, timing)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.flushes: set[asyncio.Task[None]] = set()
+        """Closed streams whose last messages are being delivered."""
+        self._refused: set[asyncio.Task[None]] = set()
+
+    @property
+    def protocols(self) -> list[ProtocolSpec]:
+        """The protocols that are served."""
+        return [protocol for protocol, _ in self._handlers.values()]
+
+    def serve(self, protocol: ProtocolSpec, handler: Handler) -> bool:
+        """Serve ``protocol`` with ``handler``. Returns whether it is served for the first time."""
+        is_new = protocol.id not in self._handlers
+        self._handlers[protocol.id] = (protocol, handler)
+        return is_new
+
+    def serves(self, protocol_id: str) -> bool:
+        return protocol_id in self._handlers
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task that ends with this endpoint."""
+        self._start(coroutine, self._tasks)
+
+    def open(
+        self, pipe: Pipe, peer: PeerId, protocol: ProtocolSpec, link: LinkLimiter | None = None
+    ) -> FramedStream:
+        """The stream that this peer opened to ``peer``. Its bytes count on ``link``, where given, in place of this endpoint's."""
+        scope = StreamScope.outbound(self.resources, peer, self._timing)
+        return self._stream(pipe, peer, protocol, scope, link)
+
+    async def handle(
+        self, pipe: Pipe, peer: PeerId, protocol_id: str, address: str, link: LinkLimiter | None = None
+    ) -> None:
+        """Serve the stream that ``peer`` opened from the multiaddr ``address``, or refuse it at a limit."""
+        protocol, handler = self._handlers[protocol_id]
+        try:
+            scope = self._subnet_limits.accept(peer, address)
+        except ResourceLimitReached as error:
+            _log.debug("refused a stream of %s: %s", peer, error)
+            self._refuse(pipe, Refusal.overloaded(error, OVERLOADED))
+            return
+        stream = self._stream(pipe, peer, protocol, scope, link)
+        stream.address = address
+        await supervise(handler, stream, protocol)
+
+    def streams_with(self, peer: PeerId) -> list[FramedStream]:
+        return [stream for stream in self.streams if stream.peer == peer]
+
+    async def close(self) -> None:
+        """End every task and stream, after the last messages have been delivered or their time is over."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self.streams):
+            stream.close()
+        if flushes := self.flushes | self._refused:
+            _, late = await asyncio.wait(flushes, timeout=_FLUSH_S)
+            for task in late:
+                task.cancel()
+
+    def _stream(
+        self,
+        pipe: Pipe,
+        peer: PeerId,
+        protocol: ProtocolSpec,
+        scope: StreamScope,
+        link: LinkLimiter | None,
+    ) -> FramedStream:
+        stream = FramedStream(peer, protocol, pipe, scope, self._stream_closed, link or self.link)
+        self.streams.add(stream)
+        return stream
+
+    def _stream_closed(self, stream: FramedStream) -> None:
+        self.streams.discard(stream)
+        self._start(stream.flush(), self.flushes)
+
+    def _refuse(self, pipe: Pipe, refusal: Refusal) -> None:
+        last_frame = encode_refusal(refusal)
+        if len(self._refused) < MAX_LINGERING:
+            pipe.end(last_frame, within_s=LINGER_S)
+            self._start(pipe.closed(), self._refused)
+        else:
+            pipe.writer.write(last_frame)
+            pipe.writer.close()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
