@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
@@ -87,7 +88,6 @@ async def connect(
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
-    from swarmnet_protocols.joining.probes import Probes
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -95,6 +95,10 @@ async def connect(
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
+    from swarmnet_protocols.reachability.detection import Reachability
+    from swarmnet_protocols.reachability.dial_back import Probes
+    from swarmnet_protocols.reachability.relay import Relay
+    from swarmnet_protocols.reachability.routed_transport import RoutedTransport
     from swarmnet_protocols.timing import Timing
 
     async with AsyncExitStack() as stack:
@@ -121,16 +125,28 @@ async def connect(
             step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
-        handshakes = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
-        directory = await stack.enter_async_context(
-            DhtDirectory.create(raw, handshakes, identity, bootstrap=others, client_mode=client_mode)
-        )
-        admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
-        await stack.enter_async_context(admissions)
-        guarded = GuardedTransport(raw, handshakes)
+        routed = RoutedTransport(raw, identity)
+        handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
+        guarded = GuardedTransport(routed, handshakes)
+        await routed.use_relays(guarded)
+        reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
         if not client_mode:
-            with suppress(NotAuthorised):  # an observer has no role that may serve it
+            with suppress(NotAuthorised):  # an observer has no role that may serve these
                 await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
+                await Relay(guarded, lambda: reachability.is_open).serve()
+            await reachability.find_out()
+            stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
+        directory = await stack.enter_async_context(
+            DhtDirectory.create(
+                routed,
+                handshakes,
+                identity,
+                bootstrap=others,
+                client_mode=client_mode or not reachability.is_open,
+            )
+        )
+        admissions = Admissions.run(routed, membership, directory, bootstrap=others, issuer=network.issuer)
+        await stack.enter_async_context(admissions)
         yield guarded, directory
 
 
