@@ -98,7 +98,9 @@ table ip filter {{
 
 def _remove(count: int) -> None:
     for namespace in ["lab-net", *(f"lab-{side}{number}" for side in "hr" for number in range(1, count + 1))]:
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False
+        )
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
