@@ -340,10 +340,10 @@ def relay_messages() -> Iterator[Protobuf]:
     yield pb.RelayReply(heartbeat=pb.Heartbeat())
     yield pb.CircuitRequest(source=peer)
     yield pb.CircuitReply()
-    yield pb.Proof(signature=bytes(range(64)), protocol="/swarmnet/session/2")
+    yield pb.Proof(signature=bytes(range(64)), is_unsupported=True)
     yield pb.PunchRequest(addresses=pb.PunchAddresses(addresses=["/ip4/203.0.113.5/udp/31337/quic-v1"]))
     yield pb.PunchRequest(start=pb.PunchStart())
-    yield pb.PunchReply(addresses=pb.PunchAddresses(addresses=["/ip4/203.0.113.6/tcp/4001"]))
+    yield pb.PunchReply(addresses=pb.PunchAddresses(addresses=["/ip4/203.0.113.6/tcp/4001"], is_open=True))
 
 
 def report_messages() -> Iterator[Protobuf]:

@@ -37,6 +37,11 @@ FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
 
 
+def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
+    """Listen addresses of a client: any port, since a hole in a router is punched from a port that listens. On loopback if the swarm is."""
+    return LOOPBACK if bootstrap and all("/127.0.0.1/" in each for each in bootstrap) else ANY_PORT
+
+
 @dataclass(frozen=True)
 class Trust:
     """Which hosts a client uses, as its owner or the swarm file names them."""
@@ -97,6 +102,7 @@ async def connect(
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.reachability.detection import Reachability
     from swarmnet_protocols.reachability.dial_back import Probes
+    from swarmnet_protocols.reachability.hole_punching import HolePunching
     from swarmnet_protocols.reachability.relay import Relay
     from swarmnet_protocols.reachability.routed_transport import RoutedTransport
     from swarmnet_protocols.timing import Timing
@@ -130,6 +136,9 @@ async def connect(
         guarded = GuardedTransport(routed, handshakes)
         await routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
+        punching = HolePunching(routed, guarded, reachability)
+        await punching.serve()
+        stack.push_async_callback(punching.close)
         if not client_mode:
             with suppress(NotAuthorised):  # an observer has no role that may serve these
                 await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)

@@ -10,5 +10,5 @@
    Streams opened afterwards go directly; until then, and where no direct path exists, over circuits.
 
 ``routed_transport.py`` chooses the path of every stream. libp2p's own AutoNAT, AutoRelay, relay and DCUtR are switched off in p2pd:
-docs/decisions/0092-relays-over-project-streams.md says why.
+docs/decisions/0018-relays-over-project-streams.md says why.
 """

@@ -19,6 +19,7 @@ from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net.framing import LINGER_S
 from swarmnet_protocols.net.identity import Identity, public_key_of, verify
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.typed_stream import parse
@@ -58,29 +59,32 @@ class CircuitEnd:
         self._noise.start_handshake()
         self._handshake = self._noise.noise_protocol.handshake_state
 
-    def hello(self) -> bytes:
-        """The first message, of the end that connects."""
-        return bytes(self._noise.write_message())
+    def hello(self, protocol_id: str) -> bytes:
+        """The first message, of the end that connects, with the protocol of the stream. The relay can read it."""
+        return self._write(protocol_id.encode())
 
-    def take_hello(self, message: bytes) -> None:
-        """Raises ``ProtocolViolation``."""
-        self._read(message)
+    def take_hello(self, message: bytes) -> str:
+        """The protocol id of the stream. Raises ``ProtocolViolation``."""
+        return self._read(message).decode(errors="replace")
 
-    def reply(self) -> bytes:
-        """The second message, with the proof of the end that is connected to."""
-        return bytes(self._noise.write_message(self._proof("")))
+    def reply(self, *, is_supported: bool) -> bytes:
+        """The second message, with the proof of the end that is connected to, and whether it serves the protocol.
 
-    def take_reply(self, message: bytes, peer: PeerId) -> None:
-        """Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that replied."""
+        Raises ``ProtocolViolation`` if the first one had an unusable key.
+        """
+        return self._write(self._proof(is_unsupported=not is_supported))
+
+    def take_reply(self, message: bytes, peer: PeerId) -> bool:
+        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that replied."""
+        return not self._check(self._read(message), peer).is_unsupported
+
+    def confirm(self) -> bytes:
+        """The third message, with the proof of the end that connects. It covers the first two, as every message of the handshake does."""
+        return self._write(self._proof())
+
+    def take_confirmation(self, message: bytes, peer: PeerId) -> None:
+        """Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that connects."""
         self._check(self._read(message), peer)
-
-    def confirm(self, protocol_id: str) -> bytes:
-        """The third message, with the proof of the end that connects and the protocol of the stream."""
-        return bytes(self._noise.write_message(self._proof(protocol_id)))
-
-    def take_confirmation(self, message: bytes, peer: PeerId) -> str:
-        """The protocol id of the stream. Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that connects."""
-        return self._check(self._read(message), peer)
 
     def encrypt(self, plain: bytes) -> bytes:
         return bytes(self._noise.encrypt(plain))
@@ -92,9 +96,15 @@ class CircuitEnd:
         except _NOISE_ERRORS as error:
             raise IntegrityError("a relay changed what it forwards") from error
 
-    def _proof(self, protocol_id: str) -> bytes:
+    def _proof(self, *, is_unsupported: bool = False) -> bytes:
         signature = self._identity.sign(_SIGNED + self._static_public)
-        return pb.Proof(signature=signature, protocol=protocol_id).SerializeToString()
+        return pb.Proof(signature=signature, is_unsupported=is_unsupported).SerializeToString()
+
+    def _write(self, payload: bytes) -> bytes:
+        try:
+            return bytes(self._noise.write_message(payload))
+        except _NOISE_ERRORS as error:  # a key of the other end that is a point of low order
+            raise ProtocolViolation("the Noise handshake of a circuit failed") from error
 
     def _read(self, message: bytes) -> bytes:
         if len(message) > MAX_HANDSHAKE_BYTES:
@@ -104,12 +114,12 @@ class CircuitEnd:
         except _NOISE_ERRORS as error:
             raise ProtocolViolation("the Noise handshake of a circuit failed") from error
 
-    def _check(self, payload: bytes, peer: PeerId) -> str:
+    def _check(self, payload: bytes, peer: PeerId) -> pb.Proof:
         proof = parse(pb.Proof, payload)
         remote_static: bytes = self._handshake.rs.public_bytes
         if not verify(public_key_of(peer), proof.signature, _SIGNED + remote_static):
             raise IntegrityError(f"the other end of a circuit is not {peer}")
-        return str(proof.protocol)
+        return proof
 
 
 async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, Any, None]]:
@@ -126,9 +136,13 @@ async def _carry(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
     decrypting = asyncio.create_task(_decrypt(stream, end, plain))
     try:
         await asyncio.wait((encrypting, decrypting), return_when=asyncio.FIRST_COMPLETED)
+        plain.writer.close()  # after what was decrypted has been read
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await plain.closed()
     finally:
-        plain.writer.close()
         stream.close()
+        plain.writer.transport.abort()
         await cancel(encrypting, decrypting)
 
 

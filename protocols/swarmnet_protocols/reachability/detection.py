@@ -81,6 +81,11 @@ class Reachability:
         return self._is_open is not False
 
     @property
+    def is_surely_open(self) -> bool:
+        """Whether other peers have dialled this one."""
+        return self._is_open is True
+
+    @property
     def reach(self) -> Reach:
         if self._is_open is None:
             return Reach.UNKNOWN

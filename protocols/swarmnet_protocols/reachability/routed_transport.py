@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
+    IncompatibleVersion,
     IntegrityError,
     PeerUnreachable,
     ProtocolViolation,
@@ -17,7 +18,7 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transp
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
-from swarmnet_protocols.net.protocol_ids import CIRCUIT, RELAY
+from swarmnet_protocols.net.protocol_ids import ADAPTER, CIRCUIT, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
@@ -30,10 +31,16 @@ _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.3
 """How long direct addresses are tried before a relay is asked, too."""
+PUNCH_WAIT_S = 1.5
+"""How long a stream that lasts waits for a direct connection that is being made."""
 ACCEPT_S = 5.0
 """Timeout for each message of the handshake of a circuit that comes in."""
+MAX_OBSERVERS = 4
+"""Relays whose view of this peer is remembered, the latest ones."""
 MAX_REMEMBERED = 256
 """Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
+_WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
+"""Protocols whose streams last, or carry much."""
 _OWN_PROTOCOLS = frozenset({RELAY.id, CIRCUIT.id})
 """Not served over circuits: a relay is reached directly."""
 
@@ -47,7 +54,7 @@ class RoutedTransport(TransportWrapper):
 
     def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
         super().__init__(direct)
-        self._direct = direct
+        self.direct = direct
         self._identity = identity
         self._guarded: Transport = direct
         self.reservations: Reservations | None = None
@@ -58,21 +65,21 @@ class RoutedTransport(TransportWrapper):
         """The relays of peers to which circuits were opened last."""
         self.observed: dict[PeerId, str] = {}
         """The multiaddr of this peer as each relay saw it last."""
-        self.on_circuit: Callable[[PeerId], None] = lambda _: None
-        """Called with each peer to which a circuit was opened."""
+        self.punch: Callable[[PeerId], asyncio.Task[None] | None] = lambda _: None
+        """Begins to make a direct connection to a peer, unless that failed lately. Returns the task if it is under way."""
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
         """The multiaddrs on which this peer listens, and those that its router forwards if it said so."""
-        return self._direct.addresses()
+        return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:
         """As promised by ``Transport``: external and own addresses, or own and circuit addresses of a peer that cannot be dialled.
 
         Loopback addresses only if there are no others.
         """
-        own = self._direct.addresses()
+        own = self.own_addresses()
         others = [each for each in own if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
         suffix = f"/p2p/{self.peer_id}"
         circuits = [
@@ -84,7 +91,12 @@ class RoutedTransport(TransportWrapper):
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
-        await self._direct.connect(peer, addresses, deadline_s=deadline_s)
+        await self.direct.connect(peer, addresses, deadline_s=deadline_s)
+
+    def observed_addresses(self) -> Sequence[str]:
+        """The multiaddrs of this peer as its relays, and those of other peers, see it."""
+        held = self.reservations.held if self.reservations is not None else ()
+        return [each for each in (*(one.observed for one in held), *self.observed.values()) if each]
 
     # ---- streams of this peer ----------------------------------------------------------------------------
 
@@ -94,10 +106,14 @@ class RoutedTransport(TransportWrapper):
         """As promised by ``Transport``. A connection that is there is used; then direct addresses have a head start before relays."""
         circuits = self._circuits(peer, addresses)
         if not circuits:
-            return await self._direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
-        if await self._direct.is_connected(peer):
-            return await self._direct.open(peer, protocol, deadline_s=deadline_s)
-        direct = self._direct.permitted(peer, [each for each in addresses if relay_of(each) is None])
+            return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        if await self.direct.is_connected(peer):
+            return await self.direct.open(peer, protocol, deadline_s=deadline_s)
+        if protocol.id in _WORTH_A_PUNCH and peer in self._relays_of and (punching := self.punch(peer)):
+            await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
+            if await self.direct.is_connected(peer):
+                return await self.direct.open(peer, protocol, deadline_s=deadline_s)
+        direct = self.direct.permitted(peer, [each for each in addresses if relay_of(each) is None])
         if not direct:
             return await self._open_circuit(peer, protocol, circuits, deadline_s)
         return await self._open_either(peer, protocol, direct, circuits, deadline_s)
@@ -111,7 +127,7 @@ class RoutedTransport(TransportWrapper):
         deadline_s: float,
     ) -> Stream:
         dialling: asyncio.Task[Stream] = asyncio.create_task(
-            self._direct.open(peer, protocol, addresses=direct, deadline_s=deadline_s)
+            self.direct.open(peer, protocol, addresses=direct, deadline_s=deadline_s)
         )
         attempts = [dialling]
         opened: asyncio.Task[Stream] | None = None
@@ -153,7 +169,7 @@ class RoutedTransport(TransportWrapper):
                     ) as error:
                         reasons.append(str(error).partition("\n")[0])
                     else:
-                        self.on_circuit(peer)
+                        self.punch(peer)
                         return stream
         except TimeoutError:
             reasons.append(f"no answer within {deadline_s:g} s")
@@ -166,26 +182,36 @@ class RoutedTransport(TransportWrapper):
         stream = await self._guarded.open(relay, RELAY, addresses=[address], deadline_s=deadline_s)
         try:
             request = pb.RelayRequest(connect=pb.Connect(peer=peer))
-            await send_within(stream, Message(request.SerializeToString(), end.hello()), deadline_s)
+            await send_within(
+                stream, Message(request.SerializeToString(), end.hello(protocol.id)), deadline_s
+            )
             message = await receive_within(stream, deadline_s)
             reply = parse(pb.RelayReply, message.header)
-            end.take_reply(bytes(message.payload), peer)
-            self.observed[relay] = reply.accepted.observed_address
-            await send_within(stream, Message(b"", end.confirm(protocol.id)), deadline_s)
+            if not end.take_reply(bytes(message.payload), peer):
+                raise IncompatibleVersion(f"{peer} does not serve {protocol.id}")
+            self._observe(relay, reply.accepted.observed_address)
+            await send_within(stream, Message(b"", end.confirm()), deadline_s)
             pipe, carry = await join(stream, end)
         except BaseException:
             stream.close()
             raise
-        self._direct.endpoint.start(carry)
+        self.direct.endpoint.start(carry)
         # The bytes are counted on the stream with the relay.
-        return self._direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+        return self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+
+    def _observe(self, relay: PeerId, address: str) -> None:
+        """Note the multiaddr of this peer as ``relay`` sees it."""
+        self.observed.pop(relay, None)
+        self.observed[relay] = address
+        if len(self.observed) > MAX_OBSERVERS:
+            del self.observed[next(iter(self.observed))]
 
     def _circuits(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[tuple[PeerId, str]]:
         """The relays of ``peer`` that may be asked, each with its address: those of ``addresses``, or those remembered where there are none."""
         if not addresses:
             return self._relays_of.get(peer, ())
         through_relays = [each for each in addresses if relay_of(each) is not None]
-        relays = map(relay_of, self._direct.permitted(peer, through_relays))
+        relays = map(relay_of, self.direct.permitted(peer, through_relays))
         return [each for each in relays if each is not None and each[0] not in (self.peer_id, peer)]
 
     # ---- streams that come in through relays -------------------------------------------------------------
@@ -206,13 +232,14 @@ class RoutedTransport(TransportWrapper):
         except ValueError as error:
             raise ProtocolViolation("a circuit without a source") from error
         end = CircuitEnd(self._identity, connects=False)
-        end.take_hello(bytes(message.payload))
-        await send_within(stream, Message(b"", end.reply()), ACCEPT_S)
-        confirmation = await receive_within(stream, ACCEPT_S)
-        protocol_id = end.take_confirmation(bytes(confirmation.payload), source)
-        endpoint = self._direct.endpoint
-        if protocol_id in _OWN_PROTOCOLS or not endpoint.serves(protocol_id):
+        protocol_id = end.take_hello(bytes(message.payload))
+        endpoint = self.direct.endpoint
+        is_supported = protocol_id not in _OWN_PROTOCOLS and endpoint.serves(protocol_id)
+        await send_within(stream, Message(b"", end.reply(is_supported=is_supported)), ACCEPT_S)
+        if not is_supported:
             return
+        confirmation = await receive_within(stream, ACCEPT_S)
+        end.take_confirmation(bytes(confirmation.payload), source)
         pipe, carry = await join(stream, end)
         carrying = asyncio.create_task(carry)
         try:

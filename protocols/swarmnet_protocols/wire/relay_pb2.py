@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0brelay.proto\x12\x11swarmnet.relay.v1\"\xa7\x01\n\x0cRelayRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ReserveH\x00\x12-\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ConnectH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\t\n\x07Reserve\"\x17\n\x07\x43onnect\x12\x0c\n\x04peer\x18\x01 \x01(\t\"\x0b\n\tHeartbeat\"x\n\nRelayReply\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.swarmnet.relay.v1.AcceptedH\x00\x12\x31\n\theartbeat\x18\x02 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"$\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10observed_address\x18\x01 \x01(\t\" \n\x0e\x43ircuitRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"\x0e\n\x0c\x43ircuitReply\",\n\x05Proof\x12\x11\n\tsignature\x18\x01 \x01(\x0c\x12\x10\n\x08protocol\x18\x02 \x01(\t\"~\n\x0cPunchRequest\x12\x36\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesH\x00\x12.\n\x05start\x18\x02 \x01(\x0b\x32\x1d.swarmnet.relay.v1.PunchStartH\x00\x42\x06\n\x04kind\"#\n\x0ePunchAddresses\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x0c\n\nPunchStart\"B\n\nPunchReply\x12\x34\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0brelay.proto\x12\x11swarmnet.relay.v1\"\xa7\x01\n\x0cRelayRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ReserveH\x00\x12-\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ConnectH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\t\n\x07Reserve\"\x17\n\x07\x43onnect\x12\x0c\n\x04peer\x18\x01 \x01(\t\"\x0b\n\tHeartbeat\"x\n\nRelayReply\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.swarmnet.relay.v1.AcceptedH\x00\x12\x31\n\theartbeat\x18\x02 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"$\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10observed_address\x18\x01 \x01(\t\" \n\x0e\x43ircuitRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"\x0e\n\x0c\x43ircuitReply\"2\n\x05Proof\x12\x11\n\tsignature\x18\x01 \x01(\x0c\x12\x16\n\x0eis_unsupported\x18\x02 \x01(\x08\"~\n\x0cPunchRequest\x12\x36\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesH\x00\x12.\n\x05start\x18\x02 \x01(\x0b\x32\x1d.swarmnet.relay.v1.PunchStartH\x00\x42\x06\n\x04kind\"4\n\x0ePunchAddresses\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x0f\n\x07is_open\x18\x02 \x01(\x08\"\x0c\n\nPunchStart\"B\n\nPunchReply\x12\x34\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,13 +48,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CIRCUITREPLY']._serialized_start=447
   _globals['_CIRCUITREPLY']._serialized_end=461
   _globals['_PROOF']._serialized_start=463
-  _globals['_PROOF']._serialized_end=507
-  _globals['_PUNCHREQUEST']._serialized_start=509
-  _globals['_PUNCHREQUEST']._serialized_end=635
-  _globals['_PUNCHADDRESSES']._serialized_start=637
-  _globals['_PUNCHADDRESSES']._serialized_end=672
-  _globals['_PUNCHSTART']._serialized_start=674
-  _globals['_PUNCHSTART']._serialized_end=686
-  _globals['_PUNCHREPLY']._serialized_start=688
-  _globals['_PUNCHREPLY']._serialized_end=754
+  _globals['_PROOF']._serialized_end=513
+  _globals['_PUNCHREQUEST']._serialized_start=515
+  _globals['_PUNCHREQUEST']._serialized_end=641
+  _globals['_PUNCHADDRESSES']._serialized_start=643
+  _globals['_PUNCHADDRESSES']._serialized_end=695
+  _globals['_PUNCHSTART']._serialized_start=697
+  _globals['_PUNCHSTART']._serialized_end=709
+  _globals['_PUNCHREPLY']._serialized_start=711
+  _globals['_PUNCHREPLY']._serialized_end=777
 # @@protoc_insertion_point(module_scope)

@@ -55,12 +55,12 @@ class CircuitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Proof(_message.Message):
-    __slots__ = ("signature", "protocol")
+    __slots__ = ("signature", "is_unsupported")
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    IS_UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
     signature: bytes
-    protocol: str
-    def __init__(self, signature: _Optional[bytes] = ..., protocol: _Optional[str] = ...) -> None: ...
+    is_unsupported: bool
+    def __init__(self, signature: _Optional[bytes] = ..., is_unsupported: _Optional[bool] = ...) -> None: ...
 
 class PunchRequest(_message.Message):
     __slots__ = ("addresses", "start")
@@ -71,10 +71,12 @@ class PunchRequest(_message.Message):
     def __init__(self, addresses: _Optional[_Union[PunchAddresses, _Mapping]] = ..., start: _Optional[_Union[PunchStart, _Mapping]] = ...) -> None: ...
 
 class PunchAddresses(_message.Message):
-    __slots__ = ("addresses",)
+    __slots__ = ("addresses", "is_open")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_open: bool
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., is_open: _Optional[bool] = ...) -> None: ...
 
 class PunchStart(_message.Message):
     __slots__ = ()

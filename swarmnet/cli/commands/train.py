@@ -34,7 +34,7 @@ from swarmnet.cli.progress.training import facts_of, tell
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
+from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def create(
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, LocalFiles.named_in(written.job))
         if entry.bootstrap:
-            asyncio.run(_publish(entry.network(LOOPBACK), sealed))
+            asyncio.run(_publish(entry.network(client_listen(entry.bootstrap)), sealed))
     if as_json:
         print_json({"job": made.id})
         return
@@ -157,7 +157,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             )
             from swarmnet_node.training.start import WorkerConfig
 
-            asyncio.run(_fetch(entry.network(LOOPBACK), directory, job))
+            asyncio.run(_fetch(entry.network(client_listen(entry.bootstrap)), directory, job))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)

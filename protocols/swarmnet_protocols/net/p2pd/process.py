@@ -43,6 +43,8 @@ class DaemonConfig:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...]
+    maps_ports: bool = True
+    """Ask the router to forward a port, by UPnP or NAT-PMP."""
     max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
@@ -87,7 +89,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         "id": config.identity_path,
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
-        "natPortMap": int(not loopback),
+        "natPortMap": int(config.maps_ports and not loopback),
     }
     binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
     try:

@@ -127,6 +127,7 @@ class P2pdTransport:
             config.identity_path,
             config.listen,
             config.announce,
+            maps_ports=not config.only_dials,
             max_memory_bytes=config.max_daemon_bytes,
         )
         async with contextlib.AsyncExitStack() as stack:
