@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Reach, Stream, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED, ip_of
 from swarmnet_protocols.net.protocol_ids import PUNCH
 from swarmnet_protocols.net.resources import Rate
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
+from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -198,6 +199,25 @@ class HolePunching:
 
         # Lasts as long as the connection, and so longer than this attempt.
         self._transport.direct.endpoint.start(use())
+
+
+def describe(
+    reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
+) -> Reach:
+    """What the parts of this room know together."""
+    counters = punching.counters
+    return Reach(
+        kind=reachability.kind,
+        nat=reachability.nat,
+        relays=reachability.relays_held,
+        punched=counters.succeeded,
+        not_punched=counters.failed,
+        punch_s=counters.total_s / max(1, counters.succeeded),
+        circuits=transport.circuits.total(),
+        reservations=relay.reservations,
+        forwarded_circuits=relay.circuits,
+        forwarded_bytes=relay.forwarded_bytes,
+    )
 
 
 def _ports(addresses: Sequence[str], kind: str) -> list[int]:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -14,7 +15,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
@@ -65,6 +66,9 @@ class RoutedTransport(TransportWrapper):
         """The relays of peers to which circuits were opened last."""
         self.observed: dict[PeerId, str] = {}
         """The multiaddr of this peer as each relay saw it last."""
+        self.describe_reach: Callable[[], Reach] = Reach
+        self.circuits: Counter[PeerId] = Counter()
+        """Streams through relays that this peer opened, by peer; those that are open now."""
         self.punch: Callable[[PeerId], asyncio.Task[None] | None] = lambda _: None
         """Begins to make a direct connection to a peer, unless that failed lately. Returns the task if it is under way."""
 
@@ -88,6 +92,9 @@ class RoutedTransport(TransportWrapper):
         ]
         external = [each + suffix for each in self.external_addresses]
         return tuple(dict.fromkeys([*external, *circuits, *(others or own)]))
+
+    def reach(self) -> Reach:
+        return self.describe_reach()
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
@@ -195,9 +202,17 @@ class RoutedTransport(TransportWrapper):
         except BaseException:
             stream.close()
             raise
-        self.direct.endpoint.start(carry)
+        self.direct.endpoint.start(self._count(peer, carry))
         # The bytes are counted on the stream with the relay.
         return self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+
+    async def _count(self, peer: PeerId, carry: Coroutine[Any, Any, None]) -> None:
+        self.circuits[peer] += 1
+        try:
+            await carry
+        finally:
+            self.circuits[peer] -= 1
+            self.circuits += Counter()  # drops zeros
 
     def _observe(self, relay: PeerId, address: str) -> None:
         """Note the multiaddr of this peer as ``relay`` sees it."""

@@ -18,7 +18,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
-from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
+from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Reach
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
@@ -152,6 +152,10 @@ class P2pdTransport:
 
     def addresses(self) -> Sequence[str]:
         return self._addresses
+
+    def reach(self) -> Reach:
+        """Unknown: ``swarmnet_protocols.reachability`` finds it out."""
+        return Reach()
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in await self._daemon.connections()
