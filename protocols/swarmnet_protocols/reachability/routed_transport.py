@@ -116,7 +116,8 @@ class RoutedTransport(TransportWrapper):
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         if await self.direct.is_connected(peer):
             return await self.direct.open(peer, protocol, deadline_s=deadline_s)
-        if protocol.id in _WORTH_A_PUNCH and peer in self._relays_of and (punching := self.punch(peer)):
+        self._remember(peer, circuits)
+        if protocol.id in _WORTH_A_PUNCH and (punching := self.punch(peer)) is not None:
             await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
             if await self.direct.is_connected(peer):
                 return await self.direct.open(peer, protocol, deadline_s=deadline_s)
@@ -124,6 +125,12 @@ class RoutedTransport(TransportWrapper):
         if not direct:
             return await self._open_circuit(peer, protocol, circuits, deadline_s)
         return await self._open_either(peer, protocol, direct, circuits, deadline_s)
+
+    def _remember(self, peer: PeerId, circuits: Sequence[tuple[PeerId, str]]) -> None:
+        self._relays_of[peer] = circuits
+        self._relays_of.move_to_end(peer)
+        if len(self._relays_of) > MAX_REMEMBERED:
+            self._relays_of.popitem(last=False)
 
     async def _open_either(
         self,
@@ -156,10 +163,6 @@ class RoutedTransport(TransportWrapper):
         self, peer: PeerId, protocol: ProtocolSpec, circuits: Sequence[tuple[PeerId, str]], deadline_s: float
     ) -> Stream:
         """A stream through the first relay that reaches ``peer``. Raises ``PeerUnreachable``."""
-        if peer not in self._relays_of and len(self._relays_of) >= MAX_REMEMBERED:
-            self._relays_of.popitem(last=False)
-        self._relays_of[peer] = circuits
-        self._relays_of.move_to_end(peer)
         reasons = []
         try:
             async with asyncio.timeout(deadline_s):
@@ -176,6 +179,7 @@ class RoutedTransport(TransportWrapper):
                     ) as error:
                         reasons.append(str(error).partition("\n")[0])
                     else:
+                        _log.info("%s with %s goes through the relay %s", protocol.id, peer, relay)
                         self.punch(peer)
                         return stream
         except TimeoutError:
