@@ -13,7 +13,7 @@ from tests.support.commands import Place, RunningCommand
 from tests.support.nat_lab import nat_lab
 from tests.support.processes import Swarm
 
-PROMPT = "The capital of France is"
+PROMPT = "Once upon a time there was a"
 LISTEN = ("--listen", "/ip4/0.0.0.0/tcp/4100", "--listen", "/ip4/0.0.0.0/udp/4100/quic-v1")
 
 

@@ -62,6 +62,7 @@ class HolePunching:
         self._reachability = reachability
         self.counters = PunchCounters()
         self._running: dict[PeerId, asyncio.Task[None]] = {}
+        self._first_tries: dict[PeerId, asyncio.Task[bool]] = {}
         self._not_before: OrderedDict[PeerId, float] = OrderedDict()
 
     async def serve(self) -> None:
@@ -71,40 +72,54 @@ class HolePunching:
     async def close(self) -> None:
         await cancel(*self._running.values())
 
-    def _begin(self, peer: PeerId) -> "asyncio.Task[None] | None":
-        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the running attempt, if any."""
+    def _begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
+        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the first try while it lasts."""
         now = asyncio.get_running_loop().time()
-        if peer in self._running:
-            return self._running[peer]
-        if self._not_before.get(peer, 0.0) > now or len(self._running) >= MAX_AT_ONCE:
+        if peer in self._first_tries:
+            return self._first_tries[peer]
+        is_tried = self._not_before.get(peer, 0.0) > now
+        if peer in self._running or is_tried or len(self._running) >= MAX_AT_ONCE:
             return None
         self._not_before[peer] = now + AGAIN_S
         self._not_before.move_to_end(peer)
         if len(self._not_before) > MAX_REMEMBERED:
             self._not_before.popitem(last=False)
-        task = self._running[peer] = asyncio.create_task(self._punch(peer), name=f"punch {peer}")
+        first = self._first_tries[peer] = asyncio.create_task(self._try(peer), name=f"punch {peer}")
+        first.add_done_callback(lambda _: self._first_tries.pop(peer))
+        self._running[peer] = task = asyncio.create_task(self._persist(peer, first), name=f"punch {peer}")
         task.add_done_callback(lambda _: self._running.pop(peer))
-        return task
+        return first
 
-    async def _punch(self, peer: PeerId) -> None:
-        clock = asyncio.get_running_loop().time
-        for number in range(TRIES):
-            if number:
+    async def _persist(self, peer: PeerId, first: "asyncio.Task[bool]") -> None:
+        """Try again if the first try fails."""
+        try:
+            is_done = await first
+            for _ in range(TRIES - 1):
+                if is_done:
+                    return
                 await asyncio.sleep(PAUSE_S)
-            began = clock()
-            try:
-                is_direct = await self._agree_and_dial(peer)
-            except SwarmnetError as error:
-                _log.info("no agreement with %s on a direct connection: %s", peer, error)
-                return
-            if is_direct:
-                self._not_before.pop(peer, None)
-                self.counters.succeeded += 1
-                self.counters.total_s += clock() - began
-                _log.info("connected to %s directly after %.2f s", peer, clock() - began)
-                return
+                is_done = await self._try(peer)
+        finally:
+            await cancel(first)
+
+    async def _try(self, peer: PeerId) -> bool:
+        """One try. Returns whether there is nothing left to try."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            is_direct = await self._agree_and_dial(peer)
+        except SwarmnetError as error:
+            _log.info("no agreement with %s on a direct connection: %s", peer, error)
+            return True
+        if is_direct:
+            self._not_before.pop(peer, None)
+            self.counters.succeeded += 1
+            self.counters.total_s += clock() - began
+            _log.info("connected to %s directly after %.2f s", peer, clock() - began)
+        else:
             self.counters.failed += 1
             _log.info("%s was not reached directly", peer)
+        return is_direct
 
     async def _agree_and_dial(self, peer: PeerId) -> bool:
         clock = asyncio.get_running_loop().time

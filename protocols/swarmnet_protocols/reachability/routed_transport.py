@@ -69,8 +69,8 @@ class RoutedTransport(TransportWrapper):
         self.describe_reach: Callable[[], Reach] = Reach
         self.circuits: Counter[PeerId] = Counter()
         """Streams through relays that this peer opened, by peer; those that are open now."""
-        self.punch: Callable[[PeerId], asyncio.Task[None] | None] = lambda _: None
-        """Begins to make a direct connection to a peer, unless that failed lately. Returns the task if it is under way."""
+        self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
+        """Begins to make a direct connection to a peer, unless that failed lately. Returns the first try while it lasts."""
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
@@ -166,7 +166,8 @@ class RoutedTransport(TransportWrapper):
         reasons = []
         try:
             async with asyncio.timeout(deadline_s):
-                for relay, address in circuits:
+                connected = await self.direct.connected_peers()
+                for relay, address in sorted(circuits, key=lambda each: each[0] not in connected):
                     try:
                         share_s = deadline_s / len(circuits)
                         stream = await self._ask_relay(peer, protocol, relay, address, deadline_s=share_s)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +159,10 @@ class P2pdTransport:
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in await self._daemon.connections()
+
+    async def connected_peers(self) -> Collection[PeerId]:
+        """The peers that are connected directly."""
+        return (await self._daemon.connections()).keys()
 
     async def died(self) -> None:
         """Return when p2pd has ended and is not restarted."""
