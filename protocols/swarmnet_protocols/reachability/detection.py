@@ -12,7 +12,7 @@ from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.reachability.dial_back import Probed, probe, tcp_ports
+from swarmnet_protocols.reachability.dial_back import Probed, ports_of, probe
 from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 
@@ -80,10 +80,12 @@ class Reachability:
     @property
     def nat(self) -> str:
         """See ``Reach.nat``."""
-        observed = {each.observed for each in self._reservations.held if "/tcp/" in each.observed}
-        if self._is_open is not False or len(self._reservations.held) < 2:
+        observed = [each.observed for each in self._reservations.held if "/tcp/" in each.observed]
+        if self._is_open is not False or len(observed) < 2:
             return ""
-        return "cone" if len(observed) == 1 else "symmetric"
+        # A connection that could not be dialled from the listening port has a mapping of its own.
+        is_kept = any(port in ports_of(self._transport.own_addresses()) for port in ports_of(observed))
+        return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
 
     @property
     def relays_held(self) -> tuple[PeerId, ...]:
@@ -92,7 +94,7 @@ class Reachability:
 
     async def find_out(self) -> None:
         """Ask peers to dial this one; reserve at relays if they cannot."""
-        ports = tcp_ports([each for each in self._transport.own_addresses() if "/p2p-circuit" not in each])
+        ports = ports_of(self._transport.own_addresses())
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
         answers = [each for each in await asyncio.gather(*(self._ask(each, ports) for each in asked)) if each]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open

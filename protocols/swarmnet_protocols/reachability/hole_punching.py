@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
@@ -20,6 +19,7 @@ from swarmnet_protocols.net.protocol_ids import PUNCH
 from swarmnet_protocols.net.resources import Rate
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
+from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
@@ -150,14 +150,17 @@ class HolePunching:
     def _my_addresses(self) -> pb.PunchAddresses:
         """The external addresses of this peer: those that relays observed, and the UDP port that most routers keep."""
         if self._reachability.is_surely_open:
-            own = [
+            public = [
                 each.partition("/p2p/")[0]
                 for each in self._transport.addresses()
                 if "/p2p-circuit" not in each
             ]
-            return pb.PunchAddresses(addresses=own[:MAX_DIALLED], is_open=True)
+            return pb.PunchAddresses(addresses=public[:MAX_DIALLED], is_open=True)
+        own = self._transport.own_addresses()
+        tcp_ports, udp_ports = (ports_of(own, kind, with_loopback=False) for kind in ("tcp", "udp"))
         observed = list(dict.fromkeys(self._transport.observed_addresses()))
-        udp_ports = _ports(self._transport.own_addresses(), "udp")
+        # Of a connection that could not be dialled from the listening port, the mapping is of no use.
+        observed.sort(key=lambda each: not set(ports_of([each])) & set(tcp_ports))
         if udp_ports and not any("/udp/" in each for each in observed):
             hosts = dict.fromkeys(each.split("/")[2] for each in observed if ip_of(each) is not None)
             observed += [f"/ip4/{host}/udp/{udp_ports[0]}/quic-v1" for host in hosts if ":" not in host]
@@ -192,7 +195,7 @@ class HolePunching:
 
     async def _open_simultaneously(self, peer: PeerId, address: str, *, serves: bool) -> None:
         await asyncio.sleep(TCP_AFTER_S)
-        ports = _ports(self._transport.own_addresses(), "tcp")
+        ports = ports_of(self._transport.own_addresses(), with_loopback=False)
         if not ports or await self._transport.direct.is_connected(peer):
             return
         _, _, host, _, port, *_ = address.split("/")
@@ -233,14 +236,3 @@ def describe(
         forwarded_circuits=relay.circuits,
         forwarded_bytes=relay.forwarded_bytes,
     )
-
-
-def _ports(addresses: Sequence[str], kind: str) -> list[int]:
-    """The ports of ``kind`` in multiaddrs that are not on loopback."""
-    found = []
-    for address in addresses:
-        match address.split("/"):
-            case ["", _, host, each, port, *rest] if each == kind and "p2p-circuit" not in rest:
-                if not host.startswith("127.") and host != "::1":
-                    found.append(int(port))
-    return list(dict.fromkeys(found))
