@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument(
         "--pairs", nargs="*", default=["-".join(each) for each in itertools.product(KINDS, KINDS)]
     )
+    parser.add_argument("--faults", nargs="*", default=["relay", "mappings", "address"])
+    parser.add_argument("--crowd", type=int, default=20)
     parser.add_argument(
         "--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "swarmnet-bench-cache"
     )
