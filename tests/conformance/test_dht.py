@@ -77,7 +77,7 @@ async def join(
         P2pdTransport.create(config) as transport,
         Handshakes.run(transport, membership, Timing()) as handshakes,
         DhtDirectory.create(
-            transport, handshakes, identity, bootstrap=bootstrap, client_mode=client_mode
+            transport, handshakes, identity, bootstrap=lambda: bootstrap, client_mode=client_mode
         ) as directory,
     ):
         yield Peer(identity, transport, directory)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,6 +57,8 @@ class Network:
     identity_path: Path | None = None
     """Key file, created if missing. None: a new identity for each connection."""
     bootstrap: tuple[str, ...] = ()
+    mdns: bool = False
+    """Whether peers are also found in the local network, and this one announced there."""
     listen: tuple[str, ...] = ANY_PORT
     announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
@@ -82,11 +85,13 @@ async def connect(
 
     In client mode this peer stores no records for others, and several processes may use its identity at once. Raises
     ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is no member of the swarm, and
-    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them.
+    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them. With ``mdns`` a peer in the local
+    network may answer instead, and a client needs one of both.
     """
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
+    from swarmnet_protocols.joining.local_network import LocalNetwork
     from swarmnet_protocols.joining.probes import Probes
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
@@ -113,8 +118,8 @@ async def connect(
             listen=network.listen,
             announce=network.announce,
             bootstrap=others,
-            # A bootstrap peer must be able to start alone.
-            require_bootstrap=bool(others) and others == network.bootstrap,
+            # A bootstrap peer must be able to start alone; without one, a peer in the local network may answer.
+            require_bootstrap=bool(others) and others == network.bootstrap and not network.mdns,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
@@ -122,10 +127,18 @@ async def connect(
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
         handshakes = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
+        if client_mode:
+            local = LocalNetwork(membership.rules.swarm)
+        else:
+            local = LocalNetwork(membership.rules.swarm, listen=network.listen, own=raw.addresses)
+        bootstrap = partial(local.with_found, others)
         directory = await stack.enter_async_context(
-            DhtDirectory.create(raw, handshakes, identity, bootstrap=others, client_mode=client_mode)
+            DhtDirectory.create(raw, handshakes, identity, bootstrap=bootstrap, client_mode=client_mode)
         )
-        admissions = Admissions.run(raw, membership, directory, bootstrap=others, issuer=network.issuer)
+        if network.mdns:
+            needs_peers = others == network.bootstrap if network.bootstrap else client_mode
+            await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))
+        admissions = Admissions.run(raw, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
         guarded = GuardedTransport(raw, handshakes)
         if not client_mode:
@@ -137,9 +150,12 @@ async def connect(
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
     """Exchange ``invite`` for a certificate of the identity in ``identity_path``, which is created if missing, and the swarm file.
 
-    ``take`` checks both, as for ``admission.request_admission``. Raises what that raises.
+    An invite without addresses is redeemed at the peers of its swarm in the local network. ``take`` checks both, as for
+    ``admission.request_admission``. Raises what that raises, and ``ConfigError`` without any address.
     """
+    from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.joining.admission import request_admission
+    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
@@ -148,9 +164,15 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
 
     identity = Identity.load_or_create(identity_path)
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
-    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(invite.bootstrap), only_dials=True)
+    addresses = invite.bootstrap or await find_addresses(invite.grant.swarm)
+    if not addresses:
+        raise ConfigError(
+            "the invite holds no address, and no peer of its swarm was found in the local network",
+            hint="add one of a peer in the swarm: --bootstrap ADDR",
+        )
+    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
     async with P2pdTransport.create(config) as transport:
-        return await request_admission(transport, invite.bootstrap, request, take, wall_clock)
+        return await request_admission(transport, addresses, request, take, wall_clock)
 
 
 async def push_revocations(

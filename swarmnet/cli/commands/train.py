@@ -144,7 +144,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    note_if_first(entry.bootstrap, as_json=as_json)
+    note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
