@@ -209,6 +209,26 @@ def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_pat
     five.run(scenario)
 
 
+def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
+    five: Five, tmp_path: Path
+) -> None:
+    """As over mDNS: both groups know peers already when they see each other."""
+
+    async def scenario(peers: list[Peer]) -> None:
+        rules = rules_of(peers)
+        async with join(tmp_path / "first", rules=rules) as first:
+            bootstrap = tuple(first.transport.addresses())
+            async with join(tmp_path / "second", bootstrap, rules=rules) as second:
+                await second.directory.publish("apart", b"theirs", lifetime_s=60.0)
+                await peers[1].directory.publish("apart", b"ours", lifetime_s=60.0)
+                assert await bodies(first, "apart") == {b"theirs"}
+                assert await second.directory.join_through(peers[3].transport.addresses())
+                for peer in (first, second):
+                    assert await bodies(peer, "apart") == {b"ours", b"theirs"}
+
+    five.run(scenario)
+
+
 def mallorys(**changes: Any) -> Record:
     record = Record(SWARM, "target", MALLORY.public_key, 1, round(wall_clock() + 60, 3), b"evil")
     return replace(record, **changes)

@@ -17,14 +17,22 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.dialling import Network, dialable, ip_of, own_interfaces, shared_networks
+from swarmnet_protocols.net.dialling import (
+    LOOPBACK_NETWORKS,
+    Network,
+    dialable,
+    ip_of,
+    own_interfaces,
+    shared_networks,
+)
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -75,7 +83,7 @@ def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tup
         return ()
     try:
         strings = [each.decode("ascii") for each in _strings(record)]
-    except UnicodeDecodeError:
+    except ValueError:
         return ()
     hashes = [each.removeprefix(_SWARM) for each in strings if each.startswith(_SWARM)]
     addresses = [each.removeprefix(_ADDRESS) for each in strings if each.startswith(_ADDRESS)]
@@ -108,10 +116,12 @@ def _is_of(swarm: bytes, salted: str, addresses: Sequence[str]) -> bool:
 
 
 def _strings(record: bytes) -> Iterator[bytes]:
-    """The strings of a TXT record, each after its length. The last one may be cut short."""
+    """The strings of a TXT record, each after its length. Raises ``ValueError`` if the last one is cut short."""
     start = 0
     while start < len(record):
         end = start + 1 + record[start]
+        if end > len(record):
+            raise ValueError("a string of a TXT record is cut short")
         yield record[start + 1 : end]
         start = end
 
@@ -144,11 +154,10 @@ class LocalNetwork:
         """``own``: the current multiaddrs of this peer, with its id; empty if it is not dialled. ``listen``: those it was told to use."""
         self._swarm = swarm
         self._own = own
-        # A node on loopback only is in a swarm on this machine, as for dialling.
-        on_loopback = bool(listen) and all(
+        self._is_on_loopback = bool(listen) and all(
             (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
         )
-        self._listen = tuple(listen) if on_loopback else ()
+        """Then the whole swarm is on this machine, and nothing is sent to its networks."""
         self._found: dict[str, tuple[str, ...]] = {}
         self._meeting: dict[str, asyncio.Task[None]] = {}
         self._has_joined = asyncio.Event()
@@ -222,7 +231,9 @@ class LocalNetwork:
 
     def _place(self) -> _Place:
         interfaces = own_interfaces()
-        networks = tuple(each for each in shared_networks(interfaces, self._listen) if not each.is_global)
+        networks: tuple[Network, ...] = LOOPBACK_NETWORKS
+        if not self._is_on_loopback:
+            networks = tuple(each for each in shared_networks(interfaces, ()) if not each.is_global)
         own = (host for host, _ in interfaces if ":" not in host)
         spoken = sorted({host for host in own if _is_local(f"/ip4/{host}", networks)})
         announced = [each for each in self._own() if _is_local(each, networks)]
@@ -241,10 +252,8 @@ class LocalNetwork:
         ) -> None:
             if state_change is ServiceStateChange.Removed:
                 self._found.pop(name, None)
-            elif name != own_name and name not in self._meeting and len(self._meeting) < MAX_FOUND:
-                meeting = asyncio.create_task(self._meet(zeroconf, name, place, join), name="mdns peer")
-                self._meeting[name] = meeting
-                meeting.add_done_callback(lambda _: self._meeting.pop(name, None))
+            elif name != own_name:
+                self._start_meeting(name, partial(self._meet, zeroconf, name, place, join))
 
         own_name = f"{secrets.token_hex(20)}.{SERVICE}"
         dns = AsyncZeroconf(interfaces=list(place.interfaces))
@@ -259,6 +268,13 @@ class LocalNetwork:
             await cancel(*self._meeting.values())
             self._found.clear()
             await dns.async_close()
+
+    def _start_meeting(self, name: str, meet: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Resolve and join through an instance in the background, unless that is under way or too many are."""
+        if name in self._meeting or len(self._meeting) >= MAX_FOUND:
+            return
+        self._meeting[name] = asyncio.create_task(meet(), name="mdns peer")
+        self._meeting[name].add_done_callback(lambda _: self._meeting.pop(name))
 
     async def _meet(
         self,
