@@ -11,6 +11,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import ANY_PORT
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import own_interfaces
 
 ADDRESSES_NAME = "addresses"
 MAX_ADDRESSES = 64
@@ -18,8 +19,7 @@ MAX_ADDRESSES = 64
 MAX_ADDRESS_CHARS = 512
 PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-_OWN_PORT = re.compile(r"/ip4/127\.0\.0\.1/(tcp|udp)/([0-9]{1,5})/")
-"""A peer that listens on every interface also listens on 127.0.0.1. Ports of relays and routers do not."""
+_PORT = re.compile(r"/ip4/([0-9.]{7,15})/(tcp|udp)/([0-9]{1,5})/(?!.*p2p-circuit)")
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
@@ -47,10 +47,11 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
     After a restart, the addresses that other peers know remain valid.
     """
     last = {"tcp": 0, "udp": 0}
+    own = {host for host, _ in own_interfaces()}  # relays and routers have other ports
     with suppress(OSError, UnicodeDecodeError):
         for line in (data_dir / ADDRESSES_NAME).read_text().splitlines()[:MAX_ADDRESSES]:
-            if (found := _OWN_PORT.match(line)) and int(found[2]) <= 65535:
-                last[found[1]] = int(found[2])
+            if (found := _PORT.match(line)) and found[1] in own and int(found[3]) <= 65535:
+                last[found[2]] = int(found[3])
     tcp, udp = (port if _is_free(kind, port) else 0 for kind, port in last.items())
     return tuple(
         address.replace("tcp/0", f"tcp/{tcp}").replace("udp/0", f"udp/{udp}") for address in ANY_PORT

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet_protocols.joining.probes import Probed
+from swarmnet_protocols.reachability.dial_back import Probed
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,8 @@ async def ask_peers(
     """
     if entry is None or not entry.bootstrap:
         return [], []
+    from swarmnet_protocols.reachability.dial_back import tcp_ports
+
     async with _connected(entry, LOOPBACK if node else listen or ANY_PORT) as transport:
         ports = tcp_ports((node.addresses if node else ()) or transport.addresses())
         others = [each for each in entry.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
@@ -297,9 +299,9 @@ def _import_transport() -> None:
 
 
 async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> facts.BootstrapPeer:
-    from swarmnet_protocols.joining.probes import probe
     from swarmnet_protocols.net.p2pd.transport import peer_of
     from swarmnet_protocols.net.protocol_ids import PROBE
+    from swarmnet_protocols.reachability.dial_back import probe
 
     try:
         stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=OPEN_S)
@@ -310,13 +312,3 @@ async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> 
     except SwarmnetError as error:
         # go-libp2p lists the error of every address that it tried, one a line
         return facts.BootstrapPeer(address, error=str(error).splitlines()[-1].strip())
-
-
-def tcp_ports(addresses: Sequence[str]) -> list[int]:
-    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
-    found = []
-    for address in addresses:
-        match address.split("/"):
-            case ["", _, _, "tcp", port, *rest] if port.isdigit() and "p2p-circuit" not in rest:
-                found.append(int(port))
-    return list(dict.fromkeys(found))

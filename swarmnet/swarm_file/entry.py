@@ -27,7 +27,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.joining.network import LOOPBACK, Network, Trust
+from swarmnet_protocols.joining.network import Network, Trust, client_listen
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Rules
@@ -139,7 +139,7 @@ def client_network(
     trust = Trust(
         frozenset(hosts or entry.file.hosts), frozenset(entry.file.first_and_last), folder / GUARDS_NAME
     )
-    network = replace(entry.network(LOOPBACK), trust=trust)
+    network = replace(entry.network(client_listen(entry.bootstrap)), trust=trust)
     return network if entry.folder else replace(network, identity_path=None)
 
 

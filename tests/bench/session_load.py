@@ -19,7 +19,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.joining.network import LOOPBACK, connect
+from swarmnet_protocols.joining.network import client_listen, connect
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 
@@ -45,7 +45,10 @@ async def fill(swarm: Swarm, blocks: int, positions: int, *, keep: bool) -> None
 
 async def load(arguments: argparse.Namespace, data_dir: Path) -> None:
     entry = enter(str(arguments.swarm), data_dir, arguments.bootstrap)
-    async with connect(entry.network(LOOPBACK), client_mode=True) as (transport, directory):
+    async with connect(entry.network(client_listen(entry.bootstrap)), client_mode=True) as (
+        transport,
+        directory,
+    ):
         watching = Swarm.watch(
             transport,
             directory,

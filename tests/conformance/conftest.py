@@ -7,18 +7,22 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 import uvloop
 
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.reachability.relay import Relay
+from swarmnet_protocols.reachability.reservations import Reservations
+from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support import virtual_time
 from tests.support.private_swarm import PrivateSwarm
@@ -106,6 +110,51 @@ class P2pdLab:
         self._runner.run(self._stack.aclose())
 
 
+class OnlyRelayed(RoutedTransport):
+    """A peer that tells no address of its own."""
+
+    def own_addresses(self) -> Sequence[str]:
+        return ()
+
+
+class CircuitLab(P2pdLab):
+    """The first peer reaches the second one through a relay only."""
+
+    async def trio(self) -> tuple[RoutedTransport, RoutedTransport, Relay]:
+        """Both peers and the relay."""
+        if self._trio is None:
+            identities = [Identity.load_or_create(self._directory / name) for name in ("a", "b")]
+            a, b = [
+                OnlyRelayed(direct, identity)
+                for direct, identity in zip(await self.pair(), identities, strict=True)
+            ]
+            third = await self._peer("relay", LinkLimiter())
+            relay = Relay(third, lambda: True)
+            await relay.serve()
+
+            async def candidates() -> Sequence[str]:
+                return third.addresses()
+
+            b.reservations = Reservations(b, candidates, b.direct.address_of)
+            keeping = asyncio.create_task(b.reservations.run())
+            self._stack.push_async_callback(cancel, keeping)
+            for each in a, b:
+                await each.use_relays(each)
+            assert await b.reservations.wait_for_one(5.0)
+            self._trio = a, b, relay
+        return self._trio
+
+    def run(self, scenario: Scenario) -> None:  # type: ignore[override]
+        async def main() -> None:
+            a, b, _ = await self.trio()
+            await scenario(a, b)
+            assert not await a.direct.is_connected(b.peer_id)
+
+        self._runner.run(main())
+
+    _trio: tuple[RoutedTransport, RoutedTransport, Relay] | None = None
+
+
 @contextlib.asynccontextmanager
 async def peer_process(
     directory: Path, protocol: ProtocolSpec
@@ -148,8 +197,22 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
             lab.close()
 
 
+@pytest.fixture(scope="module")
+def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        lab = CircuitLab(runner, tmp_path_factory.mktemp("circuit"))
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
 @pytest.fixture(
-    params=["memory", "guarded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2pd", "quic"))]
+    params=[
+        "memory",
+        "guarded",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2pd", "quic", "circuit")),
+    ]
 )
 def lab(request: pytest.FixtureRequest) -> Lab:
     if request.param == "memory":

@@ -56,7 +56,7 @@ def test_three_nodes_and_a_client_with_nothing_but_the_swarm_file_answer(
     print(f"ready after {ready_s:.1f} s, the first answer {answered_s - ready_s:.1f} s after that")
 
 
-def test_an_invite_without_an_address_is_redeemed_in_the_local_network(
+def test_members_without_addresses_are_admitted_and_revoked_in_the_local_network(
     hosts: list[Place], tmp_path: Path
 ) -> None:
     call("swarm", "create", "lab", "--out", str(tmp_path / "lab"))
@@ -69,8 +69,13 @@ def test_an_invite_without_an_address_is_redeemed_in_the_local_network(
         two = ("bootstrap", invite, "--data-dir", str(tmp_path / "two"))
         with RunningCommand(two, tmp_path / "two.log", hosts[1]) as newcomer:
             newcomer.wait("ready", timeout_s=FIND_S)
-        members = call("swarm", "members", str(tmp_path / "lab"), "--data-dir", str(tmp_path / "one"))
-    assert [each["roles"] for each in members["members"]] == [["bootstrap"]]
+            members = call("swarm", "members", str(tmp_path / "lab"), "--data-dir", str(tmp_path / "one"))
+            (member,) = members["members"]
+            assert member["roles"] == ["bootstrap"]
+            revoke = ("swarm", "revoke", member["peer_id"], str(tmp_path / "lab"))
+            with RunningCommand(revoke, tmp_path / "revoke.log", hosts[0]) as revoking:
+                assert revoking.wait_for_end() == 0, revoking.log.read_text()
+            assert one.events[0]["peer_id"] in revoking.events[-1]["told"]
 
 
 def test_a_client_alone_in_its_local_network_is_told_so(hosts: list[Place], tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnde
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.memory import Delivery
-from swarmnet_protocols.net.protocol_ids import HANDSHAKE, LINK, PING, PROBE, REVOCATIONS, SESSION
+from swarmnet_protocols.net.protocol_ids import (
+    CIRCUIT,
+    HANDSHAKE,
+    LINK,
+    PING,
+    PROBE,
+    PUNCH,
+    RELAY,
+    REVOCATIONS,
+    SESSION,
+)
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.handshake_lab import (
@@ -105,6 +115,8 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
         assert protocol.id in {
             PING.id,
             PROBE.id,
+            PUNCH.id,
+            RELAY.id,
             REVOCATIONS.id,
             "SwarmDirectoryV1.rpc_ping",
             "SwarmDirectoryV1.rpc_find",
@@ -131,7 +143,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
 def test_a_member_without_the_role_of_a_server_is_not_asked(protocol: ProtocolSpec) -> None:
     wrong = ANY_ROLE - protocol.served_by
     if not wrong:
-        assert protocol is REVOCATIONS
+        assert protocol in (REVOCATIONS, CIRCUIT, PUNCH)
         return
 
     async def scenario(world: World) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd import connection_limits
-from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
 from swarmnet_protocols.net.subnets import subnet_of
@@ -93,14 +92,3 @@ def test_a_port_that_was_chosen_is_taken_again(listen: str, expected: str) -> No
         "/ip4/127.0.0.1/udp/4002/quic-v1/p2p/ME",
     ]
     assert listening_at(listen, addresses) == expected
-
-
-def test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold() -> None:
-    flags = p2pd_process.FLAGS
-    assert (flags["relayMaxReservations"], flags["relayMaxCircuits"], flags["relayBufferSize"]) == (
-        p2pd_process.RELAY_RESERVATIONS,
-        p2pd_process.RELAY_CIRCUITS,
-        p2pd_process.RELAY_BUFFER_BYTES,
-    )
-    circuits = p2pd_process.RELAY_RESERVATIONS * p2pd_process.RELAY_CIRCUITS
-    assert 2 * circuits * p2pd_process.RELAY_BUFFER_BYTES <= p2pd_process.MAX_MEMORY_BYTES / 16

@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from swarmnet import cli
 from swarmnet.doctor import facts
 from swarmnet.doctor.checks import GIB, PYTHON, TESTED, Finding, Level, examine, worst
-from swarmnet.doctor.gather import examine_disk, secret_files, tcp_ports
-from swarmnet_protocols.joining.probes import Probed
+from swarmnet.doctor.gather import examine_disk, secret_files
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.reachability.dial_back import Probed, tcp_ports
 
 PEER = PeerId("12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p")
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"

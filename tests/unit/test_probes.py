@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.joining.probes import (
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from swarmnet_protocols.net.protocol_ids import PROBE
+from swarmnet_protocols.net.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.reachability.dial_back import (
     HELLO,
     MAX_PORTS,
     Probed,
@@ -18,10 +22,6 @@ from swarmnet_protocols.joining.probes import (
     probe,
     speaks_libp2p,
 )
-from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
-from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.net.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from tests.support import virtual_time
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
@@ -100,7 +100,7 @@ def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         dialled.append((host, port))
         return port == 4002
 
-    monkeypatch.setattr("swarmnet_protocols.joining.probes.speaks_libp2p", speaks)
+    monkeypatch.setattr("swarmnet_protocols.reachability.dial_back.speaks_libp2p", speaks)
     said = probed(["/ip4/203.0.113.5/tcp/60000"], [4001, 4002, 4001])
     assert said.observed_ip == "203.0.113.5"
     assert said.reached == (4002,)

@@ -16,6 +16,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "machine",
         "wire",
         "net",
+        "reachability",
         "models",
         "membership",
         "routing",

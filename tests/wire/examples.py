@@ -25,6 +25,7 @@ from swarmnet_protocols.wire import (
     probe_pb2,
     records_pb2,
     refusal_pb2,
+    relay_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -330,6 +331,21 @@ def probe_messages() -> Iterator[Protobuf]:
     yield probe_pb2.ProbeReply(now_ms=1_800_000_000_000, observed_ip="203.0.113.5", reached=[31337])
 
 
+def relay_messages() -> Iterator[Protobuf]:
+    pb, peer = relay_pb2, Identity.from_seed(b"golden vector").peer_id
+    yield pb.RelayRequest(reserve=pb.Reserve())
+    yield pb.RelayRequest(connect=pb.Connect(peer=peer))
+    yield pb.RelayRequest(heartbeat=pb.Heartbeat())
+    yield pb.RelayReply(accepted=pb.Accepted(observed_address="/ip4/203.0.113.5/tcp/31337"))
+    yield pb.RelayReply(heartbeat=pb.Heartbeat())
+    yield pb.CircuitRequest(source=peer)
+    yield pb.CircuitReply()
+    yield pb.Proof(signature=bytes(range(64)), is_unsupported=True)
+    yield pb.PunchRequest(addresses=pb.PunchAddresses(addresses=["/ip4/203.0.113.5/udp/31337/quic-v1"]))
+    yield pb.PunchRequest(start=pb.PunchStart())
+    yield pb.PunchReply(addresses=pb.PunchAddresses(addresses=["/ip4/203.0.113.6/tcp/4001"], is_open=True))
+
+
 def report_messages() -> Iterator[Protobuf]:
     pb = report_pb2
     times = pb.Times(counts=[0, 0, 0, 2, *[300] * 10], total_s=22.5)
@@ -396,6 +412,7 @@ def write() -> None:
         "handshake": [vector(message) for message in handshake_messages()],
         "refusal": [vector(message) for message in refusal_messages()],
         "report": [vector(message) for message in report_messages()],
+        "relay": [vector(message) for message in relay_messages()],
         "probe": [vector(message) for message in probe_messages()],
         "frame": frame(),
     }.items():

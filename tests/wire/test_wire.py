@@ -32,6 +32,7 @@ from swarmnet_protocols.wire import (
     probe_pb2,
     records_pb2,
     refusal_pb2,
+    relay_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
@@ -57,6 +58,7 @@ SCHEMAS = (
     handshake_pb2,
     membership_pb2,
     refusal_pb2,
+    relay_pb2,
     report_pb2,
     probe_pb2,
 )
@@ -72,6 +74,7 @@ MESSAGES: list[dict[str, Any]] = [
         "refusal",
         "report",
         "probe",
+        "relay",
     )
     for vector in vectors(name)
 ]

@@ -16,9 +16,10 @@ from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
+from swarmnet_protocols.net.p2pd.transport import peer_of
 from swarmnet_protocols.net.protocol_ids import DHT_PING
 from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -34,7 +35,7 @@ class DhtDirectory:
 
     def __init__(
         self,
-        transport: P2pdTransport,
+        transport: RoutedTransport,
         handshakes: Handshakes,
         node: "DHTNode",
         bootstrap: Callable[[], Sequence[str]],
@@ -59,7 +60,7 @@ class DhtDirectory:
     @contextlib.asynccontextmanager
     async def create(
         cls,
-        transport: P2pdTransport,
+        transport: RoutedTransport,
         handshakes: Handshakes,
         identity: Identity,
         *,

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
@@ -35,6 +36,11 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
+
+
+def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
+    """Listen addresses of a client: any port, since a hole in a router is punched from a port that listens. On loopback if the swarm is."""
+    return LOOPBACK if bootstrap and all("/127.0.0.1/" in each for each in bootstrap) else ANY_PORT
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,6 @@ async def connect(
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.joining.local_network import LocalNetwork
-    from swarmnet_protocols.joining.probes import Probes
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -100,6 +105,11 @@ async def connect(
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
+    from swarmnet_protocols.reachability.detection import Reachability
+    from swarmnet_protocols.reachability.dial_back import Probes
+    from swarmnet_protocols.reachability.hole_punching import HolePunching
+    from swarmnet_protocols.reachability.relay import Relay
+    from swarmnet_protocols.reachability.routed_transport import RoutedTransport
     from swarmnet_protocols.timing import Timing
 
     async with AsyncExitStack() as stack:
@@ -126,24 +136,39 @@ async def connect(
             step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(P2pdTransport.create(config))
-        handshakes = await stack.enter_async_context(Handshakes.run(raw, membership, Timing()))
+        routed = RoutedTransport(raw, identity)
+        handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
+        guarded = GuardedTransport(routed, handshakes)
+        await routed.use_relays(guarded)
+        reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
+        punching = HolePunching(routed, guarded, reachability)
+        await punching.serve()
+        stack.push_async_callback(punching.close)
+        if not client_mode:
+            with suppress(NotAuthorised):  # an observer has no role that may serve these
+                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
+                await Relay(guarded, lambda: reachability.is_open).serve()
+            await reachability.find_out()
+            stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
         if client_mode:
             local = LocalNetwork(membership.rules.swarm)
         else:
             local = LocalNetwork(membership.rules.swarm, listen=network.listen, own=raw.addresses)
         bootstrap = partial(local.with_found, others)
         directory = await stack.enter_async_context(
-            DhtDirectory.create(raw, handshakes, identity, bootstrap=bootstrap, client_mode=client_mode)
+            DhtDirectory.create(
+                routed,
+                handshakes,
+                identity,
+                bootstrap=bootstrap,
+                client_mode=client_mode or not reachability.is_open,
+            )
         )
         if network.mdns:
             needs_peers = others == network.bootstrap if network.bootstrap else client_mode
             await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))
-        admissions = Admissions.run(raw, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
+        admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
-        guarded = GuardedTransport(raw, handshakes)
-        if not client_mode:
-            with suppress(NotAuthorised):  # an observer has no role that may serve it
-                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
         yield guarded, directory
 
 
@@ -180,8 +205,10 @@ async def push_revocations(
 ) -> list[PeerId]:
     """Give the sealed revocation list to the peers at ``addresses``, which spread it; those that have it afterwards.
 
-    ``key`` signed the list. It also signs a certificate, valid for an hour, under which this process joins.
+    Without addresses, to those in the local network. ``key`` signed the list. It also signs a certificate, valid for an hour, under
+    which this process joins.
     """
+    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.membership.certificates import Admittance, issue
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -200,6 +227,7 @@ async def push_revocations(
         )
         membership.take_certificate(certificate)
         membership.take_revocations([sealed])
+        addresses = addresses or await find_addresses(rules.swarm)
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (
             P2pdTransport.create(config) as transport,

@@ -107,6 +107,13 @@ def ip_of(address: str) -> _Address | None:
     return None
 
 
+def relay_of(address: str) -> tuple[PeerId, str] | None:
+    """The relay of a circuit address, and the relay's own multiaddr with its peer id. None for any other address."""
+    before, circuit, _ = address.partition("/p2p-circuit")
+    base, _, relay = before.rpartition("/p2p/")
+    return (PeerId(relay), before) if circuit and base else None
+
+
 class Introductions:
     """Opens streams to peers that other peers named, with one attempt at a time for each."""
 

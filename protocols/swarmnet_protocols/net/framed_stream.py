@@ -195,8 +195,9 @@ class FramedStream:
         self._on_close(self)
 
     async def flush(self) -> None:
-        """Wait until the other side has received everything sent before ``close``, or its time is over."""
+        """Wait until the other side has received everything sent before ``close``, or its time is over. Cancelled: close at once."""
         try:
             await self._pipe.closed()
         finally:
+            self._pipe.writer.transport.abort()
             self._scope.close()

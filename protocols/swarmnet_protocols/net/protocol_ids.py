@@ -53,6 +53,24 @@ REPORT = ProtocolSpec(
 
 PROBE = ProtocolSpec("/swarmnet/probe/1", max_header_bytes=1024, roles=ANY_ROLE, served_by=_DHT_NODES)
 
+_NOISE_BYTES = (64 << 10) - 1
+"""Longest message of the Noise protocol."""
+RELAY = ProtocolSpec(
+    "/swarmnet/relay/1",
+    max_header_bytes=1024,
+    max_payload_bytes=_NOISE_BYTES,
+    roles=ANY_ROLE,
+    served_by=_DHT_NODES,
+)
+CIRCUIT = ProtocolSpec(
+    "/swarmnet/circuit/1",
+    max_header_bytes=1024,
+    max_payload_bytes=_NOISE_BYTES,
+    roles=_DHT_NODES,
+    served_by=ANY_ROLE,
+)
+PUNCH = ProtocolSpec("/swarmnet/punch/1", max_header_bytes=2048, roles=ANY_ROLE, served_by=ANY_ROLE)
+
 MATCHMAKING = ProtocolSpec(
     "/swarmnet/matchmaking/1", max_header_bytes=1 << 20, roles=_TRAINER, served_by=_TRAINER
 )
@@ -101,4 +119,14 @@ DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """Served by DHT nodes: hivemind's calls, one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
-ALL: tuple[ProtocolSpec, ...] = (*INFERENCE, REPORT, PROBE, *TRAINING, *DIRECTORY, REVOCATIONS, *ENTRANCE)
+REACHABILITY = (PROBE, RELAY, CIRCUIT, PUNCH)
+"""How peers that cannot be dialled are reached."""
+ALL: tuple[ProtocolSpec, ...] = (
+    *INFERENCE,
+    REPORT,
+    *REACHABILITY,
+    *TRAINING,
+    *DIRECTORY,
+    REVOCATIONS,
+    *ENTRANCE,
+)

@@ -53,6 +53,10 @@ class Resource(StrEnum):
     """Streams to which the node's status is sent."""
     PROBES = "probes"
     """Requests to dial a peer's port."""
+    RELAY_RESERVATIONS = "relay_reservations"
+    """Peers that are reached through this one."""
+    CIRCUITS = "circuits"
+    """Streams that this relay forwards, counted for both of their peers."""
     RECORDS = "records"
     """DHT records, counted for the peer that stored them here."""
     RECORD_BYTES = "record_bytes"
@@ -105,6 +109,8 @@ SYSTEM_LIMITS: Limits = {
     Resource.CALLS: 256,
     Resource.REPORTS: 64,
     Resource.PROBES: 8,
+    Resource.RELAY_RESERVATIONS: 64,
+    Resource.CIRCUITS: 1024,
     Resource.TRANSFERS: 256,
     Resource.PENDING_ROUNDS: 256,
 }
@@ -117,6 +123,8 @@ PEER_LIMITS: Limits = {
     Resource.CALLS: 32,
     Resource.REPORTS: 2,
     Resource.PROBES: 1,
+    Resource.RELAY_RESERVATIONS: 2,
+    Resource.CIRCUITS: 128,
     Resource.RECORDS: 1024,
     Resource.RECORD_BYTES: 8 * MIB,
     Resource.TRANSFERS: 8,

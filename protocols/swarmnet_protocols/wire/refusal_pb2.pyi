@@ -25,6 +25,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_NOT_FINITE: _ClassVar[Reason]
     REASON_NOT_AUTHORISED: _ClassVar[Reason]
     REASON_UNKNOWN_STATE: _ClassVar[Reason]
+    REASON_NO_RELAY: _ClassVar[Reason]
+    REASON_NOT_RESERVED: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_PROTOCOL: Reason
 REASON_WRONG_MODEL: Reason
@@ -43,6 +45,8 @@ REASON_IDLE: Reason
 REASON_NOT_FINITE: Reason
 REASON_NOT_AUTHORISED: Reason
 REASON_UNKNOWN_STATE: Reason
+REASON_NO_RELAY: Reason
+REASON_NOT_RESERVED: Reason
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "detail", "retry_after_s", "time_ms")

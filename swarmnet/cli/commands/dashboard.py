@@ -24,7 +24,7 @@ from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
-from swarmnet_protocols.joining.network import LOOPBACK
+from swarmnet_protocols.joining.network import client_listen
 
 if TYPE_CHECKING:
     from swarmnet.cli.foreground import HostedNode
@@ -100,7 +100,7 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
         with progress(quiet=as_json) as report:
             report("finding the swarm", 0, None)
             transport, known = await stack.enter_async_context(
-                connect(entry.network(LOOPBACK), client_mode=True)
+                connect(entry.network(client_listen(entry.bootstrap)), client_mode=True)
             )
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
         endpoint = await stack.enter_async_context(

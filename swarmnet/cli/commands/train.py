@@ -33,8 +33,8 @@ from swarmnet.cli.progress.record import TrainingRecord, newest_job, read_histor
 from swarmnet.cli.progress.training import facts_of, tell
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
-from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
+from swarmnet_protocols.errors import ConfigError, Unreachable
+from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
@@ -83,13 +83,19 @@ def create(
         made = open_job(sealed)
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, LocalFiles.named_in(written.job))
-        if entry.bootstrap:
-            asyncio.run(_publish(entry.network(LOOPBACK), sealed))
+        is_published = bool(entry.bootstrap) or entry.file.mdns
+        if is_published:
+            try:
+                asyncio.run(_publish(entry.network(client_listen(entry.bootstrap)), sealed))
+            except Unreachable:
+                if entry.bootstrap:
+                    raise
+                is_published = False  # this machine is the first of the swarm in its local network
     if as_json:
         print_json({"job": made.id})
         return
     print_text(made.id)
-    if not entry.bootstrap:
+    if not is_published:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
     here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here with: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
@@ -157,7 +163,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             )
             from swarmnet_node.training.start import WorkerConfig
 
-            asyncio.run(_fetch(entry.network(LOOPBACK), directory, job))
+            asyncio.run(_fetch(entry.network(client_listen(entry.bootstrap)), directory, job))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)

@@ -326,7 +326,7 @@ class P2pd:
 @contextlib.asynccontextmanager
 async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
     """A p2pd that runs while the context is open. Raises ``ConfigError`` when it cannot start as configured."""
-    for address in (*config.listen, *config.announce, *config.relays):
+    for address in (*config.listen, *config.announce):
         pack_multiaddr(address)
     for address in config.listen:
         check_free(address)

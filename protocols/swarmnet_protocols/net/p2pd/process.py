@@ -26,17 +26,16 @@ MAX_MEMORY_BYTES = 256 << 20
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
 """Share of the limit given to Go as GOMEMLIMIT: above it Go collects garbage more often, so that only live memory reaches the limit."""
-RELAY_RESERVATIONS, RELAY_CIRCUITS, RELAY_BUFFER_BYTES = 64, 8, 16 << 10
-"""Limits of the relay: 16 MiB of buffers in all. p2pd's defaults add up to 64 GiB."""
 FLAGS: dict[str, object] = {
-    "relay": 1,
-    "relayMaxReservations": RELAY_RESERVATIONS,
-    "relayMaxCircuits": RELAY_CIRCUITS,
-    "relayBufferSize": RELAY_BUFFER_BYTES,
-    "relayDiscovery": 0,  # it queries the Kademlia DHT
+    "relay": 0,
+    "relayService": 0,
+    "relayDiscovery": 0,
+    "autonat": 0,
+    "autoRelay": 0,
     "idleTimeout": _IDLE_TIMEOUT,
 }
-"""Without ``dht``: libp2p's Kademlia stores any outsider's records. Without ``connManager``: it closes connections in use (see ``connection_limits.py``)."""
+"""Without ``dht``: libp2p's Kademlia stores any outsider's records. Without ``connManager``: it closes connections in use (see
+``connection_limits.py``). Without relays, AutoNAT and hole punching of libp2p: ``swarmnet_protocols.reachability`` does that."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class DaemonConfig:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...]
-    relays: tuple[str, ...]
+    maps_ports: bool = True
+    """Ask the router to forward a port, by UPnP or NAT-PMP."""
     max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
@@ -84,17 +84,12 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
     import hivemind.hivemind_cli
 
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
-    relays = () if loopback else config.relays
     arguments = FLAGS | {
         "listen": f"/unix{control_path}",
         "id": config.identity_path,
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
-        "trustedRelays": ",".join(relays),
-        "autonat": int(not loopback),
-        "autoRelay": int(bool(relays)),
-        "dhtClient": int(bool(relays)),  # autoRelay needs it; a client of Kademlia stores nothing
-        "natPortMap": int(not loopback),
+        "natPortMap": int(config.maps_ports and not loopback),
     }
     binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
     try:

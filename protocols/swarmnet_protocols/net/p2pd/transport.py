@@ -54,7 +54,7 @@ class P2pdConfig:
     announce: tuple[str, ...] = ()
     """Addresses to publish instead of those that p2pd finds."""
     bootstrap: tuple[str, ...] = ()
-    """Peers to connect to at the start. They are also relays, if this peer cannot be dialled."""
+    """Peers to connect to at the start."""
     named: tuple[str, ...] = ()
     """Other addresses that the owner named. They are dialled as they are, like those of ``bootstrap``."""
     require_bootstrap: bool = False
@@ -127,7 +127,7 @@ class P2pdTransport:
             config.identity_path,
             config.listen,
             config.announce,
-            relays=config.bootstrap,
+            maps_ports=not config.only_dials,
             max_memory_bytes=config.max_daemon_bytes,
         )
         async with contextlib.AsyncExitStack() as stack:
@@ -175,7 +175,10 @@ class P2pdTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 if addresses:
-                    await self.connect(peer, await self._dialable(peer, addresses), deadline_s=deadline_s)
+                    permitted = self.permitted(peer, addresses)
+                    if not permitted and not await self.is_connected(peer):
+                        raise PeerUnreachable(f"none of the addresses of {peer} may be dialled")
+                    await self.connect(peer, permitted, deadline_s=deadline_s)
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
@@ -183,17 +186,13 @@ class P2pdTransport:
         self.endpoint.start(self._check_alive(peer))
         return stream
 
-    async def _dialable(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
+    def permitted(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
+        """Those of ``addresses`` that the owner named, or at which ``dialable`` lets ``peer`` be dialled."""
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named
-        found = [
-            *named,
-            *dialable(peer, addresses, shared_networks(own_interfaces(), self._owners_addresses)),
-        ]
-        if not found and not await self.is_connected(peer):
-            raise PeerUnreachable(f"none of the addresses of {peer} may be dialled")
-        return found
+        networks = shared_networks(own_interfaces(), self._owners_addresses)
+        return [*named, *dialable(peer, addresses, networks)]
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected, at any of ``addresses``. Raises ``PeerUnreachable`` after about ``deadline_s``."""
@@ -237,6 +236,10 @@ class P2pdTransport:
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs from which ``peer`` is connected."""
         return (await self._daemon.connections()).get(peer, [])
+
+    async def address_of(self, peer: PeerId) -> str:
+        """The multiaddr from which ``peer`` is connected; empty if it is not."""
+        return next(iter(await self.addresses_of(peer)), "")
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
         silent: dict[str, str] = {}

@@ -14,7 +14,7 @@ from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
-DIAL_S = 4.0
+DIAL_S = 2.5
 """Timeout for dialling one port."""
 REPLY_S = 6.0
 """Timeout for the request and for the reply, which comes after the dials."""
@@ -108,3 +108,13 @@ async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
         reply.now_ms / 1000 - answered,
         answered - asked,
     )
+
+
+def tcp_ports(addresses: Sequence[str]) -> list[int]:
+    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
+    found = []
+    for address in addresses:
+        match address.split("/"):
+            case ["", _, _, "tcp", port, *rest] if port.isdigit() and "p2p-circuit" not in rest:
+                found.append(int(port))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,165 @@
+"""A circuit: a stream to a peer through a relay, authenticated and encrypted end to end with Noise (pattern XX).
+
+The two ends exchange Noise messages as payloads of a stream that the relay forwards. In the handshake each end signs its static Noise key
+with its identity key, as libp2p's Noise does, so the relay cannot take the place of either. Then one end of a socket pair carries the
+plain bytes of the stream, as the socket of p2pd does for a direct one, and two tasks encrypt and decrypt between its other end and the relay.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from noise.connection import Keypair, NoiseConnection  # type: ignore[import-untyped]
+from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError  # type: ignore[import-untyped]
+
+from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, StreamEnded, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net.framing import LINGER_S
+from swarmnet_protocols.net.identity import Identity, public_key_of, verify
+from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.typed_stream import parse
+from swarmnet_protocols.wire import relay_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_PATTERN = b"Noise_XX_25519_ChaChaPoly_SHA256"
+_PROLOGUE = b"swarmnet-circuit/1"
+_SIGNED = b"swarmnet-circuit-static-key:"
+_TAG_BYTES = 16
+MAX_PLAIN_BYTES = (1 << 16) - 1 - _TAG_BYTES
+"""Plain bytes of one Noise message, which has at most 65,535."""
+MAX_HANDSHAKE_BYTES = 4096
+_NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError, ValueError)
+
+
+class CircuitEnd:
+    """One end's side of the Noise handshake, and then its encryption.
+
+    The end that connects calls ``hello``, ``take_reply`` and ``confirm``; the other one ``take_hello``, ``reply`` and ``take_confirmation``.
+    """
+
+    def __init__(self, identity: Identity, *, connects: bool) -> None:
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self._identity = identity
+        static = X25519PrivateKey.generate()
+        self._static_public = static.public_key().public_bytes_raw()
+        self._noise = NoiseConnection.from_name(_PATTERN)
+        self._noise.set_prologue(_PROLOGUE)
+        if connects:
+            self._noise.set_as_initiator()
+        else:
+            self._noise.set_as_responder()
+        self._noise.set_keypair_from_private_bytes(Keypair.STATIC, static.private_bytes_raw())
+        self._noise.start_handshake()
+        self._handshake = self._noise.noise_protocol.handshake_state
+
+    def hello(self, protocol_id: str) -> bytes:
+        """The first message, of the end that connects, with the protocol of the stream. The relay can read it."""
+        return self._write(protocol_id.encode())
+
+    def take_hello(self, message: bytes) -> str:
+        """The protocol id of the stream. Raises ``ProtocolViolation``."""
+        return self._read(message).decode(errors="replace")
+
+    def reply(self, *, is_supported: bool) -> bytes:
+        """The second message, with the proof of the end that is connected to, and whether it serves the protocol.
+
+        Raises ``ProtocolViolation`` if the first one had an unusable key.
+        """
+        return self._write(self._proof(is_unsupported=not is_supported))
+
+    def take_reply(self, message: bytes, peer: PeerId) -> bool:
+        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that replied."""
+        return not self._check(self._read(message), peer).is_unsupported
+
+    def confirm(self) -> bytes:
+        """The third message, with the proof of the end that connects. It covers the first two, as every message of the handshake does."""
+        return self._write(self._proof())
+
+    def take_confirmation(self, message: bytes, peer: PeerId) -> None:
+        """Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that connects."""
+        self._check(self._read(message), peer)
+
+    def encrypt(self, plain: bytes) -> bytes:
+        return bytes(self._noise.encrypt(plain))
+
+    def decrypt(self, message: bytes) -> bytes:
+        """Raises ``IntegrityError`` for a message that was changed, left out or repeated on the way."""
+        try:
+            return bytes(self._noise.decrypt(message))
+        except _NOISE_ERRORS as error:
+            raise IntegrityError("a relay changed what it forwards") from error
+
+    def _proof(self, *, is_unsupported: bool = False) -> bytes:
+        signature = self._identity.sign(_SIGNED + self._static_public)
+        return pb.Proof(signature=signature, is_unsupported=is_unsupported).SerializeToString()
+
+    def _write(self, payload: bytes) -> bytes:
+        try:
+            return bytes(self._noise.write_message(payload))
+        except _NOISE_ERRORS as error:  # a key of the other end that is a point of low order
+            raise ProtocolViolation("the Noise handshake of a circuit failed") from error
+
+    def _read(self, message: bytes) -> bytes:
+        if len(message) > MAX_HANDSHAKE_BYTES:
+            raise ProtocolViolation(f"a Noise handshake message of {len(message)} bytes")
+        try:
+            return bytes(self._noise.read_message(message))
+        except _NOISE_ERRORS as error:
+            raise ProtocolViolation("the Noise handshake of a circuit failed") from error
+
+    def _check(self, payload: bytes, peer: PeerId) -> pb.Proof:
+        proof = parse(pb.Proof, payload)
+        remote_static: bytes = self._handshake.rs.public_bytes
+        if not verify(public_key_of(peer), proof.signature, _SIGNED + remote_static):
+            raise IntegrityError(f"the other end of a circuit is not {peer}")
+        return proof
+
+
+async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, Any, None]]:
+    """The pipe for the plain bytes of a circuit over ``stream``, and a coroutine that encrypts and decrypts until either side closes."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    _, pipe = await loop.create_unix_connection(Pipe, sock=ours)
+    _, plain = await loop.create_unix_connection(Pipe, sock=theirs)
+    return pipe, _carry(stream, end, plain)
+
+
+async def _carry(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
+    encrypting = asyncio.create_task(_encrypt(plain, end, stream))
+    decrypting = asyncio.create_task(_decrypt(stream, end, plain))
+    try:
+        await asyncio.wait((encrypting, decrypting), return_when=asyncio.FIRST_COMPLETED)
+        plain.writer.close()  # after what was decrypted has been read
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await plain.closed()
+    finally:
+        stream.close()
+        plain.writer.transport.abort()
+        await cancel(encrypting, decrypting)
+
+
+async def _encrypt(plain: Pipe, end: CircuitEnd, stream: Stream) -> None:
+    with contextlib.suppress(SwarmnetError, OSError):
+        while data := await plain.reader.read(MAX_PLAIN_BYTES):
+            await stream.send(Message(b"", end.encrypt(data)))
+
+
+async def _decrypt(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
+    with contextlib.suppress(StreamEnded, OSError):
+        while True:
+            message = await stream.receive()
+            try:
+                data = end.decrypt(bytes(message.payload))
+            except IntegrityError as error:
+                _log.warning("%s: %s", stream.peer, error)
+                return
+            plain.writer.write(data)
+            await plain.writer.drain()

@@ -1,0 +1,157 @@
+"""Finds out whether peers can dial this one, and keeps it reachable while networks, routers and relays change."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.dialling import own_interfaces
+from swarmnet_protocols.net.protocol_ids import PROBE
+from swarmnet_protocols.reachability.dial_back import Probed, probe, tcp_ports
+from swarmnet_protocols.reachability.reservations import Reservations
+from swarmnet_protocols.reachability.routed_transport import RoutedTransport
+
+_log = logging.getLogger(__name__)
+
+MAX_ASKED = 3
+"""Peers that are asked to dial this one. The majority counts, so that one liar decides nothing."""
+ASK_S = 6.0
+"""Timeout for one of them, connecting included."""
+FIRST_RESERVATION_S = 5.0
+"""How long the start waits for the first reservation."""
+CHECK_S = 2.0
+"""Period at which the addresses of this machine are compared with those before."""
+AGAIN_S = 600.0
+"""Period at which peers are asked again although nothing changed."""
+
+
+class Reach(StrEnum):
+    """How other peers reach this one."""
+
+    UNKNOWN = "unknown"
+    """No peer could be asked."""
+    OPEN = "open"
+    """Directly, at an address of this machine."""
+    FORWARDED = "forwarded"
+    """Directly, at an address of a router that forwards a port."""
+    RELAYED = "relayed"
+    """Through relays, and directly after hole punching."""
+    UNREACHABLE = "unreachable"
+    """Not at all: no relay takes this peer."""
+
+
+def judge(answers: Sequence[Probed]) -> bool | None:
+    """Whether this peer can be dialled: what most answers say; False on a tie, None without answers."""
+    if not answers:
+        return None
+    return sum(bool(each.reached) for each in answers) * 2 > len(answers)
+
+
+class Reachability:
+    """What is known of the reach of this peer."""
+
+    def __init__(
+        self,
+        transport: RoutedTransport,
+        guarded: Transport,
+        bootstrap: Sequence[str],
+        clock: Clock,
+        address_of: Callable[[PeerId], Awaitable[str]],
+    ) -> None:
+        self._transport = transport
+        self._guarded = guarded
+        self._bootstrap = tuple(bootstrap)
+        self._clock = clock
+        self.relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
+        """Addresses of relays beside the bootstrap peers."""
+        self._reservations = Reservations(guarded, self._candidates, address_of)
+        self._reserving: asyncio.Task[None] | None = None
+        self._is_open: bool | None = None
+        self._is_forwarded = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other peers can dial this one, as far as is known."""
+        return self._is_open is not False
+
+    @property
+    def is_surely_open(self) -> bool:
+        """Whether other peers have dialled this one."""
+        return self._is_open is True
+
+    @property
+    def reach(self) -> Reach:
+        if self._is_open is None:
+            return Reach.UNKNOWN
+        if self._is_open:
+            return Reach.FORWARDED if self._is_forwarded else Reach.OPEN
+        return Reach.RELAYED if self._reservations.held else Reach.UNREACHABLE
+
+    async def find_out(self) -> None:
+        """Ask peers to dial this one; reserve at relays if they cannot."""
+        ports = tcp_ports([each for each in self._transport.own_addresses() if "/p2p-circuit" not in each])
+        asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
+        answers = [each for each in await asyncio.gather(*(self._ask(each, ports) for each in asked)) if each]
+        self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
+        reached = [each for each in answers if each.reached]
+        own = {host for host, _ in own_interfaces()}
+        outside = [each for each in reached if each.observed_ip not in own]
+        self._is_forwarded = bool(self._is_open and outside)
+        self._transport.external_addresses = tuple(
+            dict.fromkeys(_multiaddr(each.observed_ip, port) for each in outside for port in each.reached)
+        )
+        if self._is_open is False:
+            if self._reserving is None:
+                _log.info("peers cannot dial this one: reserving at relays")
+                self._transport.reservations = self._reservations
+                self._reserving = asyncio.create_task(self._reservations.run(), name="reservations")
+            await self._reservations.wait_for_one(FIRST_RESERVATION_S)
+        elif self._reserving is not None:
+            await self._release()
+
+    async def keep(self) -> None:
+        """Find out again whenever the addresses of this machine change, and every ``AGAIN_S``, until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            interfaces, again_at = own_interfaces(), loop.time() + AGAIN_S
+            while True:
+                await asyncio.sleep(CHECK_S)
+                is_changed = (now := own_interfaces()) != interfaces
+                if is_changed or loop.time() >= again_at or self._is_open is None:
+                    interfaces, again_at = now, loop.time() + AGAIN_S
+                    await self.find_out()
+        finally:
+            await self._release()
+
+    async def _release(self) -> None:
+        await cancel(self._reserving)
+        self._reserving = self._transport.reservations = None
+
+    async def _ask(self, address: str, ports: Sequence[int]) -> Probed | None:
+        peer = PeerId(address.rpartition("/p2p/")[2])
+        try:
+            async with asyncio.timeout(ASK_S):
+                stream = await self._guarded.open(peer, PROBE, addresses=[address], deadline_s=ASK_S)
+                with contextlib.closing(stream):
+                    return await probe(stream, ports, self._clock)
+        except (SwarmnetError, TimeoutError) as error:
+            _log.debug("%s did not dial back: %s", address, error)
+            return None
+
+    async def _candidates(self) -> Sequence[str]:
+        bootstrap = random.sample(self._bootstrap, len(self._bootstrap))
+        return [*bootstrap, *await self.relays()]
+
+    async def _no_relays(self) -> Sequence[str]:
+        return ()
+
+
+def _multiaddr(host: str, port: int) -> str:
+    family = "ip6" if ":" in host else "ip4"
+    return f"/{family}/{host}/tcp/{port}"

@@ -1,0 +1,211 @@
+"""Hole punching: two peers that are connected through a relay make a direct connection, through the routers of both.
+
+As in DCUtR (Seemann, Inden and Vyzovitis, "Decentralized Hole Punching", 2022): the two exchange their external addresses over the circuit and
+measure the round trip; half of it after a start message, both dial. Over QUIC both are clients, and either connection will do; half a
+second later, over TCP, by simultaneous open. If one of the two can be dialled, only the other one dials.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net.dialling import MAX_DIALLED, ip_of
+from swarmnet_protocols.net.protocol_ids import PUNCH
+from swarmnet_protocols.net.resources import Rate
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.reachability.detection import Reachability
+from swarmnet_protocols.reachability.routed_transport import RoutedTransport
+from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
+from swarmnet_protocols.wire import relay_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+AGREE_S = 4.0
+"""Timeout for each message of the agreement."""
+DIAL_S = 3.0
+"""Timeout for dialling, of both transports together."""
+TCP_AFTER_S = 0.5
+"""Head start of QUIC."""
+CHECK_S = 0.05
+"""Period of the check whether the other side's dial has succeeded."""
+TRIES = 3
+PAUSE_S = 7.0
+"""Pause between tries. libp2p refuses to dial an address for 5 to 6 s after it failed."""
+AGAIN_S = 120.0
+"""A peer that was not reached is not tried again for this long."""
+MAX_AT_ONCE = 16
+MAX_REMEMBERED = 1024
+
+
+@dataclass
+class PunchCounters:
+    """Counts of agreements that this peer began, and the seconds that the successful ones took, agreement included."""
+
+    succeeded: int = 0
+    failed: int = 0
+    total_s: float = 0.0
+
+
+class HolePunching:
+    """Punches holes to the peers to which circuits are opened, and takes part when others do."""
+
+    def __init__(self, transport: RoutedTransport, guarded: Transport, reachability: Reachability) -> None:
+        self._transport = transport
+        self._guarded = guarded
+        self._reachability = reachability
+        self.counters = PunchCounters()
+        self._running: dict[PeerId, asyncio.Task[None]] = {}
+        self._not_before: OrderedDict[PeerId, float] = OrderedDict()
+
+    async def serve(self) -> None:
+        await self._guarded.serve(PUNCH, self._answer)
+        self._transport.punch = self._begin
+
+    async def close(self) -> None:
+        await cancel(*self._running.values())
+
+    def _begin(self, peer: PeerId) -> "asyncio.Task[None] | None":
+        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the running attempt, if any."""
+        now = asyncio.get_running_loop().time()
+        if peer in self._running:
+            return self._running[peer]
+        if self._not_before.get(peer, 0.0) > now or len(self._running) >= MAX_AT_ONCE:
+            return None
+        self._not_before[peer] = now + AGAIN_S
+        self._not_before.move_to_end(peer)
+        if len(self._not_before) > MAX_REMEMBERED:
+            self._not_before.popitem(last=False)
+        task = self._running[peer] = asyncio.create_task(self._punch(peer), name=f"punch {peer}")
+        task.add_done_callback(lambda _: self._running.pop(peer))
+        return task
+
+    async def _punch(self, peer: PeerId) -> None:
+        clock = asyncio.get_running_loop().time
+        for number in range(TRIES):
+            if number:
+                await asyncio.sleep(PAUSE_S)
+            began = clock()
+            try:
+                is_direct = await self._agree_and_dial(peer)
+            except SwarmnetError as error:
+                _log.info("no agreement with %s on a direct connection: %s", peer, error)
+                return
+            if is_direct:
+                self._not_before.pop(peer, None)
+                self.counters.succeeded += 1
+                self.counters.total_s += clock() - began
+                _log.info("connected to %s directly after %.2f s", peer, clock() - began)
+                return
+            self.counters.failed += 1
+            _log.info("%s was not reached directly", peer)
+
+    async def _agree_and_dial(self, peer: PeerId) -> bool:
+        clock = asyncio.get_running_loop().time
+        stream = await self._guarded.open(peer, PUNCH, deadline_s=AGREE_S)
+        with contextlib.closing(stream):
+            typed = TypedStream(stream, pb.PunchRequest, pb.PunchReply, silence_s=AGREE_S, send_s=AGREE_S)
+            asked = clock()
+            mine = self._my_addresses()
+            await typed.send(pb.PunchRequest(addresses=mine))
+            reply, _ = await typed.receive()
+            round_trip_s = clock() - asked
+            await typed.send(pb.PunchRequest(start=pb.PunchStart()))
+            await asyncio.sleep(round_trip_s / 2)
+            return await self._dial(peer, mine, reply.addresses, serves=False)
+
+    async def _answer(self, stream: Stream) -> None:
+        stream.scope.check_rate(Rate.DIALS, 0.0, asyncio.get_running_loop().time())
+        stream.scope.charge(Rate.DIALS, 1, asyncio.get_running_loop().time())
+        typed = TypedStream(stream, pb.PunchReply, pb.PunchRequest, silence_s=AGREE_S, send_s=AGREE_S)
+        request, _ = await typed.receive()
+        mine = self._my_addresses()
+        await typed.send(pb.PunchReply(addresses=mine))
+        start, _ = await typed.receive()
+        if not start.HasField("start"):
+            raise ProtocolViolation("a punch without a start")
+        await self._dial(stream.peer, mine, request.addresses, serves=True)
+
+    def _my_addresses(self) -> pb.PunchAddresses:
+        """The external addresses of this peer: those that relays observed, and the UDP port that most routers keep."""
+        if self._reachability.is_surely_open:
+            own = [
+                each.partition("/p2p/")[0]
+                for each in self._transport.addresses()
+                if "/p2p-circuit" not in each
+            ]
+            return pb.PunchAddresses(addresses=own[:MAX_DIALLED], is_open=True)
+        observed = list(dict.fromkeys(self._transport.observed_addresses()))
+        udp_ports = _ports(self._transport.own_addresses(), "udp")
+        if udp_ports and not any("/udp/" in each for each in observed):
+            hosts = dict.fromkeys(each.split("/")[2] for each in observed if ip_of(each) is not None)
+            observed += [f"/ip4/{host}/udp/{udp_ports[0]}/quic-v1" for host in hosts if ":" not in host]
+        return pb.PunchAddresses(addresses=observed[:MAX_DIALLED])
+
+    async def _dial(
+        self, peer: PeerId, mine: pb.PunchAddresses, theirs: pb.PunchAddresses, *, serves: bool
+    ) -> bool:
+        """Dial ``peer`` at the moment agreed upon. ``serves``: this end acts as the server of a simultaneous open. Returns whether it is connected."""
+        addresses = self._transport.direct.permitted(peer, list(theirs.addresses)[:MAX_DIALLED])
+        attempts = []
+        if theirs.is_open:
+            attempts.append(self._transport.connect(peer, addresses, deadline_s=DIAL_S))
+        elif not mine.is_open:
+            quic = [each for each in addresses if "/udp/" in each]
+            tcp = [each for each in addresses if "/tcp/" in each]
+            if quic:
+                attempts.append(self._transport.connect(peer, quic, deadline_s=DIAL_S))
+            if tcp:
+                attempts.append(self._open_simultaneously(peer, tcp[0], serves=serves))
+        tasks = [asyncio.create_task(attempt) for attempt in attempts]
+        try:
+            async with asyncio.timeout(DIAL_S + TCP_AFTER_S):
+                while True:
+                    if await self._transport.direct.is_connected(peer):
+                        return True
+                    await asyncio.sleep(CHECK_S)
+        except TimeoutError:
+            return False
+        finally:
+            await cancel(*tasks)
+
+    async def _open_simultaneously(self, peer: PeerId, address: str, *, serves: bool) -> None:
+        await asyncio.sleep(TCP_AFTER_S)
+        ports = _ports(self._transport.own_addresses(), "tcp")
+        if not ports or await self._transport.direct.is_connected(peer):
+            return
+        _, _, host, _, port, *_ = address.split("/")
+        try:
+            reader, writer = await simultaneous_open(ports[0], host, int(port), within_s=DIAL_S - TCP_AFTER_S)
+        except (OSError, TimeoutError) as error:
+            _log.info("no simultaneous open with %s: %s", peer, error)
+            return
+
+        async def dial(local: str) -> None:
+            await self._transport.connect(peer, [local], deadline_s=DIAL_S)
+
+        async def use() -> None:
+            with contextlib.suppress(PeerUnreachable):
+                if serves:
+                    await serve_at(reader, writer, ports[0])
+                else:
+                    await dial_through(reader, writer, dial)
+
+        # Lasts as long as the connection, and so longer than this attempt.
+        self._transport.direct.endpoint.start(use())
+
+
+def _ports(addresses: Sequence[str], kind: str) -> list[int]:
+    """The ports of ``kind`` in multiaddrs that are not on loopback."""
+    found = []
+    for address in addresses:
+        match address.split("/"):
+            case ["", _, host, each, port, *rest] if each == kind and "p2p-circuit" not in rest:
+                if not host.startswith("127.") and host != "::1":
+                    found.append(int(port))
+    return list(dict.fromkeys(found))

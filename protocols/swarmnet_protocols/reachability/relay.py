@@ -1,0 +1,121 @@
+"""The relay: keeps reservations of peers that cannot be dialled, and forwards between them and those that connect to them.
+
+What a relay gives is bounded: reservations and circuits by ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in all and for each
+peer; bytes by the rate that its owner sets. A circuit has no limit of time or bytes of its own, because it may carry an answer.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.protocol_ids import CIRCUIT, RELAY
+from swarmnet_protocols.net.rate_limit import RateLimiter
+from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.subnets import SubnetSlots
+from swarmnet_protocols.net.typed_stream import TypedStream, parse, receive_within, send_within
+from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.wire import relay_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""Period of the heartbeats on a reservation, in both directions."""
+SILENCE_S = 4.0
+"""A side of a reservation that sent nothing for this long counts as gone."""
+OPEN_S = 3.0
+"""Timeout for the reserved peer to accept a circuit."""
+
+
+class Relay:
+    """Serves RELAY on a transport, as long as ``is_open`` says that this peer can be dialled."""
+
+    def __init__(self, transport: Transport, is_open: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._is_open = is_open
+        self.limiter = RateLimiter()
+        """The rate of forwarded bytes, which the owner sets. ``total_bytes``: those forwarded so far."""
+        self.is_on = True
+        """Whether the owner lets this peer relay."""
+        self._reserved: dict[PeerId, Stream] = {}
+        self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
+        self.circuits = 0
+        """Circuits open now."""
+
+    @property
+    def reservations(self) -> int:
+        return len(self._reserved)
+
+    async def serve(self) -> None:
+        await self._transport.serve(RELAY, self._handle)
+
+    async def _handle(self, stream: Stream) -> None:
+        if not (self.is_on and self._is_open()):
+            raise Refusal(refusal_pb2.REASON_NO_RELAY, "this peer does not relay")
+        message = await receive_within(stream, SILENCE_S)
+        request = parse(pb.RelayRequest, message.header)
+        if request.HasField("reserve"):
+            await self._keep(stream)
+        elif request.HasField("connect"):
+            await self._connect(stream, PeerId(request.connect.peer), bytes(message.payload))
+
+    async def _keep(self, stream: Stream) -> None:
+        """A reservation, until either side ends it."""
+        typed = TypedStream(stream, pb.RelayReply, pb.RelayRequest, silence_s=SILENCE_S, send_s=SILENCE_S)
+        with self._slots.slot(stream):
+            if (earlier := self._reserved.get(stream.peer)) is not None:
+                earlier.close()  # its owner has reserved again: the path of the earlier stream is gone
+            self._reserved[stream.peer] = stream
+            try:
+                await typed.send(pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address)))
+                heartbeats = asyncio.create_task(
+                    typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
+                )
+                try:
+                    await typed.receive()  # only heartbeats come: returns for anything else
+                finally:
+                    await cancel(heartbeats)
+            finally:
+                if self._reserved.get(stream.peer) is stream:
+                    del self._reserved[stream.peer]
+
+    async def _connect(self, stream: Stream, target: PeerId, hello: bytes) -> None:
+        """A circuit from the opener of ``stream`` to ``target``, until one of them ends it."""
+        reserved = self._reserved.get(target)
+        if reserved is None or target == stream.peer:
+            raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation here")
+        with stream.scope.reserve(Resource.CIRCUITS), reserved.scope.reserve(Resource.CIRCUITS):
+            try:
+                outgoing = await self._transport.open(target, CIRCUIT, deadline_s=OPEN_S)
+            except (PeerUnreachable, Refused) as error:
+                raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer does not answer here") from error
+            with contextlib.closing(outgoing):
+                request = pb.CircuitRequest(source=stream.peer)
+                await send_within(outgoing, Message(request.SerializeToString(), hello), OPEN_S)
+                reply = await receive_within(outgoing, OPEN_S)
+                accepted = pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address))
+                await send_within(stream, Message(accepted.SerializeToString(), reply.payload), OPEN_S)
+                await self._forward_both(stream, outgoing, reserved)
+
+    async def _forward_both(self, stream: Stream, outgoing: Stream, reserved: Stream) -> None:
+        self.circuits += 1
+        forwarding = [
+            asyncio.create_task(self._forward(stream, outgoing)),
+            asyncio.create_task(self._forward(outgoing, stream)),
+        ]
+        try:
+            await asyncio.wait(forwarding, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.circuits -= 1
+            await cancel(*forwarding)
+
+    async def _forward(self, source: Stream, target: Stream) -> None:
+        with contextlib.suppress(SwarmnetError):
+            while True:
+                payload = (await source.receive()).payload
+                await self.limiter.acquire(len(payload), message_bytes=len(payload))
+                await target.send(Message(b"", payload))

@@ -1,0 +1,136 @@
+"""Reservations at relays: the streams through which a peer that cannot be dialled is reached."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.protocol_ids import RELAY
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.reachability.relay import HEARTBEAT_S, SILENCE_S
+from swarmnet_protocols.wire import relay_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+WANTED = 2
+"""Relays at which a peer reserves. When one leaves, the other still forwards while a third is found."""
+OPEN_S = 4.0
+"""Timeout for reaching a relay, the membership handshake included."""
+RETRY_S = 1.0
+"""First pause before a relay is tried again. It doubles with every failure."""
+MAX_RETRY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A reservation that is held."""
+
+    relay: PeerId
+    address: str
+    """The multiaddr at which the relay is connected, without its peer id."""
+    observed: str
+    """The multiaddr of this peer as the relay sees it."""
+
+
+class Reservations:
+    """Keeps reservations at ``WANTED`` of the relays that ``candidates`` names."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        candidates: Callable[[], Awaitable[Sequence[str]]],
+        address_of: Callable[[PeerId], Awaitable[str]],
+    ) -> None:
+        """``candidates``: the multiaddrs of possible relays, with ``/p2p/ID``, the preferred ones first. ``address_of``: where a connected
+        peer is connected.
+        """
+        self._transport = transport
+        self._candidates = candidates
+        self._address_of = address_of
+        self._held: dict[PeerId, Reservation] = {}
+        self._attempts: dict[PeerId, asyncio.Task[None]] = {}
+        self._pauses: dict[PeerId, tuple[float, float]] = {}
+        """Relays that failed: when each may be tried again, and the pause after its next failure."""
+        self._changed = asyncio.Event()
+
+    @property
+    def held(self) -> Sequence[Reservation]:
+        return tuple(self._held.values())
+
+    def has(self, relay: PeerId) -> bool:
+        return relay in self._held
+
+    async def wait_for_one(self, within_s: float) -> bool:
+        """Whether a reservation is held, at the latest after ``within_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self._held:
+                    await self._changed.wait()
+        return bool(self._held)
+
+    async def run(self) -> None:
+        """Reserve, and reserve elsewhere when a relay is lost, until cancelled."""
+        try:
+            while True:
+                self._changed.clear()
+                await self._fill()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._changed.wait()
+        finally:
+            await cancel(*self._attempts.values())
+
+    async def _fill(self) -> None:
+        missing = WANTED - len(self._attempts)
+        if missing <= 0:
+            return
+        now = asyncio.get_running_loop().time()
+        for address in await self._candidates():
+            peer = PeerId(address.rpartition("/p2p/")[2])
+            retry_at, _ = self._pauses.get(peer, (0.0, 0.0))
+            if missing and peer not in self._attempts and peer != self._transport.peer_id and now >= retry_at:
+                missing -= 1
+                attempt = asyncio.create_task(self._hold(peer, address), name=f"reservation at {peer}")
+                self._attempts[peer] = attempt
+                attempt.add_done_callback(partial(self._ended, peer))
+
+    def _ended(self, peer: PeerId, _: "asyncio.Task[None]") -> None:
+        del self._attempts[peer]
+        self._changed.set()
+
+    async def _hold(self, peer: PeerId, address: str) -> None:
+        """Reserve at one relay, and keep the reservation until it is lost."""
+        try:
+            stream = await self._transport.open(peer, RELAY, addresses=[address], deadline_s=OPEN_S)
+            with contextlib.closing(stream):
+                typed = TypedStream(
+                    stream, pb.RelayRequest, pb.RelayReply, silence_s=SILENCE_S, send_s=SILENCE_S
+                )
+                await typed.send(pb.RelayRequest(reserve=pb.Reserve()))
+                reply, _ = await typed.receive()
+                heartbeats = asyncio.create_task(
+                    typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
+                )
+                try:
+                    self._held[peer] = Reservation(
+                        peer, await self._address_of(peer), reply.accepted.observed_address
+                    )
+                    self._pauses.pop(peer, None)
+                    self._changed.set()
+                    _log.info("reserved at the relay %s", peer)
+                    await typed.receive()
+                finally:
+                    await cancel(heartbeats)
+        except SwarmnetError as error:
+            _log.info("no reservation at %s: %s", peer, str(error).partition("\n")[0])
+        finally:
+            self._held.pop(peer, None)
+            _, pause_s = self._pauses.get(peer, (0.0, RETRY_S))
+            retry_at = asyncio.get_running_loop().time() + pause_s * random.uniform(0.5, 1.0)
+            self._pauses[peer] = retry_at, min(2 * pause_s, MAX_RETRY_S)

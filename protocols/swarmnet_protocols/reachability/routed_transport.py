@@ -1,0 +1,261 @@
+"""The path of every stream: directly where there is a connection or one can be made, through a relay elsewhere."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from swarmnet_protocols.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    IntegrityError,
+    PeerUnreachable,
+    ProtocolViolation,
+    StreamEnded,
+)
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net.dialling import relay_of
+from swarmnet_protocols.net.identity import Identity, public_key_of
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
+from swarmnet_protocols.net.protocol_ids import ADAPTER, CIRCUIT, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
+from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
+from swarmnet_protocols.reachability.circuit import CircuitEnd, join
+from swarmnet_protocols.reachability.reservations import Reservations
+from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.wire import relay_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+HEAD_START_S = 0.3
+"""How long direct addresses are tried before a relay is asked, too."""
+PUNCH_WAIT_S = 1.5
+"""How long a stream that lasts waits for a direct connection that is being made."""
+ACCEPT_S = 5.0
+"""Timeout for each message of the handshake of a circuit that comes in."""
+MAX_OBSERVERS = 4
+"""Relays whose view of this peer is remembered, the latest ones."""
+MAX_REMEMBERED = 256
+"""Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
+_WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
+"""Protocols whose streams last, or carry much."""
+_OWN_PROTOCOLS = frozenset({RELAY.id, CIRCUIT.id})
+"""Not served over circuits: a relay is reached directly."""
+
+
+class RoutedTransport(TransportWrapper):
+    """A transport that also reaches, and is reached through, relays. Made by :meth:`run`.
+
+    It is below the membership handshake, which goes over circuits, too. Circuits are asked for over the transport above that
+    handshake, given to :meth:`use_relays`: in a private swarm, only members use its relays.
+    """
+
+    def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
+        super().__init__(direct)
+        self.direct = direct
+        self._identity = identity
+        self._guarded: Transport = direct
+        self.reservations: Reservations | None = None
+        """Those of this peer, if it cannot be dialled."""
+        self.external_addresses: tuple[str, ...] = ()
+        """Addresses at which others were seen to reach this peer, beside those it listens on."""
+        self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
+        """The relays of peers to which circuits were opened last."""
+        self.observed: dict[PeerId, str] = {}
+        """The multiaddr of this peer as each relay saw it last."""
+        self.punch: Callable[[PeerId], asyncio.Task[None] | None] = lambda _: None
+        """Begins to make a direct connection to a peer, unless that failed lately. Returns the task if it is under way."""
+
+    # ---- addresses ---------------------------------------------------------------------------------------
+
+    def own_addresses(self) -> Sequence[str]:
+        """The multiaddrs on which this peer listens, and those that its router forwards if it said so."""
+        return self.direct.addresses()
+
+    def addresses(self) -> Sequence[str]:
+        """As promised by ``Transport``: external and own addresses, or own and circuit addresses of a peer that cannot be dialled.
+
+        Loopback addresses only if there are no others.
+        """
+        own = self.own_addresses()
+        others = [each for each in own if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
+        suffix = f"/p2p/{self.peer_id}"
+        circuits = [
+            f"{each.address}/p2p/{each.relay}/p2p-circuit{suffix}"
+            for each in (self.reservations.held if self.reservations is not None else ())
+        ]
+        external = [each + suffix for each in self.external_addresses]
+        return tuple(dict.fromkeys([*external, *circuits, *(others or own)]))
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+        """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
+        await self.direct.connect(peer, addresses, deadline_s=deadline_s)
+
+    def observed_addresses(self) -> Sequence[str]:
+        """The multiaddrs of this peer as its relays, and those of other peers, see it."""
+        held = self.reservations.held if self.reservations is not None else ()
+        return [each for each in (*(one.observed for one in held), *self.observed.values()) if each]
+
+    # ---- streams of this peer ----------------------------------------------------------------------------
+
+    async def open(
+        self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
+    ) -> Stream:
+        """As promised by ``Transport``. A connection that is there is used; then direct addresses have a head start before relays."""
+        circuits = self._circuits(peer, addresses)
+        if not circuits:
+            return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
+        if await self.direct.is_connected(peer):
+            return await self.direct.open(peer, protocol, deadline_s=deadline_s)
+        if protocol.id in _WORTH_A_PUNCH and peer in self._relays_of and (punching := self.punch(peer)):
+            await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
+            if await self.direct.is_connected(peer):
+                return await self.direct.open(peer, protocol, deadline_s=deadline_s)
+        direct = self.direct.permitted(peer, [each for each in addresses if relay_of(each) is None])
+        if not direct:
+            return await self._open_circuit(peer, protocol, circuits, deadline_s)
+        return await self._open_either(peer, protocol, direct, circuits, deadline_s)
+
+    async def _open_either(
+        self,
+        peer: PeerId,
+        protocol: ProtocolSpec,
+        direct: Sequence[str],
+        circuits: Sequence[tuple[PeerId, str]],
+        deadline_s: float,
+    ) -> Stream:
+        dialling: asyncio.Task[Stream] = asyncio.create_task(
+            self.direct.open(peer, protocol, addresses=direct, deadline_s=deadline_s)
+        )
+        attempts = [dialling]
+        opened: asyncio.Task[Stream] | None = None
+        try:
+            await asyncio.wait(attempts, timeout=HEAD_START_S)
+            if not _has_succeeded(dialling):
+                attempts.append(asyncio.create_task(self._open_circuit(peer, protocol, circuits, deadline_s)))
+                pending = {task for task in attempts if not task.done()}
+                while pending and not any(map(_has_succeeded, attempts)):
+                    _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            opened = next(filter(_has_succeeded, attempts), attempts[-1])
+            return opened.result()
+        finally:
+            for task in attempts:
+                if task is not opened:
+                    await _discard(task)
+
+    async def _open_circuit(
+        self, peer: PeerId, protocol: ProtocolSpec, circuits: Sequence[tuple[PeerId, str]], deadline_s: float
+    ) -> Stream:
+        """A stream through the first relay that reaches ``peer``. Raises ``PeerUnreachable``."""
+        if peer not in self._relays_of and len(self._relays_of) >= MAX_REMEMBERED:
+            self._relays_of.popitem(last=False)
+        self._relays_of[peer] = circuits
+        self._relays_of.move_to_end(peer)
+        reasons = []
+        try:
+            async with asyncio.timeout(deadline_s):
+                for relay, address in circuits:
+                    try:
+                        share_s = deadline_s / len(circuits)
+                        stream = await self._ask_relay(peer, protocol, relay, address, deadline_s=share_s)
+                    except (
+                        PeerUnreachable,
+                        StreamEnded,
+                        DeadlineExceeded,
+                        IntegrityError,
+                        ProtocolViolation,
+                    ) as error:
+                        reasons.append(str(error).partition("\n")[0])
+                    else:
+                        self.punch(peer)
+                        return stream
+        except TimeoutError:
+            reasons.append(f"no answer within {deadline_s:g} s")
+        raise PeerUnreachable(f"{peer} was not reached through its relays: {'; '.join(reasons)}")
+
+    async def _ask_relay(
+        self, peer: PeerId, protocol: ProtocolSpec, relay: PeerId, address: str, *, deadline_s: float
+    ) -> Stream:
+        end = CircuitEnd(self._identity, connects=True)
+        stream = await self._guarded.open(relay, RELAY, addresses=[address], deadline_s=deadline_s)
+        try:
+            request = pb.RelayRequest(connect=pb.Connect(peer=peer))
+            await send_within(
+                stream, Message(request.SerializeToString(), end.hello(protocol.id)), deadline_s
+            )
+            message = await receive_within(stream, deadline_s)
+            reply = parse(pb.RelayReply, message.header)
+            if not end.take_reply(bytes(message.payload), peer):
+                raise IncompatibleVersion(f"{peer} does not serve {protocol.id}")
+            self._observe(relay, reply.accepted.observed_address)
+            await send_within(stream, Message(b"", end.confirm()), deadline_s)
+            pipe, carry = await join(stream, end)
+        except BaseException:
+            stream.close()
+            raise
+        self.direct.endpoint.start(carry)
+        # The bytes are counted on the stream with the relay.
+        return self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+
+    def _observe(self, relay: PeerId, address: str) -> None:
+        """Note the multiaddr of this peer as ``relay`` sees it."""
+        self.observed.pop(relay, None)
+        self.observed[relay] = address
+        if len(self.observed) > MAX_OBSERVERS:
+            del self.observed[next(iter(self.observed))]
+
+    def _circuits(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[tuple[PeerId, str]]:
+        """The relays of ``peer`` that may be asked, each with its address: those of ``addresses``, or those remembered where there are none."""
+        if not addresses:
+            return self._relays_of.get(peer, ())
+        through_relays = [each for each in addresses if relay_of(each) is not None]
+        relays = map(relay_of, self.direct.permitted(peer, through_relays))
+        return [each for each in relays if each is not None and each[0] not in (self.peer_id, peer)]
+
+    # ---- streams that come in through relays -------------------------------------------------------------
+
+    async def use_relays(self, guarded: Transport) -> None:
+        """Ask for circuits, and accept them, over ``guarded``."""
+        self._guarded = guarded
+        await guarded.serve(CIRCUIT, self._accept)
+
+    async def _accept(self, stream: Stream) -> None:
+        relay = stream.peer
+        if self.reservations is None or not self.reservations.has(relay):
+            raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation at this relay")
+        message = await receive_within(stream, ACCEPT_S)
+        source = PeerId(parse(pb.CircuitRequest, message.header).source)
+        try:
+            public_key_of(source)
+        except ValueError as error:
+            raise ProtocolViolation("a circuit without a source") from error
+        end = CircuitEnd(self._identity, connects=False)
+        protocol_id = end.take_hello(bytes(message.payload))
+        endpoint = self.direct.endpoint
+        is_supported = protocol_id not in _OWN_PROTOCOLS and endpoint.serves(protocol_id)
+        await send_within(stream, Message(b"", end.reply(is_supported=is_supported)), ACCEPT_S)
+        if not is_supported:
+            return
+        confirmation = await receive_within(stream, ACCEPT_S)
+        end.take_confirmation(bytes(confirmation.payload), source)
+        pipe, carry = await join(stream, end)
+        carrying = asyncio.create_task(carry)
+        try:
+            address = f"{stream.address}/p2p/{relay}/p2p-circuit"
+            await endpoint.handle(pipe, source, protocol_id, address, link=LinkLimiter())
+            await carrying
+        finally:
+            await cancel(carrying)
+
+
+def _has_succeeded(task: "asyncio.Task[Stream]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _discard(task: "asyncio.Task[Stream]") -> None:
+    """Cancel an attempt, and close its stream if it has succeeded."""
+    await cancel(task)
+    if _has_succeeded(task):
+        task.result().close()
