@@ -16,6 +16,7 @@ from tests.flood_defences import FLOODS
 from tests.gateway_defences import GATEWAY
 from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
+from tests.local_network_defences import LOCAL_NETWORK
 from tests.membership_defences import HANDSHAKE, ISSUER
 from tests.p2pd_defences import P2PD
 from tests.routing_defences import ROUTING
@@ -41,6 +42,7 @@ DEFENCES = (
     *DIRECTORY,
     *P2PD,
     *DIALS,
+    *LOCAL_NETWORK,
     *GATEWAY,
     *ROUTING,
     *EVICTIONS,

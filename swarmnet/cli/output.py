@@ -38,10 +38,12 @@ def note(text: str) -> None:
     typer.echo(shown(text), err=True)
 
 
-def note_if_first(bootstrap: Sequence[str], *, as_json: bool) -> None:
-    """Tell the first peer of a swarm that it is alone: two such peers never meet."""
-    if not bootstrap and not as_json:
-        note("no bootstrap peer is in the swarm file or in --bootstrap: this is the first of its swarm")
+def note_if_first(bootstrap: Sequence[str], *, mdns: bool, as_json: bool) -> None:
+    """Tell the first peer of a swarm that it is alone: two such peers never meet, unless mDNS finds them in one local network."""
+    if bootstrap or as_json:
+        return
+    where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"
+    note(f"no bootstrap peer is in the swarm file or in --bootstrap: this is the first {where}")
 
 
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:

@@ -94,7 +94,7 @@ async def run_dashboard(
 def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
     # The page may be public, so the command for newcomers has placeholders for an invite and for an address.
     join = ["swarm.toml" if file.is_open else INVITE_PLACEHOLDER]
-    if file.is_open and not file.bootstrap:
+    if file.is_open and not file.bootstrap and not file.mdns:
         join += ["--bootstrap", ADDRESS_PLACEHOLDER]
     return SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), observer, tuple(join))
 

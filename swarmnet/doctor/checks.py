@@ -69,6 +69,7 @@ def examine(facts: Facts) -> list[Finding]:
         *_listening(facts),
         *_swarm(facts),
         *_peers(facts),
+        *_local_network(facts),
         *_clock(facts),
         *_reachable(facts),
         *(_not_gathered(name, why) for name, why in facts.not_gathered.items()),
@@ -240,6 +241,10 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
 def _peers(facts: Facts) -> Iterator[Finding]:
     if facts.swarm is None or facts.swarm.error or "peers" in facts.not_gathered:
         return
+    if not facts.peers and facts.swarm.mdns:
+        text = "the swarm file lists no bootstrap peer: nodes find the swarm in their local network only"
+        yield Finding("bootstrap", Level.OK, text)
+        return
     if not facts.peers:
         text = "the swarm file lists no bootstrap peer: a node cannot find the swarm without one"
         fix = "swarmnet swarm sign SWARM --bootstrap ADDR, with an address that a node prints"
@@ -260,6 +265,22 @@ def _peers(facts: Facts) -> Iterator[Finding]:
     fastest = min(peer.probed.round_trip_s for peer in facts.peers if peer.probed)
     text = f"{len(facts.peers) - len(silent)} of {len(facts.peers)} bootstrap peers answer"
     yield Finding("bootstrap", Level.OK, f"{text}, the first after {1000 * fastest:.0f} ms")
+
+
+def _local_network(facts: Facts) -> Iterator[Finding]:
+    if facts.swarm is None or facts.swarm.error or "local peers" in facts.not_gathered:
+        return
+    if not facts.swarm.mdns:
+        yield Finding("mdns", Level.OK, "mDNS is off: the swarm file does not switch it on")
+    elif facts.local_peers or any(peer.probed for peer in facts.peers):
+        found = counted(facts.local_peers, "peer")
+        yield Finding("mdns", Level.OK, f"mDNS is on, and found {found} in the local network")
+    else:
+        text = "mDNS is on, and found no peer in the local network"
+        fix = (
+            "start a node there; if one runs, this network drops multicast between machines: --bootstrap ADDR"
+        )
+        yield Finding("mdns", Level.WARN, text, fix)
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:

@@ -64,6 +64,8 @@ class Swarm:
     hint: str = ""
     not_after: float | None = None
     """Unix time at which the swarm file expires."""
+    mdns: bool = False
+    """Whether peers find each other in local networks."""
     needs_certificate: bool = False
     certificate_error: str = ""
     """Why this machine has no valid certificate."""
@@ -103,6 +105,8 @@ class Facts:
     listening: Sequence[ListenAddress] = ()
     swarm: Swarm | None = None
     peers: Sequence[BootstrapPeer] = ()
+    local_peers: int = 0
+    """Peers of the swarm that mDNS found in the local network, without this machine's node."""
     ports: Sequence[int] = ()
     """The TCP ports that peers were asked to dial."""
     not_gathered: Mapping[str, str] = field(default_factory=dict)

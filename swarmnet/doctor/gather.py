@@ -60,7 +60,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
     swarm, entry = await collector.call(
         "swarm", lambda: examine_swarm(options.swarm, directory, options.bootstrap), (None, None)
     )
-    device, disks, listening, (peers, ports) = await asyncio.gather(
+    device, disks, listening, (peers, ports), local_peers = await asyncio.gather(
         collector.call("device", examine_device, facts.Device()),
         collector.call(
             "disk",
@@ -72,6 +72,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         ),
         collector.call("listen", lambda: [examine_listen_address(each) for each in listen], []),
         collector.wait(PEERS_S, "peers", ask_peers(entry, listen, node), ([], [])),
+        collector.wait(PEERS_S, "local peers", count_local_peers(entry, node), 0),
     )
     return facts.Facts(
         now=wall_clock(),
@@ -88,6 +89,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         listening=listening,
         swarm=swarm,
         peers=peers,
+        local_peers=local_peers,
         ports=ports,
         not_gathered=collector.failures,
     )
@@ -214,9 +216,9 @@ def examine_swarm(
     file = entry.file
     not_after = file.not_after.timestamp() if file.not_after else None
     if entry.folder is None:
-        return facts.Swarm(file.name, not_after=not_after), entry
+        return facts.Swarm(file.name, not_after=not_after, mdns=file.mdns), entry
     refusal, until = _certificate(entry)
-    return facts.Swarm(file.name, "", "", not_after, True, refusal, until), entry
+    return facts.Swarm(file.name, "", "", not_after, file.mdns, True, refusal, until), entry
 
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:
@@ -253,6 +255,16 @@ async def ask_peers(
         others = [each for each in entry.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
         answers = await asyncio.gather(*(_probe(transport, each, ports) for each in others[:MAX_PEERS]))
         return answers, ports
+
+
+async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") -> int:
+    """How many other peers of the swarm mDNS finds, if the swarm file allows it."""
+    if entry is None or not entry.file.mdns:
+        return 0
+    from swarmnet_protocols.joining.local_network import find_addresses, peer_in
+
+    found = set(map(peer_in, await find_addresses(entry.file.swarm_id)))
+    return len(found - set(map(peer_in, node.addresses if node else ())))
 
 
 @asynccontextmanager

@@ -100,6 +100,8 @@ class SwarmFile:
     created: datetime
     not_after: datetime | None
     bootstrap: tuple[str, ...]
+    mdns: bool = False
+    """Whether peers announce themselves in their local networks, and find others there."""
     nonce: bytes | None = None
     authority: Authority | None = None
     admission: Admission = Admission.OPEN
@@ -166,6 +168,7 @@ class SwarmFile:
         trust = {"hosts": list(self.hosts), "first_and_last": list(self.first_and_last)}
         return {
             **({"trust": trust} if any(trust.values()) else {}),
+            **({"mdns": True} if self.mdns else {}),
             "format": FORMAT,
             "name": self.name,
             "serial": self.serial,

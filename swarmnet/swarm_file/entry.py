@@ -55,8 +55,8 @@ class Entry:
     """``swarm_dir`` with the certificate and the revocations; None for a swarm without an authority."""
 
     def check_bootstrap(self) -> None:
-        """Raise ``Unreachable`` if no bootstrap peer is known."""
-        if not self.bootstrap:
+        """Raise ``Unreachable`` if no bootstrap peer is known and none may be found in the local network."""
+        if not self.bootstrap and not self.file.mdns:
             raise Unreachable(
                 "no bootstrap peer is known",
                 hint="give the address that a node prints: --bootstrap ADDR",
@@ -70,6 +70,7 @@ class Entry:
             self.file.rules(),
             self.identity_path,
             self.bootstrap,
+            mdns=self.file.mdns,
             listen=tuple(listen),
             announce=tuple(announce),
             membership_folder=self.folder,
@@ -181,10 +182,6 @@ def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Ent
             file.check_not_expired(now)
             return _entry(file, known, data_dir)
     read_invite(text, now=now)
-    if not known:
-        raise ConfigError(
-            "the invite holds no address", hint="add one of a peer in the swarm: --bootstrap ADDR"
-        )
     return _redeem(text, data_dir, known)
 
 

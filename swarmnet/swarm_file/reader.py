@@ -34,6 +34,7 @@ _CORRECT_IT = "correct it, or get the file again from the person who runs the sw
 _TYPE_NAMES = {
     str: "a string",
     int: "an integer",
+    bool: "true or false",
     list: "a list",
     dict: "a table",
     datetime: "a date and time with a time zone",
@@ -73,6 +74,7 @@ class Reader:
             created=top.time("created"),
             not_after=top.time("not_after") if "not_after" in top else None,
             bootstrap=self._bootstrap(),
+            mdns=self._mdns(),
             nonce=None if has_authority else top.hex_bytes("nonce", "", 16),
             authority=authority,
             admission=admission,
@@ -119,7 +121,7 @@ class Reader:
 
     def _bootstrap(self) -> tuple[str, ...]:
         table = self._top.table("network")
-        table.check_keys({"bootstrap"})
+        table.check_keys({"bootstrap", "mdns"})
         addresses = table.strings("bootstrap", MAX_BOOTSTRAPS)
         for address in addresses:
             try:
@@ -127,6 +129,10 @@ class Reader:
             except ConfigError as error:
                 raise table.wrong("bootstrap", f"is wrong: {error}") from error
         return addresses
+
+    def _mdns(self) -> bool:
+        table = self._top.table("network")
+        return "mdns" in table and table.boolean("mdns")
 
     def _anyone(self, admission: Admission) -> frozenset[Role]:
         if "roles" not in self._top:
@@ -223,6 +229,10 @@ class _Table:
         value: int = self._take(key, int)
         if not least <= value <= most:
             raise self.wrong(key, "must be a positive number" if value < least else f"must be {most} at most")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value: bool = self._take(key, bool)
         return value
 
     def hex_bytes(self, key: str, prefix: str, size: int) -> bytes:

@@ -40,6 +40,8 @@ admission = "certificate"
 
 [network]
 bootstrap = []
+# Whether peers announce themselves in their local networks and find each other there, without a bootstrap address.
+mdns = true
 
 [authority]
 # The keys the swarm was founded with. Any one signs this file; once there is a [[rotation]], any one of its keys.
@@ -76,6 +78,8 @@ class NewSwarm:
     not_after: datetime | None = None
     is_open: bool = False
     """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by certificate."""
+    mdns: bool | None = None
+    """Whether peers find each other in local networks. None: as in ``like``; without one, in a swarm with an authority only."""
     like: Path | None = None
     """A swarm file from which admission, policy and all else is copied."""
     backup_keys: tuple[bytes, ...] = ()
@@ -111,6 +115,8 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
         "bootstrap",
         list(new.bootstrap) or document.get("network", {}).get("bootstrap", []),
     )
+    if new.mdns is not None:
+        _set(document, "network", "mdns", new.mdns)
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if new.is_open:

@@ -77,7 +77,7 @@ async def join(
         P2pdTransport.create(config) as transport,
         Handshakes.run(transport, membership, Timing()) as handshakes,
         DhtDirectory.create(
-            transport, handshakes, identity, bootstrap=bootstrap, client_mode=client_mode
+            transport, handshakes, identity, bootstrap=lambda: bootstrap, client_mode=client_mode
         ) as directory,
     ):
         yield Peer(identity, transport, directory)
@@ -205,6 +205,26 @@ def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_pat
             assert client.identity.peer_id not in {
                 str(peer_id) for peer in peers for peer_id in peer.node.protocol.routing_table.peer_id_to_uid
             }
+
+    five.run(scenario)
+
+
+def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
+    five: Five, tmp_path: Path
+) -> None:
+    """As over mDNS: both groups know peers already when they see each other."""
+
+    async def scenario(peers: list[Peer]) -> None:
+        rules = rules_of(peers)
+        async with join(tmp_path / "first", rules=rules) as first:
+            bootstrap = tuple(first.transport.addresses())
+            async with join(tmp_path / "second", bootstrap, rules=rules) as second:
+                await second.directory.publish("apart", b"theirs", lifetime_s=60.0)
+                await peers[1].directory.publish("apart", b"ours", lifetime_s=60.0)
+                assert await bodies(first, "apart") == {b"theirs"}
+                assert await second.directory.join_through(peers[3].transport.addresses())
+                for peer in (first, second):
+                    assert await bodies(peer, "apart") == {b"ours", b"theirs"}
 
     five.run(scenario)
 

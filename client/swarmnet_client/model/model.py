@@ -180,7 +180,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if no bootstrap peer is given or
     answers, and ``NotAuthorised`` if the swarm does not admit this client.
     """
-    if not network.bootstrap:
+    if not network.bootstrap and not network.mdns:
         raise Unreachable(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )

@@ -7,12 +7,14 @@ with the signature of its signer, every call comes from an admitted peer, and st
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.membership.handshake import Handshakes
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import peer_of
 from swarmnet_protocols.net.protocol_ids import DHT_PING
@@ -36,7 +38,7 @@ class DhtDirectory:
         transport: RoutedTransport,
         handshakes: Handshakes,
         node: "DHTNode",
-        bootstrap: Sequence[str],
+        bootstrap: Callable[[], Sequence[str]],
         publisher: Publisher,
     ) -> None:
         from swarmnet_protocols.directory.dht_replication import Replicator
@@ -44,10 +46,10 @@ class DhtDirectory:
         self._transport = transport
         self._handshakes = handshakes
         self._node = node
-        self._bootstrap = tuple(bootstrap)
+        self._bootstrap = bootstrap
         self._publisher = publisher
         self._replicator = Replicator(node, publisher.clock)
-        self._unresponsive: set[str] = set()
+        self._unresponsive: set[PeerId] = set()
         """Bootstrap peers that did not answer the last time."""
 
     @property
@@ -62,13 +64,13 @@ class DhtDirectory:
         handshakes: Handshakes,
         identity: Identity,
         *,
-        bootstrap: Sequence[str] = (),
+        bootstrap: Callable[[], Sequence[str]] = tuple,
         client_mode: bool = False,
     ) -> AsyncIterator["DhtDirectory"]:
         """A directory of the swarm of ``handshakes``, which takes part in the DHT while the context is open.
 
-        ``bootstrap``: multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do not
-        answer are no error. In client mode this peer stores no records for others.
+        ``bootstrap``: the current multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do
+        not answer are no error. In client mode this peer stores no records for others.
 
         Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
         no other peer.
@@ -107,37 +109,51 @@ class DhtDirectory:
         ]
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
 
-    async def _join(self) -> None:
-        """Connect to the bootstrap peers if no peer is known. Raises ``NotAuthorised`` as :meth:`create`."""
-        self._handshakes.membership.check()
-        if self._node.protocol.routing_table.uid_to_peer_id:
-            return
+    @property
+    def knows_peers(self) -> bool:
+        """Whether any other peer of the DHT is known."""
+        return bool(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def join_through(self, addresses: Sequence[str]) -> bool:
+        """Join the DHT of the peers at ``addresses``, also if others are known; whether any of them answered.
+
+        Raises ``NotAuthorised`` if one refuses this peer and no other answers.
+        """
+        by_peer = defaultdict[PeerId, list[str]](list)
+        for address in addresses:
+            by_peer[peer_of(address)].append(address)
         refusals: list[NotAuthorised] = []
-        connected = await asyncio.gather(*(self._connect(address, refusals) for address in self._bootstrap))
+        connected = await asyncio.gather(*(self._connect(*each, refusals) for each in by_peer.items()))
         if any(connected):
             await self._node.find_nearest_nodes([self._node.node_id])
         elif refusals:
             raise refusals[0]
+        return any(connected)
 
-    async def _connect(self, address: str, refusals: list[NotAuthorised]) -> bool:
+    async def _join(self) -> None:
+        """Join through the bootstrap peers if no peer is known. Raises ``NotAuthorised`` as :meth:`create`."""
+        self._handshakes.membership.check()
+        if not self.knows_peers:
+            await self.join_through(self._bootstrap())
+
+    async def _connect(self, peer: PeerId, addresses: Sequence[str], refusals: list[NotAuthorised]) -> bool:
         from hivemind.p2p import PeerID
 
-        peer = peer_of(address)
         if peer == self._transport.peer_id:
             return False
         try:
             async with asyncio.timeout(_BOOTSTRAP_S):
-                await self._transport.connect(peer, [address], deadline_s=_BOOTSTRAP_S)
+                await self._transport.connect(peer, addresses, deadline_s=_BOOTSTRAP_S)
                 await self._handshakes.ensure(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
         except NotAuthorised as error:
-            _log.warning("bootstrap peer %s: %s", address, error)
+            _log.warning("bootstrap peer %s: %s", addresses[0], error)
             refusals.append(error)
             return False
         except (PeerUnreachable, Refused, TimeoutError) as error:
-            if address not in self._unresponsive:  # logged once: every look-up tries again
-                self._unresponsive.add(address)
+            if peer not in self._unresponsive:  # logged once: every look-up tries again
+                self._unresponsive.add(peer)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
-                _log.warning("bootstrap peer %s does not answer: %s", address, reason)
+                _log.warning("bootstrap peer %s does not answer: %s", addresses[0], reason)
             return False
-        self._unresponsive.discard(address)
+        self._unresponsive.discard(peer)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None

@@ -77,12 +77,16 @@ class Admissions:
     """The admission protocol of one member, on both sides. Made by :meth:`run`."""
 
     def __init__(
-        self, transport: Transport, membership: Membership, directory: Directory, bootstrap: Sequence[str]
+        self,
+        transport: Transport,
+        membership: Membership,
+        directory: Directory,
+        bootstrap: Callable[[], Sequence[str]],
     ) -> None:
         self._transport = transport
         self._membership = membership
         self._directory = directory
-        self._bootstrap = tuple(bootstrap)
+        self._bootstrap = bootstrap
         self._timing = Timing()
         self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_ADMISSIONS)
         self._waiting = SubnetSlots(transport.resources.system, Resource.ADMISSIONS)
@@ -101,12 +105,12 @@ class Admissions:
         membership: Membership,
         directory: Directory,
         *,
-        bootstrap: Sequence[str] = (),
+        bootstrap: Callable[[], Sequence[str]] = tuple,
         issuer: IssuerConfig | None = None,
     ) -> AsyncIterator[None]:
         """Answer requests, and renew the certificate of this peer, while the context is open. Does nothing in a public swarm.
 
-        ``transport`` is the one below ``GuardedTransport``. Raises ``ConfigError`` for an issuer with a key that the rules do not
+        ``transport`` is the one below ``GuardedTransport``; ``bootstrap`` gives the current addresses of bootstrap peers. Raises ``ConfigError`` for an issuer with a key that the rules do not
         name.
         """
         if membership.is_public:
@@ -219,9 +223,10 @@ class Admissions:
         """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list there are no renewals that would bring it."""
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
-            if not self._bootstrap:
+            bootstrap = self._bootstrap()
+            if not bootstrap:
                 continue
-            address = self._bootstrap[number % len(self._bootstrap)]
+            address = bootstrap[number % len(bootstrap)]
             request = pb.AdmissionRequest(
                 swarm_file=pb.SwarmFileRequest(serial=self._membership.rules.serial)
             )
@@ -251,7 +256,7 @@ class Admissions:
             self._config.certify(self._membership)
             return
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
-        addresses = _interleaved(await self._issuers(), self._bootstrap)
+        addresses = _interleaved(await self._issuers(), self._bootstrap())
         await request_admission(self._transport, addresses, request, self._take, self._membership.clock)
 
     def _take(self, admitted: pb.Admitted) -> None:

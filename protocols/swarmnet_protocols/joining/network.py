@@ -63,6 +63,8 @@ class Network:
     identity_path: Path | None = None
     """Key file, created if missing. None: a new identity for each connection."""
     bootstrap: tuple[str, ...] = ()
+    mdns: bool = False
+    """Whether peers are also found in the local network, and this one announced there."""
     listen: tuple[str, ...] = ANY_PORT
     announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
@@ -89,11 +91,13 @@ async def connect(
 
     In client mode this peer stores no records for others, and several processes may use its identity at once. Raises
     ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is no member of the swarm, and
-    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them.
+    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them. With ``mdns`` a peer in the local
+    network may answer instead, and a client needs one of both.
     """
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
+    from swarmnet_protocols.joining.local_network import LocalNetwork
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -124,8 +128,8 @@ async def connect(
             listen=network.listen,
             announce=network.announce,
             bootstrap=others,
-            # A bootstrap peer must be able to start alone.
-            require_bootstrap=bool(others) and others == network.bootstrap,
+            # A bootstrap peer must be able to start alone; without one, a peer in the local network may answer.
+            require_bootstrap=bool(others) and others == network.bootstrap and not network.mdns,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
@@ -148,16 +152,24 @@ async def connect(
             await reachability.find_out()
             stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
         routed.describe_reach = partial(describe, reachability, punching, relay, routed)
+        if client_mode:
+            local = LocalNetwork(membership.rules.swarm)
+        else:
+            local = LocalNetwork(membership.rules.swarm, listen=network.listen, own=raw.addresses)
+        bootstrap = partial(local.with_found, others)
         directory = await stack.enter_async_context(
             DhtDirectory.create(
                 routed,
                 handshakes,
                 identity,
-                bootstrap=others,
+                bootstrap=bootstrap,
                 client_mode=client_mode or not reachability.is_open,
             )
         )
-        admissions = Admissions.run(routed, membership, directory, bootstrap=others, issuer=network.issuer)
+        if network.mdns:
+            needs_peers = others == network.bootstrap if network.bootstrap else client_mode
+            await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))
+        admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
         yield guarded, directory
 
@@ -165,9 +177,12 @@ async def connect(
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
     """Exchange ``invite`` for a certificate of the identity in ``identity_path``, which is created if missing, and the swarm file.
 
-    ``take`` checks both, as for ``admission.request_admission``. Raises what that raises.
+    An invite without addresses is redeemed at the peers of its swarm in the local network. ``take`` checks both, as for
+    ``admission.request_admission``. Raises what that raises, and ``ConfigError`` without any address.
     """
+    from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.joining.admission import request_admission
+    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
@@ -176,9 +191,15 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
 
     identity = Identity.load_or_create(identity_path)
     request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
-    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(invite.bootstrap), only_dials=True)
+    addresses = invite.bootstrap or await find_addresses(invite.grant.swarm)
+    if not addresses:
+        raise ConfigError(
+            "the invite holds no address, and no peer of its swarm was found in the local network",
+            hint="add one of a peer in the swarm: --bootstrap ADDR",
+        )
+    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
     async with P2pdTransport.create(config) as transport:
-        return await request_admission(transport, invite.bootstrap, request, take, wall_clock)
+        return await request_admission(transport, addresses, request, take, wall_clock)
 
 
 async def push_revocations(
@@ -186,8 +207,10 @@ async def push_revocations(
 ) -> list[PeerId]:
     """Give the sealed revocation list to the peers at ``addresses``, which spread it; those that have it afterwards.
 
-    ``key`` signed the list. It also signs a certificate, valid for an hour, under which this process joins.
+    Without addresses, to those in the local network. ``key`` signed the list. It also signs a certificate, valid for an hour, under
+    which this process joins.
     """
+    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.membership.certificates import Admittance, issue
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -206,6 +229,7 @@ async def push_revocations(
         )
         membership.take_certificate(certificate)
         membership.take_revocations([sealed])
+        addresses = addresses or await find_addresses(rules.swarm)
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (
             P2pdTransport.create(config) as transport,

@@ -149,7 +149,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         cache_dir = cache_dir or default_cache_dir()
         facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
-        note_if_first(entry.bootstrap, as_json=as_json)
+        note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
 
         from swarmnet_node.owner.machine import yield_to_others
         from swarmnet_node.start import NodeConfig, start

@@ -46,6 +46,14 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    mdns: Annotated[
+        bool | None,
+        typer.Option(
+            "--mdns/--no-mdns",
+            help="Let peers announce themselves and find each other in local networks, without a bootstrap address.",
+            show_default="on, but off with --open",
+        ),
+    ] = None,
     days: Annotated[
         int | None, typer.Option(min=1, max=36500, help="Days after which the file expires.")
     ] = None,
@@ -68,7 +76,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
     now = wall_clock()
     not_after = datetime.fromtimestamp(int(now), UTC) + timedelta(days=days) if days else None
-    new = NewSwarm(name, tuple(bootstrap), not_after, is_open, like)
+    new = NewSwarm(name, tuple(bootstrap), not_after, is_open, mdns, like)
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.create(out, new, now=now, overwrite=force)
@@ -221,6 +229,7 @@ def _summary(file: SwarmFile) -> dict[str, object]:
         "created": file.created.isoformat(),
         "not_after": file.not_after.isoformat() if file.not_after else None,
         "bootstrap": list(file.bootstrap),
+        "mdns": file.mdns,
         "authority": [f"ed25519:{key.hex()}" for key in authority.keys] if authority else [],
         "issuers": [f"ed25519:{key.hex()}" for key in authority.issuers] if authority else [],
         "anyone": sorted(file.anyone),

@@ -226,7 +226,8 @@ def _print_invite(
     secret = "worth nothing to another" if terms.peer else "keep it secret: it admits any peer"
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
-        note("it holds no address: the newcomer has to add --bootstrap ADDR")
+        where = " outside the local network of a node" if file.mdns else ""
+        note(f"it holds no address: the newcomer{where} has to add --bootstrap ADDR")
 
 
 def _listed(file: SwarmFile) -> list[dict[str, object]]:

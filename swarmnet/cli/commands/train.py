@@ -33,7 +33,7 @@ from swarmnet.cli.progress.record import TrainingRecord, newest_job, read_histor
 from swarmnet.cli.progress.training import facts_of, tell
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 
@@ -83,13 +83,19 @@ def create(
         made = open_job(sealed)
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, LocalFiles.named_in(written.job))
-        if entry.bootstrap:
-            asyncio.run(_publish(entry.network(client_listen(entry.bootstrap)), sealed))
+        is_published = bool(entry.bootstrap) or entry.file.mdns
+        if is_published:
+            try:
+                asyncio.run(_publish(entry.network(client_listen(entry.bootstrap)), sealed))
+            except Unreachable:
+                if entry.bootstrap:
+                    raise
+                is_published = False  # this machine is the first of the swarm in its local network
     if as_json:
         print_json({"job": made.id})
         return
     print_text(made.id)
-    if not entry.bootstrap:
+    if not is_published:
         note("kept on this machine; a worker that starts from the same --data-dir publishes it")
     here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here with: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
@@ -144,7 +150,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    note_if_first(entry.bootstrap, as_json=as_json)
+    note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)

@@ -1,0 +1,341 @@
+"""Peers of a swarm in the local network, found by multicast DNS (RFC 6762, RFC 6763), so that a swarm file without addresses is enough.
+
+1. A peer that can be dialled registers an instance of ``_swarmnet._tcp.local.`` under a random name. Its TXT record has a salted hash of
+   the swarm id, and its private addresses in libp2p's ``dnsaddr=`` format. Outsiders see that swarmnet runs, not which swarm.
+2. Every peer of a swarm that allows it browses these instances. A record with the hash of its own swarm names a found peer.
+3. A found peer is used as a bootstrap peer is. Every one is contacted once, also by peers that know others: two groups that began
+   apart become one.
+
+Anyone in the local network may send such records. The hash covers the addresses, so only a peer with the swarm file can make one, and
+a copy names the same peer. Number and size of records are bounded, and only addresses in networks of this machine's interfaces are
+dialled. Who answers there is proved by libp2p's peer id and the membership handshake.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import (
+    LOOPBACK_NETWORKS,
+    Network,
+    dialable,
+    ip_of,
+    own_interfaces,
+    shared_networks,
+)
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf.asyncio import AsyncServiceInfo
+
+    from swarmnet_protocols.directory.dht_directory import DhtDirectory
+
+_log = logging.getLogger(__name__)
+
+SERVICE = "_swarmnet._tcp.local."
+MAX_RECORD_BYTES = 1200
+"""Largest TXT record that is sent and read: it fits into one packet."""
+MAX_FOUND = 64
+"""Peers that are remembered, resolved or dialled at once. Further ones are ignored."""
+MAX_ANNOUNCED = 6
+"""Addresses of this peer that are announced; so many fit into a record."""
+RESOLVE_S = 3.0
+"""Timeout for the TXT record of an instance whose name is known."""
+RETRY_S = 5.0
+"""Pause before a found peer that did not answer is tried again."""
+CHECK_S = 3.0
+"""Period at which the addresses of this machine are compared with the announced ones."""
+FIRST_S = 4.0
+"""How long a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
+
+_DOMAIN = b"swarmnet-mdns-1\0"
+_SALT_BYTES = 16
+_SWARM, _ADDRESS = "swarm=", "dnsaddr="
+
+
+# ---- the TXT record -----------------------------------------------------------------------------------
+
+
+def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
+    """The TXT record by which a peer of ``swarm`` announces ``addresses``, multiaddrs with its peer id."""
+    salt = secrets.token_bytes(_SALT_BYTES)
+    kept = [each for each in addresses if len(_ADDRESS + each) < 256][:MAX_ANNOUNCED]
+    strings = [f"{_SWARM}{salt.hex()}{_hash(swarm, salt, kept)}", *(_ADDRESS + each for each in kept)]
+    return b"".join(bytes([len(each)]) + each.encode() for each in strings)
+
+
+def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tuple[str, ...]:
+    """The addresses in the TXT record of a peer of ``swarm``, with its peer id: those in ``networks`` that may be dialled.
+
+    None for a record of another swarm, and for one that is malformed or too large.
+    """
+    if len(record) > MAX_RECORD_BYTES:
+        return ()
+    try:
+        strings = [each.decode("ascii") for each in _strings(record)]
+    except ValueError:
+        return ()
+    hashes = [each.removeprefix(_SWARM) for each in strings if each.startswith(_SWARM)]
+    addresses = [each.removeprefix(_ADDRESS) for each in strings if each.startswith(_ADDRESS)]
+    peers = {peer_in(each) for each in addresses}
+    if len(hashes) != 1 or len(peers) != 1 or not _is_of(swarm, hashes[0], addresses):
+        return ()
+    peer = peers.pop()
+    found = dialable(peer, addresses, networks)
+    return tuple(f"{each}/p2p/{peer}" for each in found if _is_local(each, networks))
+
+
+def peer_in(address: str) -> PeerId:
+    """The peer id at the end of a multiaddr; all of it if there is none."""
+    return PeerId(address.rpartition("/p2p/")[2])
+
+
+def _hash(swarm: bytes, salt: bytes, addresses: Sequence[str]) -> str:
+    """Cannot be made, nor be recognised, without the id of the swarm."""
+    data = b"\0".join((salt, *(each.encode() for each in addresses)))
+    return hmac.new(swarm, _DOMAIN + data, hashlib.sha256).hexdigest()
+
+
+def _is_of(swarm: bytes, salted: str, addresses: Sequence[str]) -> bool:
+    digits = 2 * _SALT_BYTES
+    try:
+        salt = bytes.fromhex(salted[:digits])
+    except ValueError:
+        return False
+    return hmac.compare_digest(salted[digits:], _hash(swarm, salt, addresses))
+
+
+def _strings(record: bytes) -> Iterator[bytes]:
+    """The strings of a TXT record, each after its length. Raises ``ValueError`` if the last one is cut short."""
+    start = 0
+    while start < len(record):
+        end = start + 1 + record[start]
+        if end > len(record):
+            raise ValueError("a string of a TXT record is cut short")
+        yield record[start + 1 : end]
+        start = end
+
+
+def _is_local(address: str, networks: Sequence[Network]) -> bool:
+    """Whether an address is in one of ``networks`` and leads there without a relay."""
+    ip = ip_of(address)
+    return "/p2p-circuit" not in address and ip is not None and any(ip in each for each in networks)
+
+
+# ---- announcing and browsing --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this machine is: on a change, everything is announced anew."""
+
+    networks: tuple[Network, ...]
+    interfaces: tuple[str, ...]
+    """IPv4 addresses of the interfaces on which mDNS is spoken."""
+    announced: tuple[str, ...]
+
+
+class LocalNetwork:
+    """The peers of one swarm in the local network."""
+
+    def __init__(
+        self, swarm: bytes, *, listen: Sequence[str] = (), own: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        """``own``: the current multiaddrs of this peer, with its id; empty if it is not dialled. ``listen``: those it was told to use."""
+        self._swarm = swarm
+        self._own = own
+        self._is_on_loopback = bool(listen) and all(
+            (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
+        )
+        """Then the whole swarm is on this machine, and nothing is sent to its networks."""
+        self._found: dict[str, tuple[str, ...]] = {}
+        self._meeting: dict[str, asyncio.Task[None]] = {}
+        self._has_joined = asyncio.Event()
+        self._refusal: NotAuthorised | None = None
+
+    def addresses(self) -> list[str]:
+        """The addresses of the peers that were found and have not left."""
+        return list(dict.fromkeys(each for addresses in self._found.values() for each in addresses))
+
+    def peers(self) -> set[PeerId]:
+        """The peers that were found and have not left."""
+        return {peer_in(each) for each in self.addresses()}
+
+    def with_found(self, others: Sequence[str]) -> Sequence[str]:
+        """``others``, and the addresses of the peers that were found."""
+        return (*others, *self.addresses())
+
+    async def wait_joined(self, within_s: float) -> None:
+        """Return when a found peer was joined through, or after ``within_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._has_joined.wait()
+
+    @contextlib.asynccontextmanager
+    async def join(self, directory: "DhtDirectory", *, needs_peers: bool) -> AsyncIterator[None]:
+        """Announce this peer, and join the directory through the peers that are found, while the context is open.
+
+        Waits ``FIRST_S`` for the first if the directory knows no peer. If there is none and ``needs_peers``, raises ``NotAuthorised``
+        if a peer refused this one, else ``Unreachable``.
+        """
+        async with self.run(directory.join_through):
+            if not directory.knows_peers:
+                await self.wait_joined(FIRST_S)
+            if needs_peers and not directory.knows_peers:
+                raise self._refusal or Unreachable(
+                    f"no peer of the swarm was found: none answered in the local network within {FIRST_S:g} s",
+                    hint="start a node there, or give the address that a node prints: --bootstrap ADDR",
+                )
+            yield
+
+    @contextlib.asynccontextmanager
+    async def run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> AsyncIterator[None]:
+        """Announce this peer and look for others while the context is open.
+
+        ``join`` is called with the addresses of each peer that is found, and again after a pause until it returns True.
+        """
+        task = asyncio.create_task(self._keep(join), name="mdns")
+        try:
+            yield
+        finally:
+            await cancel(task)
+
+    async def _keep(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+        from zeroconf import Error as ZeroconfError
+
+        while True:
+            place = self._place()
+            if place.interfaces:
+                try:
+                    async with self._present(place, join):
+                        await self._until_moved(place)
+                except (OSError, ZeroconfError) as error:
+                    _log.warning("mDNS does not work in the local network: %s", error)
+            await asyncio.sleep(CHECK_S)
+
+    async def _until_moved(self, place: _Place) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self._place() != place:
+                return
+
+    def _place(self) -> _Place:
+        interfaces = own_interfaces()
+        networks: tuple[Network, ...] = LOOPBACK_NETWORKS
+        if not self._is_on_loopback:
+            networks = tuple(each for each in shared_networks(interfaces, ()) if not each.is_global)
+        own = (host for host, _ in interfaces if ":" not in host)
+        spoken = sorted({host for host in own if _is_local(f"/ip4/{host}", networks)})
+        announced = [each for each in self._own() if _is_local(each, networks)]
+        return _Place(networks, tuple(spoken), tuple(announced[:MAX_ANNOUNCED]))
+
+    @contextlib.asynccontextmanager
+    async def _present(
+        self, place: _Place, join: Callable[[Sequence[str]], Awaitable[bool]]
+    ) -> AsyncIterator[None]:
+        """Browse, and be registered with the addresses of ``place``, while the context is open."""
+        from zeroconf import ServiceStateChange
+        from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+        def notice(
+            zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange"
+        ) -> None:
+            if state_change is ServiceStateChange.Removed:
+                self._found.pop(name, None)
+            elif name != own_name:
+                self._start_meeting(name, partial(self._meet, zeroconf, name, place, join))
+
+        own_name = f"{secrets.token_hex(20)}.{SERVICE}"
+        dns = AsyncZeroconf(interfaces=list(place.interfaces))
+        try:
+            AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
+            if place.announced:
+                # No probing for the name: it is random.
+                info = _service(own_name, place.announced, make_record(self._swarm, place.announced))
+                await dns.async_register_service(info, cooperating_responders=True)
+            yield
+        finally:
+            await cancel(*self._meeting.values())
+            self._found.clear()
+            await dns.async_close()
+
+    def _start_meeting(self, name: str, meet: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Resolve and join through an instance in the background, unless that is under way or too many are."""
+        if name in self._meeting or len(self._meeting) >= MAX_FOUND:
+            return
+        self._meeting[name] = asyncio.create_task(meet(), name="mdns peer")
+        self._meeting[name].add_done_callback(lambda _: self._meeting.pop(name))
+
+    async def _meet(
+        self,
+        zeroconf: "Zeroconf",
+        name: str,
+        place: _Place,
+        join: Callable[[Sequence[str]], Awaitable[bool]],
+    ) -> None:
+        """Resolve an instance. If it is a peer of the swarm, remember it, and join through it."""
+        from zeroconf import Error as ZeroconfError
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        try:
+            info = AsyncServiceInfo(SERVICE, name)
+            await info.async_request(zeroconf, 1000 * RESOLVE_S)
+        except ZeroconfError as error:  # a name that is not valid
+            _log.debug("mDNS instance %r: %s", name, error)
+            return
+        addresses = read_record(self._swarm, info.text or b"", place.networks)
+        if not self._remember(name, addresses):
+            return
+        _log.info("found %s in the local network", peer_in(addresses[0]))
+        while name in self._found:
+            try:
+                if await join(addresses):
+                    self._has_joined.set()
+                    return
+            except SwarmnetError as error:
+                if isinstance(error, NotAuthorised):
+                    self._refusal = error
+                _log.info("%s, found in the local network: %s", peer_in(addresses[0]), error)
+            await asyncio.sleep(RETRY_S)
+
+    def _remember(self, name: str, addresses: tuple[str, ...]) -> bool:
+        if not addresses or peer_in(addresses[0]) in map(peer_in, self._own()):
+            self._found.pop(name, None)
+            return False
+        if name not in self._found and len(self._found) >= MAX_FOUND:
+            return False
+        self._found[name] = addresses
+        return True
+
+
+def _service(name: str, announced: Sequence[str], record: bytes) -> "AsyncServiceInfo":
+    from zeroconf.asyncio import AsyncServiceInfo
+
+    # The DNS records of host and port are there because readers of mDNS want them; peers read only the TXT record.
+    hosts = dict.fromkeys(str(ip_of(each)) for each in announced)
+    port = int(announced[0].split("/")[4])
+    return AsyncServiceInfo(SERVICE, name, port, properties=record, parsed_addresses=list(hosts))
+
+
+async def find_addresses(swarm: bytes, *, within_s: float = FIRST_S) -> list[str]:
+    """Addresses of the peers of ``swarm`` in the local network: those that are found within a second of the first."""
+
+    async def join(_: Sequence[str]) -> bool:
+        return True
+
+    local = LocalNetwork(swarm)
+    async with local.run(join):
+        await local.wait_joined(within_s)
+        if local.addresses():
+            await asyncio.sleep(1.0)
+        return local.addresses()

@@ -1,0 +1,204 @@
+"""Records of mDNS: what a peer announces in its local network, and what it takes from records of others."""
+
+import asyncio
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_protocols.joining import local_network
+from swarmnet_protocols.joining.local_network import (
+    MAX_ANNOUNCED,
+    MAX_FOUND,
+    MAX_RECORD_BYTES,
+    LocalNetwork,
+    make_record,
+    read_record,
+)
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
+
+SWARM, OTHER = b"s" * 32, b"o" * 32
+PEER = PeerId("12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq")
+RELAY = PeerId("12D3KooWHK9BjDQBUqnavciRPhAYFvqKBe4ZiPPvde7vDaqgn5er")
+LAN = (ipaddress.ip_network("192.168.7.0/24"),)
+ETHERNET = ("192.168.7.20", "255.255.255.0")
+LOOPBACK = ("127.0.0.1", "255.0.0.0")
+TCP = f"/ip4/192.168.7.5/tcp/4001/p2p/{PEER}"
+QUIC = f"/ip4/192.168.7.5/udp/4001/quic-v1/p2p/{PEER}"
+
+
+def strings_of(record: bytes) -> list[bytes]:
+    found = []
+    while record:
+        found.append(record[1 : 1 + record[0]])
+        record = record[1 + record[0] :]
+    return found
+
+
+def txt(*strings: bytes) -> bytes:
+    return b"".join(bytes([len(each)]) + each for each in strings)
+
+
+# ---- records ------------------------------------------------------------------------------------------
+
+
+def test_a_peer_of_the_swarm_reads_the_addresses_of_a_record() -> None:
+    assert read_record(SWARM, make_record(SWARM, [TCP, QUIC]), LAN) == (TCP, QUIC)
+
+
+def test_a_record_of_another_swarm_is_ignored() -> None:
+    assert read_record(SWARM, make_record(OTHER, [TCP]), LAN) == ()
+
+
+def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
+    """An outsider who collects records cannot tell which swarms they are of."""
+    first, second = (strings_of(make_record(SWARM, [TCP]))[0] for _ in range(2))
+    assert not {first[at : at + 16] for at in range(6, len(first) - 15)} & {
+        second[at : at + 16] for at in range(6, len(second) - 15)
+    }
+    assert SWARM not in first
+    assert SWARM.hex().encode() not in first
+
+
+def test_a_copied_hash_admits_no_other_addresses() -> None:
+    """An outsider can repeat a record, and with it an address of a member, but not announce addresses of its own."""
+    copied = strings_of(make_record(SWARM, [TCP]))[0]
+    forged = txt(copied, f"dnsaddr=/ip4/192.168.7.66/tcp/1/p2p/{PEER}".encode())
+    assert read_record(SWARM, forged, LAN) == ()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/ip4/93.184.216.34/tcp/4001",
+        "/ip4/192.168.8.5/tcp/4001",
+        "/ip4/127.0.0.1/tcp/4001",
+        "/ip4/169.254.1.1/tcp/4001",
+        "/ip4/224.0.0.251/tcp/4001",
+        "/dns4/router.lan/tcp/4001",
+        f"/ip4/192.168.7.5/tcp/4001/p2p/{RELAY}/p2p-circuit",
+        "/ip4/192.168.7.5/tcp/0",
+        "/ip4/192.168.7.5",
+    ],
+)
+def test_an_address_outside_the_local_network_is_ignored(address: str) -> None:
+    assert read_record(SWARM, make_record(SWARM, [f"{address}/p2p/{PEER}", TCP]), LAN) == (TCP,)
+
+
+def test_a_record_with_two_peers_is_ignored() -> None:
+    other = TCP.replace(PEER, RELAY)
+    assert read_record(SWARM, make_record(SWARM, [TCP, other]), LAN) == ()
+
+
+def test_a_record_that_is_too_large_is_ignored() -> None:
+    padding = txt(*[b"x" * 255] * (MAX_RECORD_BYTES // 255 + 1))
+    assert read_record(SWARM, make_record(SWARM, [TCP]) + padding, LAN) == ()
+
+
+def test_a_peer_with_many_or_long_addresses_announces_as_many_as_fit() -> None:
+    many = [
+        f"/ip6/fd00:1111:2222:3333:4444:5555:6666:{each:x}/udp/65535/quic-v1/p2p/{PEER}"
+        for each in range(1, 40)
+    ]
+    record = make_record(SWARM, ["/dns4/" + "a" * 300 + f"/tcp/1/p2p/{PEER}", *many])
+    assert len(record) <= MAX_RECORD_BYTES
+    networks = (ipaddress.ip_network("fd00::/8"),)
+    assert read_record(SWARM, record, networks) == tuple(many[:MAX_ANNOUNCED])
+
+
+@given(st.binary(max_size=1500) | st.lists(st.binary(max_size=255), max_size=8).map(lambda each: txt(*each)))
+def test_a_malformed_record_is_ignored(record: bytes) -> None:
+    assert read_record(SWARM, record, LAN) == ()
+
+
+@given(st.integers(0, 400), st.integers(1, 255))
+def test_a_damaged_record_is_ignored(at: int, bits: int) -> None:
+    record = bytearray(make_record(SWARM, [TCP, QUIC]))
+    record[at % len(record)] ^= bits
+    assert read_record(SWARM, bytes(record), LAN) == ()
+
+
+# ---- who is found -------------------------------------------------------------------------------------
+
+
+def test_the_peers_that_are_remembered_are_bounded() -> None:
+    local = LocalNetwork(SWARM)
+    for number in range(10 * MAX_FOUND):
+        local._remember(f"instance {number}", (TCP.replace("4001", str(1 + number)),))
+    assert len(local.addresses()) == MAX_FOUND
+
+
+def test_the_instances_that_are_resolved_at_once_are_bounded() -> None:
+    async def main() -> None:
+        local, end = LocalNetwork(SWARM), asyncio.Event()
+        started: list[int] = []
+
+        async def meet() -> None:
+            started.append(1)
+            await end.wait()
+
+        for number in range(10 * MAX_FOUND):
+            local._start_meeting(f"instance {number}", meet)
+        await asyncio.sleep(0)
+        assert len(started) == MAX_FOUND
+        end.set()
+        await asyncio.gather(*local._meeting.values())
+        await asyncio.sleep(0)
+        local._start_meeting("later", meet)
+        await asyncio.sleep(0)
+        assert len(started) == MAX_FOUND + 1
+
+    asyncio.run(main())
+
+
+def test_a_peer_does_not_find_itself() -> None:
+    local = LocalNetwork(SWARM, own=lambda: [TCP])
+    assert not local._remember("earlier instance", (QUIC,))
+    assert local.addresses() == []
+
+
+# ---- where this machine is ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "listen", "spoken", "announced"),
+    [
+        ([LOOPBACK, ETHERNET], "/ip4/0.0.0.0/tcp/0", ("192.168.7.20",), (TCP,)),
+        (
+            [LOOPBACK, ETHERNET, ("93.184.216.34", "255.255.255.0")],
+            "/ip4/0.0.0.0/tcp/0",
+            ("192.168.7.20",),
+            (TCP,),
+        ),
+        ([LOOPBACK, ("93.184.216.34", "255.255.255.0")], "/ip4/0.0.0.0/tcp/0", (), ()),
+        ([LOOPBACK], "/ip4/0.0.0.0/tcp/0", ("127.0.0.1",), ("loopback",)),
+        ([LOOPBACK, ETHERNET], "/ip4/127.0.0.1/tcp/0", ("127.0.0.1",), ("loopback",)),
+    ],
+    ids=["at home", "also public", "public only", "offline", "on loopback only"],
+)
+def test_private_addresses_are_announced_on_private_interfaces(
+    interfaces: list[tuple[str, str]],
+    listen: str,
+    spoken: tuple[str, ...],
+    announced: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loopback only if the whole swarm is on it, and public addresses never."""
+    monkeypatch.setattr(local_network, "own_interfaces", lambda: interfaces)
+    loopback = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
+    own = [
+        TCP,
+        loopback,
+        f"/ip4/93.184.216.34/tcp/4001/p2p/{PEER}",
+        f"/ip4/192.168.7.9/tcp/1/p2p/{RELAY}/p2p-circuit/p2p/{PEER}",
+    ]
+    place = LocalNetwork(SWARM, listen=[listen], own=lambda: own)._place()
+    assert place.interfaces == spoken
+    assert place.announced == tuple(loopback if each == "loopback" else each for each in announced)
+    assert (LOOPBACK_NETWORKS[0] in place.networks) == ("loopback" in announced)
+
+
+def test_a_peer_that_is_not_dialled_announces_nothing() -> None:
+    assert LocalNetwork(SWARM)._place().announced == ()
