@@ -193,7 +193,7 @@ class LocalNetwork:
                 await self.wait_joined(FIRST_S)
             if needs_peers and not directory.knows_peers:
                 raise self._refusal or Unreachable(
-                    f"no peer of the swarm was found: none answered in the local network within {FIRST_S:g} s",
+                    f"no bootstrap peer answers, and no peer was found in the local network within {FIRST_S:g} s",
                     hint="start a node there, or give the address that a node prints: --bootstrap ADDR",
                 )
             yield
@@ -204,6 +204,8 @@ class LocalNetwork:
 
         ``join`` is called with the addresses of each peer that is found, and again after a pause until it returns True.
         """
+        import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
+
         task = asyncio.create_task(self._keep(join), name="mdns")
         try:
             yield
