@@ -333,6 +333,7 @@ def probe_messages() -> Iterator[Protobuf]:
 
 def relay_messages() -> Iterator[Protobuf]:
     pb, peer = relay_pb2, Identity.from_seed(b"golden vector").peer_id
+    yield records_pb2.RelayRecord(addresses=_ADDRESSES)
     yield pb.RelayRequest(reserve=pb.Reserve())
     yield pb.RelayRequest(connect=pb.Connect(peer=peer))
     yield pb.RelayRequest(heartbeat=pb.Heartbeat())

@@ -106,6 +106,12 @@ class ContactRecord(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class RelayRecord(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class WithContacts(_message.Message):
     __slots__ = ("contacts",)
     CONTACTS_FIELD_NUMBER: _ClassVar[int]
