@@ -391,7 +391,8 @@ def report_messages() -> Iterator[Protobuf]:
     )
     yield pb.ReportRequest()
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)
-    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker)
+    reach = pb.Reach(kind="relayed", relays=[Identity.from_seed(b"golden vector").peer_id], punched=3)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
 
 
 def vector(message: Protobuf) -> dict[str, Any]:
