@@ -194,6 +194,7 @@ class Node:
             version=self._hosting.version,
             swarm=self._hosting.swarm_name,
             warning=self._dependencies.warning(),
+            reach=self._dependencies.transport.reach(),
         )
 
     def finish(self, grace_s: float) -> None:

@@ -64,6 +64,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         link = LinkLimiter()
         link.up.set_rate(config.limits.up_bytes_per_s)
         link.down.set_rate(config.limits.down_bytes_per_s)
+        link.set_relay_rate(config.limits.relay_bytes_per_s)
         pauses: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
 
         @asynccontextmanager

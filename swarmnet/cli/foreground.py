@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from swarmnet.addresses import write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.output import note, print_json, print_text, progress, say
+from swarmnet.reach import advice, describe
 from swarmnet.systemd import notify_ready, notify_status, notify_stopping
 from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
@@ -134,6 +135,7 @@ class Foreground:
                 "event": "ready",
                 "peer_id": status.peer_id,
                 "addresses": addresses,
+                "reach": str(status.reach.kind),
                 "model": status.model,
             }
             print_json(event | {"blocks": [status.start, status.end]})
@@ -152,9 +154,13 @@ class Foreground:
                 expand=False,
             )
         )
-        print_text("other peers reach this node with one of")
-        for address in addresses:
-            print_text(f"  --bootstrap {address}")
+        print_text(f"other peers reach this node {describe(status.reach)}")
+        if text := advice(status.reach, addresses):
+            print_text(f"  to improve it: {text}")
+        elif addresses:
+            print_text("others enter the swarm through it with one of")
+            for address in addresses:
+                print_text(f"  --bootstrap {address}")
         note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
 
     def _say(self, event: dict[str, object], text: str) -> None:

@@ -22,6 +22,15 @@ MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Most m
 MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Most memory of the GPU.")]
 Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Highest rate of sending, such as 20mbit.")]
 Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Highest rate of receiving.")]
+Relay = Annotated[
+    str | None,
+    _limit(
+        "--relay",
+        metavar="off|RATE",
+        about="Highest rate of forwarding for peers behind routers, if others can dial this node.",
+        default="10mbit",
+    ),
+]
 Monthly = Annotated[
     str | None,
     _limit(
@@ -63,11 +72,26 @@ Cores = Annotated[
     ),
 ]
 
+
+def read_relay_rate(text: str) -> float:
+    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises ``typer.BadParameter``."""
+    try:
+        return _parse_relay_rate(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not possible: {error}", param_hint="'--relay'") from error
+
+
+def _parse_relay_rate(text: str) -> float:
+    """Bytes per second; 0 for ``off``. Raises ``ValueError``."""
+    return 0.0 if text == "off" else units.parse_rate_bytes_per_s(text)
+
+
 _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "max-ram": ("max_ram_bytes", units.parse_size_bytes),
     "max-gpu-mem": ("max_gpu_mem", units.parse_share),
     "up": ("up_bytes_per_s", units.parse_rate_bytes_per_s),
     "down": ("down_bytes_per_s", units.parse_rate_bytes_per_s),
+    "relay": ("relay_bytes_per_s", _parse_relay_rate),
     "monthly": ("monthly_bytes", units.parse_size_bytes),
     "schedule": ("schedule", str),
     "idle-only": ("idle_only", bool),
@@ -139,6 +163,7 @@ def rows(limits: Limits) -> dict[str, str]:
         else (f"{share:.0%}" if share <= 1 else units.show_memory(share)),
         "up": units.show_rate(limits.up_bytes_per_s) if limits.up_bytes_per_s else "no limit",
         "down": units.show_rate(limits.down_bytes_per_s) if limits.down_bytes_per_s else "no limit",
+        "relay": units.show_rate(limits.relay_bytes_per_s) if limits.relay_bytes_per_s else "off",
         "in a month": units.show_size(limits.monthly_bytes) if limits.monthly_bytes else "no limit",
         "when": ", ".join(when) or "always",
         "cores": str(limits.cores or "all"),

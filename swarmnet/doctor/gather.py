@@ -248,10 +248,10 @@ async def ask_peers(
     """
     if entry is None or not entry.bootstrap:
         return [], []
-    from swarmnet_protocols.reachability.dial_back import tcp_ports
+    from swarmnet_protocols.reachability.dial_back import ports_of
 
     async with _connected(entry, LOOPBACK if node else listen or ANY_PORT) as transport:
-        ports = tcp_ports((node.addresses if node else ()) or transport.addresses())
+        ports = ports_of((node.addresses if node else ()) or transport.addresses())
         others = [each for each in entry.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
         answers = await asyncio.gather(*(_probe(transport, each, ports) for each in others[:MAX_PEERS]))
         return answers, ports

@@ -107,6 +107,20 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("three hops, 50 ms round trip", "tokens/s", "", key("rounds", rtt_ms=50)),
             Headline("three hops, 100 ms round trip", "tokens/s", "", key("rounds", rtt_ms=100)),
         ],
+        "nat": [
+            Headline("first answer of any pair of routers", "s", "at most 15", key("first_s")),
+            Headline("pairs of routers with a direct link, of 16", "", "at least 11", key("direct_pairs")),
+            Headline("answers that failed, of all", "", "0", key("failed_answers")),
+            Headline("a hole is punched", "s", "", key("punch_s")),
+            Headline("stall when a relay is killed", "s", "at most 5", key("s", fault="relay")),
+            Headline(
+                "answer after two routers lost their tables", "s", "at most 30", key("s", fault="mappings")
+            ),
+            Headline(
+                "answer after a router got another address", "s", "at most 30", key("s", fault="address")
+            ),
+            Headline("reservation of one of twenty hosts", "s", "at most 10", key("reserved_s")),
+        ],
         "adapters": [],
         "steps": [],
         "head": [],

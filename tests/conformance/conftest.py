@@ -129,7 +129,7 @@ class CircuitLab(P2pdLab):
                 for direct, identity in zip(await self.pair(), identities, strict=True)
             ]
             third = await self._peer("relay", LinkLimiter())
-            relay = Relay(third, lambda: True)
+            relay = Relay(third, lambda: True, LinkLimiter())
             await relay.serve()
 
             async def candidates() -> Sequence[str]:

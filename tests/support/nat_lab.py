@@ -47,6 +47,13 @@ def forget_mappings(number: int) -> None:
     _run(f"ip netns exec lab-r{number} nft -f -", text=_rules(number, kind))
 
 
+def move(number: int, address: str) -> None:
+    """The router of host ``number`` gets another address, and loses its table."""
+    _run(f"ip -n lab-r{number} addr flush dev wan")
+    _run(f"ip -n lab-r{number} addr add {address}/24 dev wan")
+    forget_mappings(number)
+
+
 _kinds: dict[int, str] = {}
 
 

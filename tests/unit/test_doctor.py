@@ -14,7 +14,7 @@ from swarmnet.doctor import facts
 from swarmnet.doctor.checks import GIB, PYTHON, TESTED, Finding, Level, examine, worst
 from swarmnet.doctor.gather import examine_disk, secret_files
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.reachability.dial_back import Probed, tcp_ports
+from swarmnet_protocols.reachability.dial_back import Probed, ports_of
 
 PEER = PeerId("12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p")
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
@@ -179,7 +179,7 @@ def test_ports_of_relays_and_of_udp_are_left_out() -> None:
         "/ip4/1.2.3.4/tcp/5001/p2p/R/p2p-circuit/p2p/X",
         "/ip6/::1/tcp/4003/p2p/X",
     ]
-    assert tcp_ports(addresses) == [4001, 4003]
+    assert ports_of(addresses) == [4001, 4003]
 
 
 def test_the_command_prints_all_findings_and_exits_with_1_on_a_failure(

@@ -25,6 +25,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES
+from swarmnet_protocols.net import Reach, ReachKind
 from swarmnet_protocols.wire import control_pb2
 
 SOCKET_NAME = "control.sock"
@@ -68,6 +69,7 @@ class NodeStatus:
     usage: Usage = field(default_factory=Usage)
     ram_bytes: int = 0
     warning: str = ""
+    reach: Reach = field(default_factory=Reach)
 
 
 class Controlled(Protocol):
@@ -162,6 +164,10 @@ def status(data_dir: Path) -> NodeStatus:
     nested = {
         "addresses": tuple(reply.addresses),
         "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
+        "reach": Reach(
+            **{each.name: getattr(reply.reach, each.name) for each in fields(Reach)}
+            | {"kind": ReachKind(reply.reach.kind or "unknown"), "relays": tuple(reply.reach.relays)}
+        ),
         "usage": Usage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
     }
     return NodeStatus(**values | nested)

@@ -16,6 +16,8 @@ MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
 IDLE_AFTER_S = 180.0
+RELAY_BYTES_PER_S = 1_250_000.0
+"""The default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
 ONE_CLIENT = 0.25
 """The default share of a host's resources that one client may use."""
 
@@ -38,6 +40,8 @@ class Limits:
     """Seconds without use of keyboard or mouse after which the machine is idle."""
     no_battery: bool = False
     cores: int | None = None
+    relay_bytes_per_s: float = RELAY_BYTES_PER_S
+    """Forwarded for peers that cannot be dialled, if this one can. 0: nothing."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""
@@ -47,6 +51,7 @@ class Limits:
         _check_rate("down", self.down_bytes_per_s)
         _check("monthly", self.monthly_bytes, 1, MAX_BYTES)
         _check("idle_after", self.idle_after_s, 1.0, MAX_IDLE_S)
+        _check_rate("relay", self.relay_bytes_per_s or None)
         _check("cores", self.cores, 1, MAX_CORES)
         if self.schedule is not None:
             try:
@@ -98,8 +103,9 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "idle_after_s": (int, float),
     "no_battery": bool,
     "cores": int,
+    "relay_bytes_per_s": (int, float),
 }
-_ALWAYS = {"idle_only", "idle_after_s", "no_battery"}
+_ALWAYS = {"idle_only", "idle_after_s", "no_battery", "relay_bytes_per_s"}
 
 
 def _fits(name: str, value: object) -> bool:

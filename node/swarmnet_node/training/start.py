@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnet_node.owner.limits import RELAY_BYTES_PER_S
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
@@ -62,6 +63,7 @@ async def start(
         link = LinkLimiter()
         link.up.set_rate(config.up_bytes_per_s)
         link.down.set_rate(config.down_bytes_per_s)
+        link.set_relay_rate(RELAY_BYTES_PER_S)
         transport, directory = await stack.enter_async_context(connect(replace(config.network, link=link)))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))

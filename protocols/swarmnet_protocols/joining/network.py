@@ -107,7 +107,7 @@ async def connect(
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.reachability.detection import Reachability
     from swarmnet_protocols.reachability.dial_back import Probes
-    from swarmnet_protocols.reachability.hole_punching import HolePunching
+    from swarmnet_protocols.reachability.hole_punching import HolePunching, describe
     from swarmnet_protocols.reachability.relay import Relay
     from swarmnet_protocols.reachability.routed_transport import RoutedTransport
     from swarmnet_protocols.timing import Timing
@@ -141,15 +141,17 @@ async def connect(
         guarded = GuardedTransport(routed, handshakes)
         await routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
+        relay = Relay(guarded, lambda: reachability.is_open, config.link)
         punching = HolePunching(routed, guarded, reachability)
         await punching.serve()
         stack.push_async_callback(punching.close)
         if not client_mode:
             with suppress(NotAuthorised):  # an observer has no role that may serve these
                 await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
-                await Relay(guarded, lambda: reachability.is_open).serve()
+                await relay.serve()
             await reachability.find_out()
             stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
+        routed.describe_reach = partial(describe, reachability, punching, relay, routed)
         if client_mode:
             local = LocalNetwork(membership.rules.swarm)
         else:

@@ -19,6 +19,7 @@ Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, NewType, Protocol
 
 from swarmnet_protocols.net.resources import ResourceManager, Scope
@@ -55,6 +56,44 @@ class Message:
 
     header: bytes
     payload: Buffer = b""
+
+
+class ReachKind(StrEnum):
+    """How other peers reach this one."""
+
+    UNKNOWN = "unknown"
+    """No peer could be asked."""
+    OPEN = "open"
+    """Directly, at an address of this machine."""
+    FORWARDED = "forwarded"
+    """Directly, at an address of a router that forwards a port, by UPnP, NAT-PMP or its settings."""
+    RELAYED = "relayed"
+    """Through relays, and directly after hole punching."""
+    UNREACHABLE = "unreachable"
+    """Not at all: no relay takes this peer."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other peers reach this one, and what it does so that they reach others. Counts are since the start, unless they say otherwise."""
+
+    kind: ReachKind = ReachKind.UNKNOWN
+    nat: str = ""
+    """``cone`` if relays see one external address, ``symmetric`` if each sees another one; empty if unknown."""
+    relays: tuple[PeerId, ...] = ()
+    """Relays that hold a reservation for this peer now."""
+    punched: int = 0
+    """Direct connections made through routers at the request of this peer."""
+    not_punched: int = 0
+    punch_s: float = 0.0
+    """Mean seconds of those that were made, agreement included."""
+    circuits: int = 0
+    """Streams that this peer has through relays now."""
+    reservations: int = 0
+    """Peers that are reached through this one now."""
+    forwarded_circuits: int = 0
+    """Streams that this peer forwards for others now."""
+    forwarded_bytes: int = 0
 
 
 class Stream(Protocol):
@@ -109,6 +148,9 @@ class Transport(Protocol):
 
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with ``/p2p/ID`` at which this peer can be dialled."""
+
+    def reach(self) -> Reach:
+        """How other peers reach this one now."""
 
     async def died(self) -> None:
         """Return when the transport has failed and can carry nothing any more."""
@@ -177,6 +219,9 @@ class TransportWrapper:
 
     def addresses(self) -> Sequence[str]:
         return self._transport.addresses()
+
+    def reach(self) -> Reach:
+        return self._transport.reach()
 
     async def died(self) -> None:
         await self._transport.died()

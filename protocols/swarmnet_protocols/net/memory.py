@@ -24,7 +24,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Reach, ReachKind
 from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -263,6 +263,9 @@ class MemoryTransport:
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in self._connected and self.network.find(peer) is self._connected[peer]
+
+    def reach(self) -> Reach:
+        return Reach(ReachKind.OPEN)
 
     async def died(self) -> None:
         await self._left.wait()

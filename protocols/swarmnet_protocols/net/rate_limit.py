@@ -192,6 +192,14 @@ class LinkLimiter:
     def __init__(self) -> None:
         self.up = RateLimiter()
         self.down = RateLimiter()
+        self.relay = RateLimiter()
+        """Bytes that this machine forwards for other peers. They also count in ``up`` and ``down``."""
+        self.may_relay = True
+
+    def set_relay_rate(self, bytes_per_s: float) -> None:
+        """Limit the forwarded bytes; 0: forward nothing."""
+        self.may_relay = bytes_per_s > 0
+        self.relay.set_rate(bytes_per_s or None)
 
 
 def _now() -> float:

@@ -5,15 +5,14 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from enum import StrEnum
 
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.reachability.dial_back import Probed, probe, tcp_ports
+from swarmnet_protocols.reachability.dial_back import Probed, ports_of, probe
 from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 
@@ -29,21 +28,6 @@ CHECK_S = 2.0
 """Period at which the addresses of this machine are compared with those before."""
 AGAIN_S = 600.0
 """Period at which peers are asked again although nothing changed."""
-
-
-class Reach(StrEnum):
-    """How other peers reach this one."""
-
-    UNKNOWN = "unknown"
-    """No peer could be asked."""
-    OPEN = "open"
-    """Directly, at an address of this machine."""
-    FORWARDED = "forwarded"
-    """Directly, at an address of a router that forwards a port."""
-    RELAYED = "relayed"
-    """Through relays, and directly after hole punching."""
-    UNREACHABLE = "unreachable"
-    """Not at all: no relay takes this peer."""
 
 
 def judge(answers: Sequence[Probed]) -> bool | None:
@@ -86,16 +70,31 @@ class Reachability:
         return self._is_open is True
 
     @property
-    def reach(self) -> Reach:
+    def kind(self) -> ReachKind:
         if self._is_open is None:
-            return Reach.UNKNOWN
+            return ReachKind.UNKNOWN
         if self._is_open:
-            return Reach.FORWARDED if self._is_forwarded else Reach.OPEN
-        return Reach.RELAYED if self._reservations.held else Reach.UNREACHABLE
+            return ReachKind.FORWARDED if self._is_forwarded else ReachKind.OPEN
+        return ReachKind.RELAYED if self._reservations.held else ReachKind.UNREACHABLE
+
+    @property
+    def nat(self) -> str:
+        """See ``Reach.nat``."""
+        observed = [each.observed for each in self._reservations.held if "/tcp/" in each.observed]
+        if self._is_open is not False or len(observed) < 2:
+            return ""
+        # A connection that could not be dialled from the listening port has a mapping of its own.
+        is_kept = any(port in ports_of(self._transport.own_addresses()) for port in ports_of(observed))
+        return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
+
+    @property
+    def relays_held(self) -> tuple[PeerId, ...]:
+        """The relays that hold a reservation for this peer."""
+        return tuple(each.relay for each in self._reservations.held)
 
     async def find_out(self) -> None:
         """Ask peers to dial this one; reserve at relays if they cannot."""
-        ports = tcp_ports([each for each in self._transport.own_addresses() if "/p2p-circuit" not in each])
+        ports = ports_of(self._transport.own_addresses())
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
         answers = [each for each in await asyncio.gather(*(self._ask(each, ports) for each in asked)) if each]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open

@@ -110,11 +110,14 @@ async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
     )
 
 
-def tcp_ports(addresses: Sequence[str]) -> list[int]:
-    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
+def ports_of(addresses: Sequence[str], kind: str = "tcp", *, with_loopback: bool = True) -> list[int]:
+    """The distinct ports of multiaddrs over ``kind`` that do not lead through a relay."""
     found = []
     for address in addresses:
         match address.split("/"):
-            case ["", _, _, "tcp", port, *rest] if port.isdigit() and "p2p-circuit" not in rest:
-                found.append(int(port))
+            case ["", _, host, each, port, *rest] if (
+                each == kind and port.isdigit() and "p2p-circuit" not in rest
+            ):
+                if with_loopback or not (host.startswith("127.") or host == "::1"):
+                    found.append(int(port))
     return list(dict.fromkeys(found))

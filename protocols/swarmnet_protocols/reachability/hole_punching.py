@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Reach, Stream, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED, ip_of
 from swarmnet_protocols.net.protocol_ids import PUNCH
 from swarmnet_protocols.net.resources import Rate
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
+from swarmnet_protocols.reachability.dial_back import ports_of
+from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -61,6 +62,7 @@ class HolePunching:
         self._reachability = reachability
         self.counters = PunchCounters()
         self._running: dict[PeerId, asyncio.Task[None]] = {}
+        self._first_tries: dict[PeerId, asyncio.Task[bool]] = {}
         self._not_before: OrderedDict[PeerId, float] = OrderedDict()
 
     async def serve(self) -> None:
@@ -70,40 +72,54 @@ class HolePunching:
     async def close(self) -> None:
         await cancel(*self._running.values())
 
-    def _begin(self, peer: PeerId) -> "asyncio.Task[None] | None":
-        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the running attempt, if any."""
+    def _begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
+        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the first try while it lasts."""
         now = asyncio.get_running_loop().time()
-        if peer in self._running:
-            return self._running[peer]
-        if self._not_before.get(peer, 0.0) > now or len(self._running) >= MAX_AT_ONCE:
+        if peer in self._first_tries:
+            return self._first_tries[peer]
+        is_tried = self._not_before.get(peer, 0.0) > now
+        if peer in self._running or is_tried or len(self._running) >= MAX_AT_ONCE:
             return None
         self._not_before[peer] = now + AGAIN_S
         self._not_before.move_to_end(peer)
         if len(self._not_before) > MAX_REMEMBERED:
             self._not_before.popitem(last=False)
-        task = self._running[peer] = asyncio.create_task(self._punch(peer), name=f"punch {peer}")
+        first = self._first_tries[peer] = asyncio.create_task(self._try(peer), name=f"punch {peer}")
+        first.add_done_callback(lambda _: self._first_tries.pop(peer))
+        self._running[peer] = task = asyncio.create_task(self._persist(peer, first), name=f"punch {peer}")
         task.add_done_callback(lambda _: self._running.pop(peer))
-        return task
+        return first
 
-    async def _punch(self, peer: PeerId) -> None:
-        clock = asyncio.get_running_loop().time
-        for number in range(TRIES):
-            if number:
+    async def _persist(self, peer: PeerId, first: "asyncio.Task[bool]") -> None:
+        """Try again if the first try fails."""
+        try:
+            is_done = await first
+            for _ in range(TRIES - 1):
+                if is_done:
+                    return
                 await asyncio.sleep(PAUSE_S)
-            began = clock()
-            try:
-                is_direct = await self._agree_and_dial(peer)
-            except SwarmnetError as error:
-                _log.info("no agreement with %s on a direct connection: %s", peer, error)
-                return
-            if is_direct:
-                self._not_before.pop(peer, None)
-                self.counters.succeeded += 1
-                self.counters.total_s += clock() - began
-                _log.info("connected to %s directly after %.2f s", peer, clock() - began)
-                return
+                is_done = await self._try(peer)
+        finally:
+            await cancel(first)
+
+    async def _try(self, peer: PeerId) -> bool:
+        """One try. Returns whether there is nothing left to try."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            is_direct = await self._agree_and_dial(peer)
+        except SwarmnetError as error:
+            _log.info("no agreement with %s on a direct connection: %s", peer, error)
+            return True
+        if is_direct:
+            self._not_before.pop(peer, None)
+            self.counters.succeeded += 1
+            self.counters.total_s += clock() - began
+            _log.info("connected to %s directly after %.2f s", peer, clock() - began)
+        else:
             self.counters.failed += 1
             _log.info("%s was not reached directly", peer)
+        return is_direct
 
     async def _agree_and_dial(self, peer: PeerId) -> bool:
         clock = asyncio.get_running_loop().time
@@ -134,14 +150,17 @@ class HolePunching:
     def _my_addresses(self) -> pb.PunchAddresses:
         """The external addresses of this peer: those that relays observed, and the UDP port that most routers keep."""
         if self._reachability.is_surely_open:
-            own = [
+            public = [
                 each.partition("/p2p/")[0]
                 for each in self._transport.addresses()
                 if "/p2p-circuit" not in each
             ]
-            return pb.PunchAddresses(addresses=own[:MAX_DIALLED], is_open=True)
+            return pb.PunchAddresses(addresses=public[:MAX_DIALLED], is_open=True)
+        own = self._transport.own_addresses()
+        tcp_ports, udp_ports = (ports_of(own, kind, with_loopback=False) for kind in ("tcp", "udp"))
         observed = list(dict.fromkeys(self._transport.observed_addresses()))
-        udp_ports = _ports(self._transport.own_addresses(), "udp")
+        # Of a connection that could not be dialled from the listening port, the mapping is of no use.
+        observed.sort(key=lambda each: not set(ports_of([each])) & set(tcp_ports))
         if udp_ports and not any("/udp/" in each for each in observed):
             hosts = dict.fromkeys(each.split("/")[2] for each in observed if ip_of(each) is not None)
             observed += [f"/ip4/{host}/udp/{udp_ports[0]}/quic-v1" for host in hosts if ":" not in host]
@@ -176,7 +195,7 @@ class HolePunching:
 
     async def _open_simultaneously(self, peer: PeerId, address: str, *, serves: bool) -> None:
         await asyncio.sleep(TCP_AFTER_S)
-        ports = _ports(self._transport.own_addresses(), "tcp")
+        ports = ports_of(self._transport.own_addresses(), with_loopback=False)
         if not ports or await self._transport.direct.is_connected(peer):
             return
         _, _, host, _, port, *_ = address.split("/")
@@ -200,12 +219,20 @@ class HolePunching:
         self._transport.direct.endpoint.start(use())
 
 
-def _ports(addresses: Sequence[str], kind: str) -> list[int]:
-    """The ports of ``kind`` in multiaddrs that are not on loopback."""
-    found = []
-    for address in addresses:
-        match address.split("/"):
-            case ["", _, host, each, port, *rest] if each == kind and "p2p-circuit" not in rest:
-                if not host.startswith("127.") and host != "::1":
-                    found.append(int(port))
-    return list(dict.fromkeys(found))
+def describe(
+    reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
+) -> Reach:
+    """What the parts of this room know together."""
+    counters = punching.counters
+    return Reach(
+        kind=reachability.kind,
+        nat=reachability.nat,
+        relays=reachability.relays_held,
+        punched=counters.succeeded,
+        not_punched=counters.failed,
+        punch_s=counters.total_s / max(1, counters.succeeded),
+        circuits=transport.circuits.total(),
+        reservations=relay.reservations,
+        forwarded_circuits=relay.circuits,
+        forwarded_bytes=relay.forwarded_bytes,
+    )

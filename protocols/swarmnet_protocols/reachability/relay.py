@@ -13,7 +13,7 @@ from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import CIRCUIT, RELAY
-from swarmnet_protocols.net.rate_limit import RateLimiter
+from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.subnets import SubnetSlots
@@ -34,17 +34,20 @@ OPEN_S = 3.0
 class Relay:
     """Serves RELAY on a transport, as long as ``is_open`` says that this peer can be dialled."""
 
-    def __init__(self, transport: Transport, is_open: Callable[[], bool]) -> None:
+    def __init__(self, transport: Transport, is_open: Callable[[], bool], link: LinkLimiter) -> None:
         self._transport = transport
         self._is_open = is_open
-        self.limiter = RateLimiter()
-        """The rate of forwarded bytes, which the owner sets. ``total_bytes``: those forwarded so far."""
-        self.is_on = True
-        """Whether the owner lets this peer relay."""
+        self._link = link
         self._reserved: dict[PeerId, Stream] = {}
         self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
         self.circuits = 0
         """Circuits open now."""
+        self.forwarded_bytes = 0
+
+    @property
+    def relays(self) -> bool:
+        """Whether the owner lets this peer relay, and other peers can dial it."""
+        return self._link.may_relay and self._is_open()
 
     @property
     def reservations(self) -> int:
@@ -54,7 +57,7 @@ class Relay:
         await self._transport.serve(RELAY, self._handle)
 
     async def _handle(self, stream: Stream) -> None:
-        if not (self.is_on and self._is_open()):
+        if not self.relays:
             raise Refusal(refusal_pb2.REASON_NO_RELAY, "this peer does not relay")
         message = await receive_within(stream, SILENCE_S)
         request = parse(pb.RelayRequest, message.header)
@@ -117,5 +120,6 @@ class Relay:
         with contextlib.suppress(SwarmnetError):
             while True:
                 payload = (await source.receive()).payload
-                await self.limiter.acquire(len(payload), message_bytes=len(payload))
+                await self._link.relay.acquire(len(payload), message_bytes=len(payload))
+                self.forwarded_bytes += len(payload)
                 await target.send(Message(b"", payload))

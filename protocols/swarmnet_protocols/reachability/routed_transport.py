@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -14,7 +15,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
@@ -65,8 +66,11 @@ class RoutedTransport(TransportWrapper):
         """The relays of peers to which circuits were opened last."""
         self.observed: dict[PeerId, str] = {}
         """The multiaddr of this peer as each relay saw it last."""
-        self.punch: Callable[[PeerId], asyncio.Task[None] | None] = lambda _: None
-        """Begins to make a direct connection to a peer, unless that failed lately. Returns the task if it is under way."""
+        self.describe_reach: Callable[[], Reach] = Reach
+        self.circuits: Counter[PeerId] = Counter()
+        """Streams through relays that this peer opened, by peer; those that are open now."""
+        self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
+        """Begins to make a direct connection to a peer, unless that failed lately. Returns the first try while it lasts."""
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
@@ -89,6 +93,9 @@ class RoutedTransport(TransportWrapper):
         external = [each + suffix for each in self.external_addresses]
         return tuple(dict.fromkeys([*external, *circuits, *(others or own)]))
 
+    def reach(self) -> Reach:
+        return self.describe_reach()
+
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
         await self.direct.connect(peer, addresses, deadline_s=deadline_s)
@@ -109,7 +116,8 @@ class RoutedTransport(TransportWrapper):
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         if await self.direct.is_connected(peer):
             return await self.direct.open(peer, protocol, deadline_s=deadline_s)
-        if protocol.id in _WORTH_A_PUNCH and peer in self._relays_of and (punching := self.punch(peer)):
+        self._remember(peer, circuits)
+        if protocol.id in _WORTH_A_PUNCH and (punching := self.punch(peer)) is not None:
             await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
             if await self.direct.is_connected(peer):
                 return await self.direct.open(peer, protocol, deadline_s=deadline_s)
@@ -117,6 +125,12 @@ class RoutedTransport(TransportWrapper):
         if not direct:
             return await self._open_circuit(peer, protocol, circuits, deadline_s)
         return await self._open_either(peer, protocol, direct, circuits, deadline_s)
+
+    def _remember(self, peer: PeerId, circuits: Sequence[tuple[PeerId, str]]) -> None:
+        self._relays_of[peer] = circuits
+        self._relays_of.move_to_end(peer)
+        if len(self._relays_of) > MAX_REMEMBERED:
+            self._relays_of.popitem(last=False)
 
     async def _open_either(
         self,
@@ -149,14 +163,11 @@ class RoutedTransport(TransportWrapper):
         self, peer: PeerId, protocol: ProtocolSpec, circuits: Sequence[tuple[PeerId, str]], deadline_s: float
     ) -> Stream:
         """A stream through the first relay that reaches ``peer``. Raises ``PeerUnreachable``."""
-        if peer not in self._relays_of and len(self._relays_of) >= MAX_REMEMBERED:
-            self._relays_of.popitem(last=False)
-        self._relays_of[peer] = circuits
-        self._relays_of.move_to_end(peer)
         reasons = []
         try:
             async with asyncio.timeout(deadline_s):
-                for relay, address in circuits:
+                connected = await self.direct.connected_peers()
+                for relay, address in sorted(circuits, key=lambda each: each[0] not in connected):
                     try:
                         share_s = deadline_s / len(circuits)
                         stream = await self._ask_relay(peer, protocol, relay, address, deadline_s=share_s)
@@ -169,6 +180,7 @@ class RoutedTransport(TransportWrapper):
                     ) as error:
                         reasons.append(str(error).partition("\n")[0])
                     else:
+                        _log.info("%s with %s goes through the relay %s", protocol.id, peer, relay)
                         self.punch(peer)
                         return stream
         except TimeoutError:
@@ -195,9 +207,17 @@ class RoutedTransport(TransportWrapper):
         except BaseException:
             stream.close()
             raise
-        self.direct.endpoint.start(carry)
+        self.direct.endpoint.start(self._count(peer, carry))
         # The bytes are counted on the stream with the relay.
         return self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+
+    async def _count(self, peer: PeerId, carry: Coroutine[Any, Any, None]) -> None:
+        self.circuits[peer] += 1
+        try:
+            await carry
+        finally:
+            self.circuits[peer] -= 1
+            self.circuits += Counter()  # drops zeros
 
     def _observe(self, relay: PeerId, address: str) -> None:
         """Note the multiaddr of this peer as ``relay`` sees it."""

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning")
+    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class NodeStatus(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     RAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WARNING_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -56,10 +57,35 @@ class NodeStatus(_message.Message):
     usage: Usage
     ram_bytes: int
     warning: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ...) -> None: ...
+    reach: Reach
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+
+class Reach(_message.Message):
+    __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAT_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    PUNCHED_FIELD_NUMBER: _ClassVar[int]
+    NOT_PUNCHED_FIELD_NUMBER: _ClassVar[int]
+    PUNCH_S_FIELD_NUMBER: _ClassVar[int]
+    CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    nat: str
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    punched: int
+    not_punched: int
+    punch_s: float
+    circuits: int
+    reservations: int
+    forwarded_circuits: int
+    forwarded_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., nat: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ..., not_punched: _Optional[int] = ..., punch_s: _Optional[float] = ..., circuits: _Optional[int] = ..., reservations: _Optional[int] = ..., forwarded_circuits: _Optional[int] = ..., forwarded_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_ram_bytes", "max_gpu_mem", "up_bytes_per_s", "down_bytes_per_s", "monthly_bytes", "schedule", "idle_only", "idle_after_s", "no_battery", "cores")
+    __slots__ = ("max_ram_bytes", "max_gpu_mem", "up_bytes_per_s", "down_bytes_per_s", "monthly_bytes", "schedule", "idle_only", "idle_after_s", "no_battery", "cores", "relay_bytes_per_s")
     MAX_RAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_GPU_MEM_FIELD_NUMBER: _ClassVar[int]
     UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +96,7 @@ class Limits(_message.Message):
     IDLE_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     NO_BATTERY_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
+    RELAY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     max_ram_bytes: int
     max_gpu_mem: float
     up_bytes_per_s: float
@@ -80,7 +107,8 @@ class Limits(_message.Message):
     idle_after_s: float
     no_battery: bool
     cores: int
-    def __init__(self, max_ram_bytes: _Optional[int] = ..., max_gpu_mem: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., monthly_bytes: _Optional[int] = ..., schedule: _Optional[str] = ..., idle_only: _Optional[bool] = ..., idle_after_s: _Optional[float] = ..., no_battery: _Optional[bool] = ..., cores: _Optional[int] = ...) -> None: ...
+    relay_bytes_per_s: float
+    def __init__(self, max_ram_bytes: _Optional[int] = ..., max_gpu_mem: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., monthly_bytes: _Optional[int] = ..., schedule: _Optional[str] = ..., idle_only: _Optional[bool] = ..., idle_after_s: _Optional[float] = ..., no_battery: _Optional[bool] = ..., cores: _Optional[int] = ..., relay_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("month", "up_bytes", "down_bytes")

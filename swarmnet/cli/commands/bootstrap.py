@@ -2,10 +2,13 @@
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.limit_options import read_relay_rate
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -38,30 +41,40 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     issuer: IssuerOption = None,
     max_p2pd: MaxP2pdOption = "256MiB",
+    relay: Annotated[
+        str,
+        typer.Option(
+            "--relay", metavar="off|RATE", help="Highest rate of forwarding for peers behind routers."
+        ),
+    ] = "100mbit",
     as_json: JsonFlag = False,
 ) -> None:
     """Run a bootstrap peer until Ctrl-C: new peers enter the swarm through it, and it stores a part of the directory. Needs no model and little memory."""
     max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
+    relay_bytes_per_s = read_relay_rate(relay)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
         network = replace(network, max_p2pd_bytes=max_p2pd_bytes)
-        run_until_stopped(_serve(network, directory, as_json=as_json))
+        run_until_stopped(_serve(network, directory, relay_bytes_per_s, as_json=as_json))
 
 
-async def _serve(network: "Network", data_dir: "Path", *, as_json: bool) -> None:
+async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float, *, as_json: bool) -> None:
     from random import SystemRandom
 
     from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
     from swarmnet_protocols.errors import SwarmnetError
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
+    from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing
 
     interrupts = Interrupts.catch()
     stop = asyncio.Event()
+    link = LinkLimiter()
+    link.set_relay_rate(relay_bytes_per_s)
     async with (
-        connect(network) as (transport, directory),
+        connect(replace(network, link=link)) as (transport, directory),
         DuplicateWatch.keep(transport, directory, SystemRandom(), Timing()),
     ):
         interrupts.first = stop.set

@@ -81,6 +81,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     max_gpu_mem: limit_options.MaxGpuMem = None,
     up: limit_options.Up = None,
     down: limit_options.Down = None,
+    relay: limit_options.Relay = None,
     monthly: limit_options.Monthly = None,
     schedule: limit_options.ScheduleText = None,
     idle_only: limit_options.IdleOnly = None,

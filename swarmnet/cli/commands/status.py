@@ -6,6 +6,7 @@ from swarmnet.cli.limit_options import rows
 from swarmnet.cli.options import DataDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
+from swarmnet.reach import advice, describe, describe_punching, describe_relaying
 from swarmnet.units import counted, show_duration, show_size
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ def _print(node: "NodeStatus") -> None:
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
             "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
             "running for": show_duration(node.uptime_s),
+            "reached": describe(node.reach),
+            **{
+                name: text
+                for name, text in {
+                    "to improve it": advice(node.reach, node.addresses),
+                    "hole punching": describe_punching(node.reach),
+                    "relays for": describe_relaying(node.reach),
+                }.items()
+                if text
+            },
             "addresses": "\n".join(node.addresses),
             "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('memory'))}",
             f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.identity_lock import identity_in_use
-from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
+from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Reach
 from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
@@ -153,8 +153,16 @@ class P2pdTransport:
     def addresses(self) -> Sequence[str]:
         return self._addresses
 
+    def reach(self) -> Reach:
+        """Unknown: ``swarmnet_protocols.reachability`` finds it out."""
+        return Reach()
+
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in await self._daemon.connections()
+
+    async def connected_peers(self) -> Collection[PeerId]:
+        """The peers that are connected directly."""
+        return (await self._daemon.connections()).keys()
 
     async def died(self) -> None:
         """Return when p2pd has ended and is not restarted."""

@@ -1,0 +1,53 @@
+"""How peers reach a node, in words, and what would improve it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from swarmnet.units import counted
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.net import Reach
+
+_ID_CHARS = 8
+
+
+def describe(reach: "Reach") -> str:
+    """How other peers reach the node, in one line."""
+    relays = ", ".join(f"…{each[-_ID_CHARS:]}" for each in reach.relays)
+    nat = f" ({reach.nat} NAT)" if reach.nat else ""
+    return {
+        "unknown": "not known: there is no other peer to ask",
+        "open": "directly",
+        "forwarded": "directly, through a port that the router forwards",
+        "relayed": f"through {'relays' if len(reach.relays) > 1 else 'the relay'} {relays}, and directly by hole punching{nat}",
+        "unreachable": f"not at all{nat}: no relay takes this node",
+    }[reach.kind]
+
+
+def describe_punching(reach: "Reach") -> str:
+    """Counts of hole punching; empty before the first."""
+    if not reach.punched + reach.not_punched:
+        return ""
+    mean = f" in {reach.punch_s:.1f} s on average" if reach.punched else ""
+    return f"{reach.punched} of {counted(reach.punched + reach.not_punched, 'attempt')} connected{mean}"
+
+
+def describe_relaying(reach: "Reach") -> str:
+    """What the node does as a relay; empty if it does nothing."""
+    if not (reach.reservations or reach.forwarded_bytes):
+        return ""
+    forwarded = f"{reach.forwarded_bytes / (1 << 20):.1f} MiB"
+    return f"{counted(reach.reservations, 'peer')}, {counted(reach.forwarded_circuits, 'stream')} now, {forwarded} forwarded"
+
+
+def advice(reach: "Reach", addresses: Sequence[str]) -> str:
+    """What its owner can do so that peers reach the node directly; empty if they do."""
+    if reach.kind not in ("relayed", "unreachable"):
+        return ""
+    ports = {}
+    for address in addresses:
+        match address.split("/"):
+            case ["", _, _, "tcp" | "udp" as kind, port, *rest] if "p2p-circuit" not in rest:
+                ports[kind] = port
+    named = " and ".join(f"{kind.upper()} port {port}" for kind, port in sorted(ports.items()))
+    return f"enable UPnP on the router, or forward {named or 'the port of --listen'} there to this machine"
