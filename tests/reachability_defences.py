@@ -86,12 +86,12 @@ REACHABILITY = (
     Defence(
         "an owner's relay that is off forwards nothing",
         replacing(relay.Relay, "relays", True),
-        lambda _: test_relays.test_a_relay_that_is_switched_off_takes_nobody(),
+        lambda _: test_relays.test_a_relay_that_is_switched_off_takes_no_peer(),
     ),
     Defence(
         "relays that do not answer are tried at a bounded rate",
         replacing(reservations, "WANTED", 1000),
-        lambda _: test_relays.test_thousands_of_relays_that_do_not_answer_keep_nobody_from_one_that_does(),
+        lambda _: test_relays.test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does(),
     ),
     Defence(
         "a bounded number of announced relays is read",

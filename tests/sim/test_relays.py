@@ -125,7 +125,7 @@ def test_a_reservation_ends_when_a_side_is_silent(side: str) -> None:
     run(scenario)
 
 
-def test_a_relay_that_is_switched_off_takes_nobody() -> None:
+def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
     async def scenario(lab: Lab) -> None:
         link = LinkLimiter()
         link.set_relay_rate(0)
@@ -137,7 +137,7 @@ def test_a_relay_that_is_switched_off_takes_nobody() -> None:
     run(scenario)
 
 
-def test_thousands_of_relays_that_do_not_answer_keep_nobody_from_one_that_does() -> None:
+def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> None:
     async def scenario(lab: Lab) -> None:
         await lab.relay("relay")
         gone = [f"/memory/0/p2p/{Identity.from_seed(bytes([number])).peer_id}" for number in range(200)]

@@ -118,6 +118,7 @@ def record_messages() -> Iterator[Protobuf]:
     pb = records_pb2
     signer = Identity.from_seed(b"golden vector")
     host = pb.HostRecord(
+        nat=pb.NAT_CONE,
         manifest=_MANIFEST,
         start=3,
         end=12,
