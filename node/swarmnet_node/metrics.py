@@ -100,8 +100,10 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
 
 def _engine_metrics(engine: "Engine") -> Iterator[Metric]:
     counters = engine.counters
-    yield _counter("positions", "Positions computed: tokens, each through all blocks here.", engine.tokens)
-    yield _counter("forwards", "Forwards and passes computed.", engine.forwards)
+    yield _counter(
+        "positions", "Positions computed: tokens, each through all blocks here.", counters.positions
+    )
+    yield _counter("forwards", "Forwards and passes computed.", counters.forwards)
     yield _gauge(
         "graph_bytes",
         "Memory of autograd graphs that are kept for backward passes.",

@@ -42,7 +42,7 @@ class Stranger:
         assert host is not None
         return host.adapters
 
-    async def offer(self, data: bytes, **changes: Any) -> Stream:
+    async def announce_upload(self, data: bytes, **changes: Any) -> Stream:
         options: dict[str, Any] = {
             "swarm": SWARM,
             "manifest": self.lab.manifest,
@@ -51,13 +51,13 @@ class Stranger:
             "size_bytes": len(data),
         }
         stream = await self.transport.open(self.lab.peer_id("a"), ADAPTER, deadline_s=1.0)
-        offer = pb.Offer(**{**options, **changes})
-        await stream.send(Message(pb.AdapterRequest(offer=offer).SerializeToString()))
+        upload = pb.Upload(**{**options, **changes})
+        await stream.send(Message(pb.AdapterRequest(upload=upload).SerializeToString()))
         return stream
 
     async def bring(self, data: bytes, **changes: Any) -> pb.AdapterReply:
-        """Offer, send what is wanted, and return the last reply."""
-        stream = await self.offer(data, **changes)
+        """Announce an upload, send the part if the host wants it, and return the last reply."""
+        stream = await self.announce_upload(data, **changes)
         reply = await next_reply(stream)
         if reply.HasField("wanted"):
             for start in range(0, len(data), CHUNK):
@@ -173,7 +173,7 @@ def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference:
     data = part_of(rank=64)
 
     async def talk(stranger: Stranger) -> None:
-        stream = await stranger.offer(data)
+        stream = await stranger.announce_upload(data)
         await assert_refused(next_reply(stream), refusal_pb2.REASON_OUT_OF_MEMORY)
         assert (await stranger.bring(part_of(rank=1))).HasField("stored")
 
@@ -183,7 +183,8 @@ def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference:
 def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await assert_refused(
-            next_reply(await stranger.offer(part_of(), adapter=bytes(31))), refusal_pb2.REASON_PROTOCOL
+            next_reply(await stranger.announce_upload(part_of(), adapter=bytes(31))),
+            refusal_pb2.REASON_PROTOCOL,
         )
 
     with_stranger(reference, talk)
@@ -194,7 +195,7 @@ def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, size
     """Otherwise an upload of single bytes would hold its memory for days."""
 
     async def talk(stranger: Stranger) -> None:
-        stream = await stranger.offer(bytes(CHUNK + 100))
+        stream = await stranger.announce_upload(bytes(CHUNK + 100))
         assert (await next_reply(stream)).HasField("wanted")
         for size in sizes:
             await send_chunk(stream, bytes(size))
@@ -206,8 +207,8 @@ def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, size
 
 def test_a_stalled_upload_is_ended_and_its_memory_released(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
-        await stranger.offer(bytes(CHUNK))
-        gone = await stranger.offer(bytes([1]) * CHUNK)
+        await stranger.announce_upload(bytes(CHUNK))
+        gone = await stranger.announce_upload(bytes([1]) * CHUNK)
         await asyncio.sleep(1.0)
         assert stranger.store.nbytes == 2 * CHUNK
         gone.close()
@@ -224,7 +225,7 @@ def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) ->
 
     async def talk(stranger: Stranger) -> None:
         assert (await stranger.bring(data)).HasField("stored")
-        assert (await next_reply(await stranger.offer(data))).HasField("stored")
+        assert (await next_reply(await stranger.announce_upload(data))).HasField("stored")
         assert len(stranger.store) == 1
 
     with_stranger(reference, talk)
@@ -242,7 +243,7 @@ def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
             assert (await owner.bring(data)).HasField("stored")
             assert (await owner.open_session(digest)).HasField("opened")
         await assert_refused(stranger.open_session(digest), refusal_pb2.REASON_UNKNOWN_ADAPTER)
-        assert (await next_reply(await stranger.offer(data))).HasField("wanted")
+        assert (await next_reply(await stranger.announce_upload(data))).HasField("wanted")
 
     with_stranger(reference, talk)
 

@@ -79,14 +79,14 @@ async def start(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
 
 
 def kind_of(delivery: Delivery) -> str | None:
-    """Of a request: "offer", "open", "step"."""
+    """The kind of a request: "upload", "open" or "step"; None for other protocols."""
     kinds = {ADAPTER.id: pb.AdapterRequest, SESSION.id: pb.SessionRequest, LINK.id: pb.LinkRequest}
     kind = kinds.get(delivery.protocol.id)
     return kind.FromString(delivery.message.header).WhichOneof("kind") if kind else None
 
 
 def counted(lab: Lab, kind: str, target: str) -> list[Delivery]:
-    """Fills with the requests of a kind that reach a node."""
+    """A list to which requests of a kind that reach a node are added."""
     found: list[Delivery] = []
 
     def watch(delivery: Delivery) -> None:
@@ -142,13 +142,13 @@ def test_eight_clients_with_adapters_and_two_without_get_their_own_outputs(refer
         assert answers == expected
         engine = lab.nodes["a"]._engine
         assert engine is not None
-        assert engine.forwards < 10 * TOKENS / 2, "their tokens were hardly ever in one batch"
+        assert engine.counters.forwards < 10 * TOKENS / 2, "their tokens were hardly ever in one batch"
 
     simulate(reference, scenario)
 
 
 @pytest.mark.parametrize("victim", ["a", "b"])
-@pytest.mark.parametrize("moment", ["offer", "open", "step"])
+@pytest.mark.parametrize("moment", ["upload", "open", "step"])
 def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
     """Its replacement, which has more blocks, is brought the adapter before it is opened, and computes the same."""
 
@@ -182,7 +182,7 @@ def test_the_client_uploads_an_adapter_again_to_a_session_host_that_lost_it(refe
         await start(lab, LAYOUTS["2 hops"])
         host = lab.nodes["b"]._host
         assert host is not None
-        offers, opened = counted(lab, "offer", "b"), counted(lab, "open", "b")
+        uploads, opened = counted(lab, "upload", "b"), counted(lab, "open", "b")
         lab.once(
             lambda delivery: delivery.target == lab.peer_id("b") and kind_of(delivery) == "open",
             lambda _: host.adapters._kept.clear(),
@@ -190,7 +190,7 @@ def test_the_client_uploads_an_adapter_again_to_a_session_host_that_lost_it(refe
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
             assert await lab.generate(chain, PROMPT, TOKENS) == tuned.greedy(PROMPT, TOKENS)
             assert chain.report.failovers == 0
-        assert (len(offers), len(opened)) == (2, 2)
+        assert (len(uploads), len(opened)) == (2, 2)
 
     simulate(reference, scenario)
 
@@ -279,10 +279,10 @@ def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Referen
 
     async def scenario(lab: Lab) -> None:
         await start(lab, LAYOUTS["3 hops"])
-        offers = {name: counted(lab, "offer", name) for name in "abc"}
+        uploads = {name: counted(lab, "upload", name) for name in "abc"}
         async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
             await lab.generate(chain, PROMPT, 2)
-        assert {name: len(each) for name, each in offers.items()} == {"a": 1, "b": 0, "c": 0}
+        assert {name: len(each) for name, each in uploads.items()} == {"a": 1, "b": 0, "c": 0}
 
     simulate(reference, scenario)
 

@@ -117,7 +117,7 @@ def test_long_work_is_split_into_batches_and_joined_again() -> None:
         (output,) = await engine.compute(real, [(sequence, inputs)])
         assert torch.equal(output, 2 * inputs)
         assert sequence.length == len(inputs)
-        assert engine.tokens == len(inputs)
+        assert engine.counters.positions == len(inputs)
 
     with_engine(stage, use)
     assert stage.batches == [[MAX_BATCH_TOKENS], [MAX_BATCH_TOKENS], [10]]

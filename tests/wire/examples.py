@@ -100,7 +100,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, adapter=_MANIFEST))
     yield pb.PassRequest(begin=pb.Begin(span=span, counts=[300, 1], adapter=_MANIFEST, graph=_MANIFEST[:16]))
     yield pb.AdapterRequest(
-        offer=pb.Offer(
+        upload=pb.Upload(
             swarm=_MANIFEST[::-1], manifest=_MANIFEST, span=span, adapter=_MANIFEST, size_bytes=1 << 33
         )
     )

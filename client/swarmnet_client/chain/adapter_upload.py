@@ -74,7 +74,7 @@ async def upload_adapter(
     part = await asyncio.to_thread(adapter.part, hop.start, hop.end) if adapter is not None else None
     if part is None:
         return b""
-    offer = pb.Offer(
+    upload = pb.Upload(
         swarm=swarm.id,
         manifest=swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
@@ -92,7 +92,7 @@ async def upload_adapter(
                 progressed()
 
             client = _Upload(stream, pb.AdapterRequest, pb.AdapterReply, silence_s=timing.silence_s)
-            await client.send(pb.AdapterRequest(offer=offer))
+            await client.send(pb.AdapterRequest(upload=upload))
             while True:
                 reply, _ = await client.receive()
                 match reply.WhichOneof("kind"):

@@ -1,4 +1,4 @@
-"""Histograms of an engine, cumulative since its start, as Prometheus and node reports read them."""
+"""Counters and histograms of an engine, cumulative since its start, as Prometheus and node reports read them."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,13 @@ def total(histogram: Histogram) -> float:
 
 
 class EngineCounters:
-    """What one engine has computed since its start, and how long that took."""
+    """Forwards, passes and positions that one engine has computed since its start, and their durations in seconds."""
 
     def __init__(self) -> None:
+        self.forwards = 0
+        """Forwards and passes computed."""
+        self.positions = 0
+        """Positions computed in them."""
         self.forward_s = node_histogram("forward_seconds", "How long one forward of sessions' work took.")
         self.forward_positions = node_histogram(
             "forward_positions", "Positions in one such forward.", POSITIONS

@@ -114,8 +114,6 @@ class Engine:
         """From the limit of the caches of all clients to that of one client."""
         self.counters = EngineCounters()
         self.graph_cache = GraphCache(resources)
-        self.forwards = 0
-        self.tokens = 0
         self.token_s = 0.0
         """Seconds for one position in a forward, averaged."""
         self._forward_s = 0.0
@@ -169,6 +167,16 @@ class Engine:
             await cancel(loop)
             engine._stop()
             engine.graph_cache.shrink(0)
+
+    @property
+    def forwards(self) -> int:
+        """Forwards and passes computed, from ``counters``."""
+        return self.counters.forwards
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, from ``counters``."""
+        return self.counters.positions
 
     @property
     def cache_bytes(self) -> int:
@@ -364,8 +372,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return
-        self.forwards += 1
-        self.tokens += work.positions
+        self.counters.forwards += 1
+        self.counters.positions += work.positions
         elapsed_s = self._stopwatch() - started
         self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
@@ -385,8 +393,8 @@ class Engine:
             self._passes.remove(work)
 
     def _account(self, tokens: int, elapsed_s: float) -> None:
-        self.forwards += 1
-        self.tokens += tokens
+        self.counters.forwards += 1
+        self.counters.positions += tokens
         self.counters.forward_s.observe(elapsed_s)
         self.counters.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)

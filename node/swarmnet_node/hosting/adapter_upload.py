@@ -1,6 +1,6 @@
 """The upload of one part of a client's adapter: memory is reserved, the hash and the shapes are checked, and only then is it stored.
 
-1. The client offers a part by its SHA-256 and size. If the store has it, the host answers ``stored``.
+1. The client announces a part with its SHA-256 and its size in bytes. If the store has it, the host answers ``stored``.
 2. Otherwise the host reserves memory, answers ``wanted``, and receives the part in chunks.
 3. It checks the hash, loads the part onto its device and answers ``stored``.
 """
@@ -27,7 +27,7 @@ AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 class AdapterUpload:
     """One upload. ``start``: the first block of the engine's stage, numbered as in the whole model."""
 
-    offer: pb.Offer
+    upload: pb.Upload
     store: AdapterStore
     engine: Engine
     start: int
@@ -40,11 +40,11 @@ class AdapterUpload:
         Raises ``Refusal`` at a limit of the store, ``ProtocolViolation`` for a part without the announced hash or size or that does not
         fit the blocks, and ``StreamEnded`` or ``DeadlineExceeded`` when the client has left or is too slow.
         """
-        owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.offer.adapter
-        if len(digest) != HASH_BYTES or self.offer.size_bytes < 1:
+        owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.upload.adapter
+        if len(digest) != HASH_BYTES or self.upload.size_bytes < 1:
             raise ProtocolViolation("an upload must name a hash of 32 bytes and a size of at least 1 byte")
         if not self.store.renew(owner, digest):
-            with self.store.reserve(scope, self.offer.size_bytes):
+            with self.store.reserve(scope, self.upload.size_bytes):
                 adapter = await race(
                     self._receive(),
                     self.stream.send_heartbeats(
@@ -57,7 +57,7 @@ class AdapterUpload:
     async def _receive(self) -> StageAdapter:
         await self.stream.send(pb.AdapterReply(wanted=pb.Wanted()))
         chunks: list[Buffer] = []
-        left = self.offer.size_bytes
+        left = self.upload.size_bytes
         while left:
             request, payload = await self.stream.receive()
             wanted = min(left, ADAPTER.max_payload_bytes)
@@ -71,11 +71,11 @@ class AdapterUpload:
     def _checked(self, chunks: list[Buffer]) -> bytes:
         data = b"".join(chunks)
         chunks.clear()
-        if hashlib.sha256(data).digest() != self.offer.adapter:
+        if hashlib.sha256(data).digest() != self.upload.adapter:
             raise ProtocolViolation("the bytes of an adapter do not have its hash")
         return data
 
     def _adapt(self, data: bytes) -> StageAdapter:
         adapter = self.engine.stage.load_adapter(read_part(data), self.start)
-        adapter.check_span(self.offer.span.start, self.offer.span.end)
+        adapter.check_span(self.upload.span.start, self.upload.span.end)
         return adapter

@@ -303,7 +303,7 @@ class Host:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
-    def _check_served(self, wanted: pb.Open | pb.Begin | pb.Offer) -> None:
+    def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
         if self.leaving:
             raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
         if wanted.swarm != self._model.swarm:
@@ -339,13 +339,13 @@ class Host:
     async def _serve_upload(self, stream: Stream) -> None:
         client = self._typed(stream, pb.AdapterReply, pb.AdapterRequest, silence_s=self.timing.chunk_s)
         request, _ = await client.receive()
-        if not request.HasField("offer"):
-            raise ProtocolViolation("an adapter begins with Offer")
+        if not request.HasField("upload"):
+            raise ProtocolViolation("an adapter begins with Upload")
         async with self._refusing(client):
-            self._check_served(request.offer)
+            self._check_served(request.upload)
             heartbeat_s = self.timing.heartbeat_s
             await AdapterUpload(
-                request.offer, self.adapters, self.engine, self.start, client, heartbeat_s
+                request.upload, self.adapters, self.engine, self.start, client, heartbeat_s
             ).run()
 
     async def _serve_link(self, stream: Stream) -> None:

@@ -253,14 +253,14 @@ class PassReply(_message.Message):
     def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AdapterRequest(_message.Message):
-    __slots__ = ("offer", "chunk")
-    OFFER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("upload", "chunk")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    offer: Offer
+    upload: Upload
     chunk: Chunk
-    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    def __init__(self, upload: _Optional[_Union[Upload, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
-class Offer(_message.Message):
+class Upload(_message.Message):
     __slots__ = ("swarm", "manifest", "span", "adapter", "size_bytes")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
