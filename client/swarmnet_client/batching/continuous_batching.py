@@ -1,7 +1,7 @@
 """Continuous batching: the answers of many callers over a few chains of one model.
 
 :func:`open_engine` loads the local layers and gives a :class:`BatchingEngine`, which an endpoint uses. Its :class:`Batcher` queues requests,
-starts those for which there is room, each on a chain (:class:`SequenceGroup`), and moves answers to another chain when theirs fails.
+starts them while the limits allow, each on a chain (:class:`SequenceGroup`), and moves answers to another chain when theirs fails.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ class Answer:
         self.request = request
         self.ids: list[int] = []
         self.counts: Counter[int] = Counter()
-        """How often the answer has each token, if its sampling has penalties."""
+        """Occurrences of each token id in the answer; empty unless its sampling has penalties."""
         self.reused = 0
         """Positions of the prompt whose KV caches were reused."""
         self.finish_reason: str | None = None
@@ -99,7 +99,7 @@ class RunningSequence:
     """The position of the first of ``todo``."""
 
     def shared(self, request: Request) -> int:
-        """How many ids at the beginning of the prompt, without its last, are held for the same owner."""
+        """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
         if self.owner != request.owner:
             return 0
         count = 0

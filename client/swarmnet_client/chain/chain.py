@@ -1,4 +1,4 @@
-"""A session down a chain of hosts: steps go out, are in flight, and come home.
+"""A chain of hosts as the client uses it: steps are sent to the first hop, and their outputs are received from the last one.
 
 1. :meth:`Chain.forward` cuts long rows into chunks, one step each, and sends them.
 2. A step is numbered, logged and waits (:class:`StepsInFlight`). The client's link to the first hop sends it from the log, as every hop
@@ -70,10 +70,10 @@ class Chain:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """How many positions the KV caches of the chain hold of each sequence."""
+        """Positions in the KV caches of the chain, by sequence."""
         return dict(self._in_flight.outbox.log.lengths)
 
-    # ---- going out --------------------------------------------------------------------------------------
+    # ---- steps ------------------------------------------------------------------------------------------
 
     async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send new positions ([P] ids or [P, D] embeddings) through all blocks; returns the wanted outputs, [wanted, D], row after row.

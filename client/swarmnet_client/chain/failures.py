@@ -1,8 +1,8 @@
-"""What a failure means: which host is at fault, whether to try again, and the error for the user.
+"""Blame and retries: which host caused a failure, whether to try again, and the error for the user.
 
-A host may refuse honestly: the numbers that it received were not finite, or too long. Then a host whose outputs they were is at fault, or the
-client. Or the host lies. Every host refuses a client at fault, and one liar is not behind the refusals of hosts that have nothing to do with
-it. So refusals of independent hosts for the same reason blame the client.
+A host may refuse with a good reason: its inputs were not finite, or too long. Then the host that computed those inputs is at fault, or the
+client. The host may also lie. All hosts refuse a client that is at fault, and a host that lies cannot cause refusals by hosts that did not
+use its outputs. So the client is blamed if independent hosts refuse for the same reason.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ class RetryPolicy:
 
 
 def explain(error: SwarmnetError) -> SwarmnetError:
-    """The error for the user after many attempts, of which ``error`` ended the last."""
+    """The error for the user after many attempts. ``error`` ended the last attempt."""
     if isinstance(error, NoRoute | NotAuthorised):
         return error
     if isinstance(error, IncompatibleVersion):

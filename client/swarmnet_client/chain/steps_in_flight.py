@@ -1,4 +1,4 @@
-"""Steps that were sent and not answered, with the log from which they are sent and replayed. No I/O."""
+"""In-flight steps: the steps of a chain that were sent and not answered, and the activation log that sends and replays them. No I/O."""
 
 import asyncio
 
@@ -14,10 +14,10 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 
 class StepsInFlight:
-    """Numbers steps, logs them in ``outbox``, and lets each wait for its outputs, however often it is replayed meanwhile."""
+    """Numbers the steps of one chain, logs them in ``outbox``, and returns the outputs of each. A replay does not end a step's wait."""
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
-        """The log takes at most ``log_bytes``; outputs are [P, ``hidden_size``]."""
+        """``log_bytes``: the limit of the activation log in bytes. ``hidden_size``: the numbers of one output, D."""
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._hidden_size = hidden_size
@@ -32,9 +32,10 @@ class StepsInFlight:
         return not self._waiting
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
-        """Send one step and wait for the outputs that its rows want, [wanted, D].
+        """Send one step: ``values`` [P] (token ids) or [P, D] (embeddings) of all rows. Returns the outputs that the rows want, [wanted, D].
 
-        Raises ``ProtocolViolation`` for rows against ``session.steps``, and the error given to ``fail``.
+        Raises ``ProtocolViolation`` if ``check_rows`` of ``session.steps`` refuses the rows, ``OutOfResources`` if the in-flight steps
+        alone reach the limit of the log, and the error given to ``fail``.
         """
         if self._failure is not None:
             raise self._failure
@@ -48,9 +49,9 @@ class StepsInFlight:
             del self._waiting[step.seq]
 
     def complete(self, output: pb.Output, payload: Buffer) -> bool:
-        """End the wait of the step that ``output`` answers. False if none waits: a replay may answer a step twice.
+        """Give the outputs in ``payload`` to the step that ``output`` names. Returns False if that step does not wait: a replay may answer twice.
 
-        Raises ``ProtocolViolation`` for outputs of another shape than the step wants, or that are not finite.
+        Raises ``ProtocolViolation`` if the outputs do not have the shape that the step wants, or have infinity or NaN in them.
         """
         if not self._acked < output.step <= self.outbox.log.last:
             return False
@@ -70,7 +71,7 @@ class StepsInFlight:
         return is_awaited
 
     def fail(self, error: SwarmnetError) -> None:
-        """End every step with ``error``, those that wait and those to come."""
+        """Raise ``error`` from every ``send``: those that wait, and all later ones."""
         self._failure = error
         for _, future in self._waiting.values():
             if not future.done():

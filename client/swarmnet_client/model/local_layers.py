@@ -24,7 +24,7 @@ IMPLEMENTATION = "swarmnet_remote"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is loaded: as its CausalLM, or as a classifier of ``labels`` classes."""
+    """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM."""
 
     dtype: torch.dtype
     device: torch.device

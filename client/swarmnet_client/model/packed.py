@@ -1,6 +1,7 @@
-"""An lm_head that reads its weight from the bytes of the checkpoint: the same float32 values from half or a quarter of the memory.
+"""A packed lm_head: it reads the same float32 weight from a half or a quarter of the memory, as the checkpoint stores it.
 
-Memory bounds the product of one hidden state and the head's weight, and that is most of what a client computes for a token.
+The product of one hidden state and the weight of lm_head is most of what a client computes for a token, and it takes as long as reading
+the weight from memory.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from swarmnet_protocols.machine import native_code
 SOURCE = Path(__file__).with_name("packed.c")
 BLOCK = 32
 MAX_ROWS = 4
-"""Most hidden states at once. With more, arithmetic is the limit instead of memory, and torch is faster."""
+"""Hidden states at most that are multiplied by the packed weight. With more, arithmetic takes longer than reading, and torch is faster."""
 
 
 class _WeightLayout(Structure):
@@ -27,7 +28,7 @@ class _WeightLayout(Structure):
 
 
 class Native:
-    """The compiled code."""
+    """The functions of ``packed.c``, compiled for this machine."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.pack_blocks = library.pack_blocks
@@ -57,7 +58,10 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
-        """The packed ``weight``; None if its values need all of float32."""
+        """``weight`` [outputs, inputs], contiguous float32 on the CPU with ``inputs`` a multiple of ``BLOCK``, in packed form.
+
+        None if its values need all bits of float32.
+        """
         outputs, inputs = weight.shape
         blocks = torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, inputs // BLOCK)
@@ -78,7 +82,7 @@ class PackedWeight:
 
 
 class TrackedWeight(nn.Parameter):
-    """A weight that notes access to ``data``, through which its values can change without a change of its version."""
+    """A weight that records access to ``data``: through it, values can change while the version that autograd counts stays."""
 
     is_touched = False
 
@@ -98,7 +102,7 @@ class PackedLinear(nn.Linear):
     """A linear layer that multiplies few rows by a packed weight, until the weight is changed."""
 
     def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
-        """``packed`` has the values of ``weight``, which is watched from here on, wherever else it is used."""
+        """``packed`` has the values of ``weight`` [outputs, inputs], which becomes a ``TrackedWeight`` in every module that has it."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
         weight.__class__ = TrackedWeight
@@ -134,9 +138,10 @@ class PackedLinear(nn.Linear):
 
 
 def pack_head(model: Any, cache_dir: Path) -> None:
-    """Let a CausalLM's lm_head read its weight as the checkpoint stores it, if this machine and the values allow it.
+    """Replace the lm_head of a CausalLM by a ``PackedLinear``; the compiled code is kept in ``cache_dir``.
 
-    The dense weight stays, for the embeddings that share it, for many rows, and for training.
+    Nothing is replaced unless lm_head is a plain linear layer in float32 on the CPU, without a bias, whose values can be packed by code
+    that this machine compiles. The dense weight stays: embeddings may share it, and many rows and training use it.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:

@@ -1,18 +1,19 @@
-"""Padding of a batch, as its attention mask describes it: which columns hold tokens."""
+"""Reads padding from the attention mask of a batch: the columns of each row that hold tokens."""
 
 from collections.abc import Sequence
 
 import torch
 
 Columns = list[tuple[int, int]]
-"""The columns [first, end) of each row that hold its tokens; of a batch with holes, after ``Unpadded.close``."""
+"""For each row, the columns [first, end) that hold its tokens. In a batch with holes, the columns after ``Unpadded.close``."""
 
 
 def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> Columns:
-    """The columns of each row after ``held`` columns of earlier calls and ``width`` new ones. ``mask`` is [B, held + width] or wider.
+    """The columns [first, end) that hold tokens, for each of ``batch`` rows.
 
-    Masked columns before a row's last token count as left padding. Raises ``ValueError`` for masked new columns behind held ones: padding
-    must be on the left.
+    ``mask`` is [B, n], true where a column holds a token, with n at least ``held + width``; None stands for all true. ``held``: columns
+    of earlier calls. ``width``: columns of this call. Masked columns before a row's last token count as left padding. Raises
+    ``ValueError`` if the mask has another shape, or masks a new column while ``held`` is not 0: padding must be on the left.
     """
     total = held + width
     if mask is None:
@@ -29,16 +30,16 @@ def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> C
 
 
 def check_positions(position_ids: torch.Tensor, columns: Columns, held: int) -> None:
-    """Raise ``ValueError`` for position ids [B or 1, n] that do not count up by one, as hosts number positions."""
+    """Raise ``ValueError`` unless ``position_ids`` [B or 1, n] grow by 1 from token to token of each row: hosts number positions so."""
     for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
         if not bool((row[max(first - held, 0) : end - held].diff() == 1).all()):
             raise ValueError("position_ids must number the tokens of a row one after another")
 
 
 class Unpadded:
-    """Removes the holes of a batch: masked columns between tokens, as prompt tuning in front of left padding leaves them.
+    """Removes the holes of a batch. A hole is a masked column between two tokens: prompt tuning puts its tokens before the left padding.
 
-    The tokens of a row become neighbours, in order, up to its last one.
+    The tokens of each row keep their order and move to the right, up to the column of the row's last token.
     """
 
     def __init__(self, mask: torch.Tensor, columns: Sequence[tuple[int, int]]) -> None:
@@ -52,7 +53,10 @@ class Unpadded:
     def needed(
         cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
     ) -> "Unpadded | None":
-        """None for a batch without holes. Raises ``ValueError`` for token ids with holes: their positions would be ambiguous."""
+        """The holes of a first call, with the arguments of ``read_mask`` and its result ``columns``; None for a batch without holes.
+
+        Raises ``ValueError`` if token ids have holes: their positions would be ambiguous.
+        """
         if mask is None or held:
             return None
         mask = mask[:, :width].cpu()
@@ -63,11 +67,11 @@ class Unpadded:
         return cls(mask, columns)
 
     def close(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, n, ...] without holes."""
+        """``values`` [B, n, ...] with the tokens of each row side by side."""
         return values.gather(1, self._index(values))
 
     def open(self, values: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``close``."""
+        """``values`` [B, n, ...], as ``close`` returns them, at their former columns."""
         return torch.zeros_like(values).scatter(1, self._index(values), values)
 
     def _index(self, values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ NUCLEUS = 512
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen.
+    """The parameters by which the tokens of an answer are chosen.
 
     ``temperature`` 0 takes the most likely token. ``top_p`` limits the choice to the fewest likeliest tokens that have this probability
     together. ``top_logprobs``: the number of other tokens whose log probabilities are returned with each token's own; None for none.

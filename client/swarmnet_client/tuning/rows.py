@@ -57,7 +57,7 @@ class BadRow(ValueError):
 
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
-    """All rows of ``path``. Raises ``ConfigError`` for a file without rows, or with bad rows, of which it lists the first."""
+    """All rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows; the message lists the first bad rows."""
     rows: list[Example] = []
     shown: list[str] = []
     bad = 0

@@ -67,7 +67,7 @@ class StageAdapter:
 def load_adapter(
     tensors: Mapping[str, torch.Tensor], start: int, targets: Sequence[LayerTargets], like: torch.Tensor
 ) -> StageAdapter:
-    """An adapter from tensors by name, for layers with these targets, of which the first is block ``start``.
+    """An adapter from tensors by name, for layers with these targets. The first layer is block ``start``.
 
     ``like`` has the stage's dtype and device. Outputs of the adapter can be differentiated with respect to ``tensors``. Raises
     ``ProtocolViolation`` for tensors that do not fit.

@@ -54,7 +54,7 @@ MAX_BATCH_TOKENS = 512
 GRAPH_CLIENT_SHARE = 2
 """The graphs of one client take at most one part in this many of the memory for caches."""
 RECENT_S = 1.0
-"""Seconds after its last work during which a sequence is expected to bring more."""
+"""Seconds after its last work during which a sequence is expected to have more work."""
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
 
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _StepWork:
-    """Inputs [count, D] of one sequence, of which the first ``computed`` positions have been computed."""
+    """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed."""
 
     sequence: SequenceCache
     inputs: torch.Tensor

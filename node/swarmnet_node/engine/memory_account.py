@@ -82,7 +82,7 @@ class Footprint:
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
     def blocks_within(self, max_ram_bytes: int) -> int:
-        """How many blocks fit; 0 or less if none does."""
+        """The number of blocks that fit in ``max_ram_bytes``; 0 or less if no block fits."""
         free = max_ram_bytes - self.min_ram_bytes(0)
         return int(free * (1 - MARGIN) // self.block_bytes)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a node announces about the blocks ``span`` [start, end) that it hosts, or is about to host."""
+    """The announcement of a node about the blocks ``span`` [start, end) that it hosts, or is about to host."""
 
     manifest: bytes
     span: tuple[int, int]

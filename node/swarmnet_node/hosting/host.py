@@ -4,7 +4,7 @@
 2. A client that trains sends passes, each on a stream of its own, which leave nothing behind (``passes.py``).
 3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
 
-When all slots are taken, a session, pass or link that brings no work is ended (``slots.py``).
+When all slots are taken, a session, pass or link without work is ended (``slots.py``).
 
 A step of a session takes this way:
 

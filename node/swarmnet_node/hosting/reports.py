@@ -79,7 +79,7 @@ def describe_host(
 
 
 def describe_reach(reach: Reach) -> pb.Reach:
-    """How peers reach the node, without its addresses."""
+    """The part of a report on how peers reach the node, without its addresses."""
     return pb.Reach(kind=reach.kind, relays=reach.relays[:2], punched=reach.punched)
 
 

@@ -8,7 +8,7 @@ The life of a session:
 3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
    answered to the client by the last hop.
 4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
-5. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it brings no work
+5. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
    while other clients wait, or when the host stops. The client is told the reason, and everything is freed.
 """
 
@@ -76,7 +76,7 @@ class SessionParts:
     next_hop: Callable[[pb.Peer, int], NextHop]
     """The next hop as a client names it, with its epoch, at the addresses that the hop itself has signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
-    """End idle sessions until so many more bytes of KV caches fit, in the scope of the session that needs them."""
+    """End idle sessions until this many more bytes of KV caches fit in the scope of the session that needs them."""
 
 
 class HostedSession:
@@ -142,7 +142,7 @@ class HostedSession:
         return self._scope.used[Resource.CACHE]
 
     def evict(self) -> None:
-        """End the session, which brings no work, because other clients wait."""
+        """End the session, which has no work, because other clients wait."""
         self._fail(idle())
 
     def shed(self) -> None:
@@ -418,5 +418,5 @@ class HostedSession:
 
 
 def idle() -> Refusal:
-    """The refusal of a session, pass or link that brings no work."""
+    """The refusal of a session, pass or link that is ended because it had no work."""
     return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other clients wait")

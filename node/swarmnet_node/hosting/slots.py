@@ -1,4 +1,4 @@
-"""Slots: sessions, passes and pending links are limited in number. When all slots are taken, one that brings no work is evicted."""
+"""Slots: sessions, passes and pending links are limited in number. When all slots are taken, one without work is evicted."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -50,8 +50,8 @@ class Slot:
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
     """The slot to evict so that another client gets its ``amount``; None if all are in use. Pure.
 
-    It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never brought work, then the
-    one that brought none for longest.
+    It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never had work, then the
+    one that has had none for longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)
@@ -74,7 +74,7 @@ class Slots:
     def take(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
         """A slot for the peer of ``stream`` while the context is open. Raises ``ResourceLimitReached``.
 
-        When all are taken and the peer is below its own limit, a slot that brings no work is evicted first.
+        When all are taken and the peer is below its own limit, a slot without work is evicted first.
         """
         now = asyncio.get_running_loop().time()
         if self._system.available(self._resource) < 1 <= stream.scope.available(self._resource):

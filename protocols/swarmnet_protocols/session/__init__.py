@@ -1,1 +1,1 @@
-"""What clients and hosts agree on for inference and training passes: steps, activation logs, links, adapters, passes."""
+"""The data that clients and hosts share for inference and training passes: steps, activation logs, links, adapters, passes."""

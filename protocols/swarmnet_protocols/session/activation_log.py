@@ -71,7 +71,7 @@ class _SequenceBuffer:
 
 
 class Cursor:
-    """How far one downstream hop has been fed. Made by ``ActivationLog.attach``, advanced by ``next``.
+    """The next step for one downstream hop. Made by ``ActivationLog.attach``, advanced by ``next``.
 
     ``replay`` has the replay steps that are left. ``index`` is the position of the next pending step. ``applied`` is the last step that
     a survivor has or was sent; 0 for a fresh hop.

@@ -62,7 +62,7 @@ class ReceivedDigests:
         self._reservation.resize(0)
 
     def digest(self, sequence: int, count: int) -> bytes:
-        """What ``digest`` returns for the first ``count`` positions of a sequence; empty if they are not known."""
+        """The value of the function ``digest`` for the first ``count`` positions of a sequence; empty if they are not known."""
         known = (self._sequences or {}).get(sequence, b"")[: count * DIGEST_BYTES]
         if count < 1 or len(known) < count * DIGEST_BYTES:
             return b""

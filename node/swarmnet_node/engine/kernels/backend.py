@@ -61,7 +61,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a layer attends: scale of the scores, sliding window in positions, cap of the scores, and sinks [H]; None for none."""
+    """The attention of one layer: scale of the scores, sliding window in positions, cap of the scores, and sinks [H]; None for none."""
 
     scaling: float | None
     sliding_window: int | None
