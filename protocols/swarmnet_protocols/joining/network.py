@@ -165,9 +165,12 @@ async def connect(
                 handshakes,
                 identity,
                 bootstrap=bootstrap,
-                client_mode=client_mode or not reachability.is_open,
+                client_mode=client_mode,
+                is_reachable=reachability.is_open,
             )
         )
+        if not client_mode:
+            reachability.on_change = directory.set_reachable
         finder = RelayFinder(directory, random.Random())
         reachability.more_relays = finder.find
         if not client_mode:
