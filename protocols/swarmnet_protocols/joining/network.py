@@ -141,7 +141,7 @@ async def connect(
         routed = RoutedTransport(raw, identity)
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
-        await routed.use_relays(guarded)
+        routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
         relay = Relay(guarded, lambda: reachability.is_open, config.link)
         punching = HolePunching(routed, guarded, reachability)

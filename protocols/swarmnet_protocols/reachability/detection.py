@@ -113,7 +113,7 @@ class Reachability:
         if self._is_open is False:
             if self._reserving is None:
                 _log.info("peers cannot dial this one: reserving at relays")
-                self._transport.reservations = self._reservations
+                self._transport.reserve_at_relays(self._reservations)
                 self._reserving = asyncio.create_task(self._reservations.run(), name="reservations")
             await self._reservations.wait_for_one(FIRST_RESERVATION_S)
         elif self._reserving is not None:
@@ -136,7 +136,8 @@ class Reachability:
 
     async def _release(self) -> None:
         await cancel(self._reserving)
-        self._reserving = self._transport.reservations = None
+        self._reserving = None
+        self._transport.reserve_at_relays(None)
 
     async def _ask(self, address: str, ports: Sequence[int]) -> Probed | None:
         peer = PeerId(address.rpartition("/p2p/")[2])
