@@ -220,9 +220,16 @@ async def _read_exactly(stream: ReadWriteCloser, size_bytes: int) -> bytes:
 
 
 async def wait_window(stream: YamuxStream) -> int:
-    """Bytes that may be sent, once there are any; 0 when the stream has ended."""
+    """Bytes that may be sent, once there are any; 0 when the stream has ended.
+
+    A peer that has closed its side reads no more: p2pd closes both directions at once.
+    """
     wait_s = WINDOW_CHECK_S
-    while stream.send_window <= 0 and not stream.closed and not stream.send_closed:
+    while not stream.closed and not stream.send_closed:
+        if stream.send_window > 0:
+            return int(stream.send_window)
+        if stream.recv_closed:
+            return 0
         await trio.sleep(wait_s)
         wait_s = min(2 * wait_s, MAX_WINDOW_CHECK_S)
-    return 0 if stream.closed or stream.send_closed else int(stream.send_window)
+    return 0

@@ -61,7 +61,8 @@ class PyLibp2p(P2pd):
     """A running host, with the interface of :class:`P2pd`. Made by :func:`run_host`."""
 
     def __init__(self, peer_id: PeerId, announce: Sequence[str], on_stream: OnStream) -> None:
-        self.process = cast(Any, SimpleNamespace(returncode=None))  # what ConnectionGuard reads of p2pd's
+        self._state = SimpleNamespace(returncode=None)
+        self.process = cast(Any, self._state)  # what ConnectionGuard reads of p2pd's
         self.peer_id = peer_id
         self._announce = announce
         self._on_stream = on_stream
@@ -201,12 +202,12 @@ class PyLibp2p(P2pd):
     def _run(self) -> None:
         try:
             trio.run(self._main)
-        except Exception:
+        except Exception:  # noqa: BLE001 - of any kind: this peer has no transport
             _log.exception("py-libp2p ended")
         finally:
             for each in self._sockets:
                 each.close()
-            self.process.returncode = 0
+            self._state.returncode = 0
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._ended.set)
 
@@ -236,7 +237,7 @@ class PyLibp2p(P2pd):
         try:
             with trio.fail_after(HANDSHAKE_S):
                 connection = await upgrade(stream, self._noise, address)
-        except Exception:  # whatever a stranger sends harms no other connection
+        except Exception:  # noqa: BLE001 - whatever a stranger sends harms no other connection
             _log.debug("a handshake with %s failed", address, exc_info=True)
             stream.socket.close()
             return
@@ -305,7 +306,7 @@ class PyLibp2p(P2pd):
                         else:
                             nursery.start_soon(self._serve_stream, connection, stream)
                 nursery.cancel_scope.cancel()
-        except Exception:  # of one connection: the others go on
+        except Exception:  # noqa: BLE001 - of one connection: the others go on
             _log.debug("the connection to %s broke", connection.peer, exc_info=True)
         finally:
             connection.abort()
