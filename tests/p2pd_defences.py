@@ -98,13 +98,6 @@ P2PD = (
         test_p2pd_limits.test_a_p2pd_over_its_memory_limit_is_restarted,
     ),
     Defence(
-        "the buffers of a relay are small",
-        lambda patch: patch.setitem(p2pd_process.FLAGS, "relayBufferSize", 1 << 24),
-        lambda _: (
-            test_connection_limits.test_what_a_relay_may_buffer_is_a_small_part_of_the_memory_that_p2pd_may_hold()
-        ),
-    ),
-    Defence(
         "the addresses of a peer are signed by it",
         replacing(dht_contacts, "open_valid", skip_signatures),
         lambda _: test_dht_contacts.test_a_peer_signs_its_own_addresses(),

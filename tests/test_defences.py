@@ -19,6 +19,7 @@ from tests.limit_defences import LIMITS
 from tests.local_network_defences import LOCAL_NETWORK
 from tests.membership_defences import HANDSHAKE, ISSUER
 from tests.p2pd_defences import P2PD
+from tests.reachability_defences import REACHABILITY
 from tests.routing_defences import ROUTING
 from tests.slot_defences import EVICTIONS
 from tests.support.virtual_time import DeadlockError
@@ -42,6 +43,7 @@ DEFENCES = (
     *DIRECTORY,
     *P2PD,
     *DIALS,
+    *REACHABILITY,
     *LOCAL_NETWORK,
     *GATEWAY,
     *ROUTING,

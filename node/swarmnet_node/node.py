@@ -309,6 +309,7 @@ class Node:
             sessions=len(self._host.sessions) if self._host else 0,
             version=self._hosting.version,
             public_name=self._hosting.public_name,
+            reach=self._dependencies.transport.reach(),
         )
         await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest),

@@ -43,7 +43,7 @@ class Announcement:
     sessions: int
     cache_bytes_free: int
     is_relayed: bool | None
-    """Whether all its addresses lead through a relay; None if it announces no address."""
+    """Whether it announces an address through a relay; None if it announces no address."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PeerTracker:
             step_s=min(info.step_s, MAX_STEP_S),
             sessions=body.sessions,
             cache_bytes_free=min(body.cache_bytes_free, MAX_NUMBER),
-            is_relayed=all("/p2p-circuit" in each for each in info.addresses) if info.addresses else None,
+            is_relayed=any("/p2p-circuit" in each for each in info.addresses) if info.addresses else None,
         )
         self._update(announced=announced, announced_at_s=now_s)
 

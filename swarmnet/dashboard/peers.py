@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from swarmnet.addresses import PEER_ID
 from swarmnet.dashboard.counts import MAX_PER_SECOND
 from swarmnet.dashboard.observations import GONE_SHOWN_S, Announcement, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
@@ -18,6 +19,12 @@ CLIENT = "client"
 """Id that stands for all clients, which are not told apart."""
 MAX_EDGES = 1000
 
+_CONNECTIONS = {
+    "open": "direct",
+    "forwarded": "forwarded",
+    "relayed": "relayed",
+    "unreachable": "unreachable",
+}
 _STATES = {"choosing": "joining"}
 
 
@@ -38,6 +45,8 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
         "step_s": None,
         "delay_s": None if seen.delay_s is None else round(seen.delay_s, 3),
         "connection": "unknown",
+        "relays": [],
+        "punched": 0,
         "queue_s": 0.0,
         "cache_bytes_free": 0,
         "cache_bytes_limit": 0,
@@ -123,7 +132,11 @@ def _reported(reported: TimedReport) -> dict[str, Any]:
         "name": report.public_name or None,
         "version": report.version,
         "started_s": round(reported.at_s - report.uptime_s),
+        "relays": [each for each in report.reach.relays[:2] if PEER_ID.fullmatch(each)],
+        "punched": report.reach.punched,
     }
+    if report.reach.kind in _CONNECTIONS:
+        common["connection"] = _CONNECTIONS[report.reach.kind]
     if report.HasField("worker"):
         return common | {"job": report.worker.job.hex()}
     host = report.host

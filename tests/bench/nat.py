@@ -1,6 +1,6 @@
 """Swarms behind routers: every pair of routers as the two hosts of a chain, faults of relays and routers, and twenty hosts.
 
-    python -m tests.bench.nat [--runs 5] [--clients cone symmetric] [--pairs cone-cone ...] [--faults relay mappings address] [--crowd 20]
+    python -m tests.bench.nat [--runs 5] [--clients cone symmetric] [--pairs cone-cone ...] [--faults relay mappings address] [--many 20] [--steady 300]
 
 Root and network namespaces only.
 
@@ -10,10 +10,12 @@ Root and network namespaces only.
 2. Faults: three public bootstrap peers; hosts and client behind symmetric routers, so that everything is relayed. ``relay``: the relay of the
    session is killed in mid-answer. ``mappings``: the routers of both hosts lose their tables. ``address``: the router of a host gets another
    address. ``s``: the longest wait for a token, or the time from the fault to the end of the next answer.
-3. Crowd: hosts behind cone routers with three public bootstrap peers, of which two compute. One starts each 3 s, as all of them share the
+3. Many hosts: hosts behind cone routers with three public bootstrap peers, of which two compute. One starts each 3 s, as all of them share the
    machine. ``reserved_s``: from the start of connecting to the reservation.
 
-Prints one line of JSON for each pair and client, for each fault, and for the crowd.
+4. Steady: hosts and a client behind cone routers; the client asks every 3 s for ``--steady`` seconds.
+
+Prints one line of JSON for each pair and client, for each fault, for the many hosts and for the steady client.
 """
 
 import argparse
@@ -37,6 +39,7 @@ KINDS = ("open", "cone", "symmetric", "tcponly")
 GOAL_S = 15.0
 TOKENS = 20
 FAULT_TOKENS = 60
+PERIOD_S = 3.0
 
 
 def measure(cache_dir: Path, kinds: tuple[str, str], client: str, runs: int) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def kill_relay(swarm: NatSwarm, client: Place) -> dict[str, Any]:
     return asking.events[-1]
 
 
-def crowd(cache_dir: Path, hosts: int) -> dict[str, Any]:
+def many_hosts(cache_dir: Path, hosts: int) -> dict[str, Any]:
     """``hosts`` behind cone routers, two of which compute."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -162,6 +165,33 @@ def crowd(cache_dir: Path, hosts: int) -> dict[str, Any]:
         }
 
 
+def steady(cache_dir: Path, total_s: float) -> dict[str, Any]:
+    """A client that asks again and again."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nat_swarm(Path(folder) / "lab", cache_dir, ["cone"] * 3) as swarm,
+    ):
+        for number, blocks in enumerate(("0:15", "15:30")):
+            swarm.start_host(f"host{number}", swarm.places[1 + number], blocks)
+        for number in range(2):
+            swarm.processes[f"host{number}"].wait("ready")
+        command = [sys.executable, "-m", "tests.support.asking_client", str(swarm.lab.file), str(cache_dir)]
+        asking = subprocess.run(
+            [*swarm.places[3].prefix, *command, str(PERIOD_S), str(total_s), *swarm.bootstrap],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows = [json.loads(line) for line in asking.stdout.splitlines()]
+        return {
+            "steady_s": total_s,
+            "asked": len(rows),
+            "steady_failures": sum("error" in row for row in rows),
+            "different": len({tuple(row["tokens"]) for row in rows if "tokens" in row}) - 1,
+            "slowest_s": max(row["s"] for row in rows),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,7 +202,8 @@ def main() -> None:
         "--pairs", nargs="*", default=["-".join(each) for each in itertools.product(KINDS, KINDS)]
     )
     parser.add_argument("--faults", nargs="*", default=["relay", "mappings", "address"])
-    parser.add_argument("--crowd", type=int, default=20)
+    parser.add_argument("--many", type=int, default=20)
+    parser.add_argument("--steady", type=float, default=300)
     parser.add_argument(
         "--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "swarmnet-bench-cache"
     )
@@ -192,8 +223,10 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     for kind in options.faults:
         print(json.dumps(fault(options.cache_dir, kind, options.runs)), flush=True)
-    if options.crowd:
-        print(json.dumps(crowd(options.cache_dir, options.crowd)), flush=True)
+    if options.many:
+        print(json.dumps(many_hosts(options.cache_dir, options.many)), flush=True)
+    if options.steady:
+        print(json.dumps(steady(options.cache_dir, options.steady)), flush=True)
     if not rows:
         return
     pairs = {row["hosts"]: row["direct"] for row in rows}

@@ -119,6 +119,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline(
                 "answer after a router got another address", "s", "at most 30", key("s", fault="address")
             ),
+            Headline("answers that failed in five minutes", "", "0", key("steady_failures")),
             Headline("reservation of one of twenty hosts", "s", "at most 10", key("reserved_s")),
         ],
         "adapters": [],

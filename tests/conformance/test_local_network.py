@@ -1,10 +1,13 @@
 """mDNS over real sockets, on loopback: peers find each other, notice who leaves and who moves, and ignore other swarms."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from swarmnet_protocols.errors import NotAuthorised, Unreachable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.joining.local_network import LocalNetwork, find_addresses
 from swarmnet_protocols.net import PeerId
@@ -43,7 +46,6 @@ def test_peers_of_one_swarm_find_each_other_until_they_leave() -> None:
             async with bob.run(ignore):
                 await until(lambda: bool(alice.addresses() and bob.addresses()))
                 assert (alice.addresses(), bob.addresses()) == ([at(2, BOB)], [at(1, ALICE)])
-                assert alice.peers() == {BOB}
             await until(lambda: not alice.addresses())
             assert stranger.addresses() == []
 
@@ -90,6 +92,45 @@ def test_addresses_of_a_swarm_are_found_without_being_announced(monkeypatch: pyt
             assert await find_addresses(b"n" * 32, within_s=0.5) == []
 
     monkeypatch.setattr(local_network, "shared_networks", lambda *_: LOOPBACK_NETWORKS)
+    asyncio.run(main())
+
+
+class Directory:
+    """A directory that knows no peer, and that a found peer refuses if there is a ``refusal``."""
+
+    def __init__(self, refusal: NotAuthorised | None) -> None:
+        self.refusal = refusal
+        self.knows_peers = False
+
+    async def join_through(self, _: Sequence[str]) -> bool:
+        if self.refusal is not None:
+            raise self.refusal
+        self.knows_peers = True
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_there", "refusal", "error"),
+    [(True, None, None), (True, NotAuthorised("revoked"), NotAuthorised), (False, None, Unreachable)],
+    ids=["joined", "refused", "alone"],
+)
+def test_a_client_joins_through_a_found_peer_or_is_told_why_not(
+    is_there: bool,
+    refusal: NotAuthorised | None,
+    error: type[Exception] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        directory: Any = Directory(refusal)
+        alice, client = peer(b"c" * 32, *([at(1, ALICE)] if is_there else [])), peer(b"c" * 32)
+        async with alice.run(ignore):
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                async with client.join(directory, needs_peers=True):
+                    assert directory.knows_peers
+            async with LocalNetwork(b"d" * 32, listen=LISTEN).join(directory, needs_peers=False):
+                pass  # a node may be the first
+
+    monkeypatch.setattr(local_network, "FIRST_S", 1.5)
     asyncio.run(main())
 
 

@@ -10,7 +10,12 @@ from tests.support.commands import Place, RunningCommand, call
 from tests.support.lan_lab import lan, why_not
 from tests.support.processes import NodeProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.net,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 
 MODEL = "smollm2-135m-instruct"
 UNREACHABLE = 5

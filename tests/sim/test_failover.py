@@ -322,6 +322,38 @@ def test_a_reset_connection_is_opened_again(reference: Reference, victim: str) -
     assert max(outcome.waits_s[1:]) <= STEP_S
 
 
+@pytest.mark.parametrize("receiver", ["a", "b", "c"])
+def test_a_link_moves_to_a_better_path_between_two_steps(reference: Reference, receiver: str) -> None:
+    """Nothing is replaced, and no position is lost or computed twice."""
+
+    async def scenario(lab: Lab) -> Outcome:
+        hits: list[list[Delivery]] = []
+        links = 0
+
+        def improve(delivery: Delivery) -> None:
+            lab.network.improve(delivery.source, delivery.target, LINK)
+
+        def count(delivery: Delivery) -> None:
+            nonlocal links
+            is_first = delivery.protocol.id == LINK.id and delivery.target == lab.peer_id(receiver)
+            links += is_first and pb.LinkRequest.FromString(delivery.message.header).HasField("link")
+
+        def prepare() -> None:
+            lab.network.observers.append(count)
+            hits.append(lab.once(arrives_at({lab.peer_id(receiver)}, PHASES["middle"]), improve))
+
+        outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
+        assert all(hits)
+        assert links >= 2
+        assert {node.status().tokens for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
+        return outcome
+
+    outcome = simulate(reference, scenario)
+    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
+    assert outcome.failovers == 0
+    assert max(outcome.waits_s[1:]) <= STEP_S
+
+
 def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

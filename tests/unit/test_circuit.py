@@ -73,6 +73,13 @@ def test_a_repeated_or_missing_message_is_noticed(order: tuple[int, ...]) -> Non
         b.decrypt(messages[last])
 
 
+def test_a_long_handshake_message_is_not_processed() -> None:
+    a = CircuitEnd(ALICE, connects=True)
+    a.hello(PROTOCOL)
+    with pytest.raises(ProtocolViolation, match="bytes"):
+        a.take_reply(bytes(MAX_HANDSHAKE_BYTES + 1), BOB.peer_id)
+
+
 @pytest.mark.parametrize("message", [b"", b"x", bytes(31), bytes(200), bytes(MAX_HANDSHAKE_BYTES + 1)])
 def test_other_bytes_are_no_handshake(message: bytes) -> None:
     a = CircuitEnd(ALICE, connects=True)

@@ -137,3 +137,14 @@ def test_an_old_failure_is_forgotten() -> None:
     bans.failed(A, 1.0)
     bans.failed(A, 1.0 + 2 * BAN_S + 1.0)
     assert bans.at(2.0 + 3 * BAN_S + 0.1) == []
+
+
+def test_two_hosts_that_need_a_relay_between_them_are_avoided_as_neighbours() -> None:
+    hosts = [HostInfo(A, 0, 2, 0.01), HostInfo(B, 2, 4, 0.01), HostInfo(C, 2, 4, 0.01)]
+    delays = {A: 0.01, B: 0.01, C: 0.01}
+    view = View(hosts, delays, relayed=frozenset({A, B}), symmetric=frozenset({B}))
+    for seed in range(20):
+        assert [hop.peer for hop in chain(view, seed=seed)] == [A, C]
+    # A hole is punched between two cone routers.
+    cones = View(hosts, delays, relayed=frozenset(delays))
+    assert cones.delay_between(A, B) == cones.delay_between(A, C) == 0.02

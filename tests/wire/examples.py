@@ -118,6 +118,7 @@ def record_messages() -> Iterator[Protobuf]:
     pb = records_pb2
     signer = Identity.from_seed(b"golden vector")
     host = pb.HostRecord(
+        nat=pb.NAT_CONE,
         manifest=_MANIFEST,
         start=3,
         end=12,
@@ -333,6 +334,7 @@ def probe_messages() -> Iterator[Protobuf]:
 
 def relay_messages() -> Iterator[Protobuf]:
     pb, peer = relay_pb2, Identity.from_seed(b"golden vector").peer_id
+    yield records_pb2.RelayRecord(addresses=_ADDRESSES)
     yield pb.RelayRequest(reserve=pb.Reserve())
     yield pb.RelayRequest(connect=pb.Connect(peer=peer))
     yield pb.RelayRequest(heartbeat=pb.Heartbeat())
@@ -390,7 +392,8 @@ def report_messages() -> Iterator[Protobuf]:
     )
     yield pb.ReportRequest()
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)
-    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker)
+    reach = pb.Reach(kind="relayed", relays=[Identity.from_seed(b"golden vector").peer_id], punched=3)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
 
 
 def vector(message: Protobuf) -> dict[str, Any]:

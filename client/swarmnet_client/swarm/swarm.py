@@ -246,6 +246,8 @@ class Swarm:
             self._exclusions.separated(now),
             block_s=self._speeds.at(self._hosts, now),
             guards=self._trust.first_and_last or self._guards.peers(),
+            relayed=frozenset(peer for peer, host in self._hosts.items() if not host.is_open),
+            symmetric=frozenset(peer for peer, host in self._hosts.items() if host.is_symmetric),
             explore=explore,
         )
 

@@ -11,10 +11,11 @@ A node publishes one in each of its states:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, listed
+from swarmnet_protocols.net import Reach, ReachKind
 from swarmnet_protocols.wire import records_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Announcement:
     sessions: int
     version: str
     public_name: str
+    reach: Reach = field(default_factory=Reach)
 
     def record(self, engine: "Engine | None") -> pb.HostRecord:
         """The record to publish. ``engine``: None before the blocks are loaded."""
@@ -51,7 +53,14 @@ class Announcement:
             sessions=self.sessions,
             addresses=listed(sorted(self.addresses, key=_is_loopback)),
             public_name=self.public_name,
+            nat=_nat(self.reach),
         )
+
+
+def _nat(reach: Reach) -> "pb.Nat":
+    if reach.kind in (ReachKind.OPEN, ReachKind.FORWARDED):
+        return pb.NAT_NONE
+    return {"cone": pb.NAT_CONE, "symmetric": pb.NAT_SYMMETRIC}.get(reach.nat, pb.NAT_UNKNOWN)
 
 
 def _is_loopback(address: str) -> bool:

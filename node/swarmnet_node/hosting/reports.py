@@ -20,7 +20,7 @@ from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
-from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net import Reach, Stream
 from swarmnet_protocols.net.resources import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -70,8 +70,17 @@ def describe_host(
         flows=counters.flows(open_sessions),
     )
     return pb.NodeReport(
-        version=status.version, public_name=public_name, uptime_s=status.uptime_s, host=report
+        version=status.version,
+        public_name=public_name,
+        uptime_s=status.uptime_s,
+        host=report,
+        reach=describe_reach(status.reach),
     )
+
+
+def describe_reach(reach: Reach) -> pb.Reach:
+    """How peers reach the node, without its addresses."""
+    return pb.Reach(kind=reach.kind, relays=reach.relays[:2], punched=reach.punched)
 
 
 class Reporter:

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import PeerId, Reach
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.rounds.averaging import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -37,10 +38,13 @@ def exchange_fields(outcome: Outcome) -> dict[str, Any]:
 class WorkerReporter:
     """Passes a worker's events on to ``handler`` and keeps the totals for its report."""
 
-    def __init__(self, sealed: SealedJob, version: str, handler: EventHandler) -> None:
+    def __init__(
+        self, sealed: SealedJob, version: str, handler: EventHandler, reach: Callable[[], Reach]
+    ) -> None:
         self._job = sealed.job
         self._version = version
         self._handler = handler
+        self._reach = reach
         self._start_s = asyncio.get_running_loop().time()
         self._contributions: Counter[str] = Counter()
         self._report = pb.WorkerReport(
@@ -72,7 +76,9 @@ class WorkerReporter:
         for peer, rounds in self._contributions.most_common(MAX_CONTRIBUTIONS):
             self._report.contributions.add(peer=peer, rounds=rounds)
         uptime_s = asyncio.get_running_loop().time() - self._start_s
-        return pb.NodeReport(version=self._version, uptime_s=uptime_s, worker=self._report)
+        return pb.NodeReport(
+            version=self._version, uptime_s=uptime_s, worker=self._report, reach=describe_reach(self._reach())
+        )
 
     def _add_exchange(self, event: Mapping[str, Any]) -> None:
         self._report.bytes_sent += event.get("bytes_sent", 0)

@@ -96,7 +96,7 @@ async def start(
             Identity.load_or_create(config.network.identity_path).sign,
             progress=progress,
         )
-        reporter = WorkerReporter(open_job(sealed), version("swarmnet-p2p"), handler)
+        reporter = WorkerReporter(open_job(sealed), version("swarmnet-p2p"), handler, transport.reach)
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
         await transport.serve(REPORT, Reporter(reporter.report).handle)

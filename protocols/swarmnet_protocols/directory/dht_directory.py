@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
 _SHUTDOWN_S = 2.0
+_MAX_UNRESPONSIVE = 256
+"""Bootstrap peers whose silence is logged. Those found in the local network may be many."""
 
 
 class DhtDirectory:
@@ -150,7 +152,8 @@ class DhtDirectory:
             refusals.append(error)
             return False
         except (PeerUnreachable, Refused, TimeoutError) as error:
-            if peer not in self._unresponsive:  # logged once: every look-up tries again
+            # Logged once: every look-up tries again.
+            if peer not in self._unresponsive and len(self._unresponsive) < _MAX_UNRESPONSIVE:
                 self._unresponsive.add(peer)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
                 _log.warning("bootstrap peer %s does not answer: %s", addresses[0], reason)

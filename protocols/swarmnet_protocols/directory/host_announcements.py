@@ -64,6 +64,8 @@ async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[Hos
                 step_s=body.step_s,
                 addresses=tuple(body.addresses[:MAX_ADDRESSES]),
                 online=body.state == pb.HOST_STATE_ONLINE,
+                is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
+                is_symmetric=body.nat == pb.NAT_SYMMETRIC,
                 record=record.sealed,
             )
             found.append((info, body, record.sequence))

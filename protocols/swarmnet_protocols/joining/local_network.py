@@ -77,7 +77,7 @@ def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
 def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tuple[str, ...]:
     """The addresses in the TXT record of a peer of ``swarm``, with its peer id: those in ``networks`` that may be dialled.
 
-    None for a record of another swarm, and for one that is malformed or too large.
+    Empty for a record of another swarm, and for one that is malformed or too large.
     """
     if len(record) > MAX_RECORD_BYTES:
         return ()
@@ -157,7 +157,7 @@ class LocalNetwork:
         self._is_on_loopback = bool(listen) and all(
             (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
         )
-        """Then the whole swarm is on this machine, and nothing is sent to its networks."""
+        """Whether this peer listens on loopback only: then the swarm is on this machine, and nothing is sent to its networks."""
         self._found: dict[str, tuple[str, ...]] = {}
         self._meeting: dict[str, asyncio.Task[None]] = {}
         self._has_joined = asyncio.Event()
@@ -166,10 +166,6 @@ class LocalNetwork:
     def addresses(self) -> list[str]:
         """The addresses of the peers that were found and have not left."""
         return list(dict.fromkeys(each for addresses in self._found.values() for each in addresses))
-
-    def peers(self) -> set[PeerId]:
-        """The peers that were found and have not left."""
-        return {peer_in(each) for each in self.addresses()}
 
     def with_found(self, others: Sequence[str]) -> Sequence[str]:
         """``others``, and the addresses of the peers that were found."""
@@ -259,14 +255,15 @@ class LocalNetwork:
 
         own_name = f"{secrets.token_hex(20)}.{SERVICE}"
         dns = AsyncZeroconf(interfaces=list(place.interfaces))
+        browser = AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
         try:
-            AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
             if place.announced:
                 # No probing for the name: it is random.
                 info = _service(own_name, place.announced, make_record(self._swarm, place.announced))
                 await dns.async_register_service(info, cooperating_responders=True)
             yield
         finally:
+            await browser.async_cancel()
             await cancel(*self._meeting.values())
             self._found.clear()
             await dns.async_close()

@@ -5,6 +5,7 @@ transport, over which every other protocol runs.
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ async def connect(
     network may answer instead, and a client needs one of both.
     """
     from swarmnet_protocols.directory.dht_directory import DhtDirectory
+    from swarmnet_protocols.directory.relay_announcements import RelayFinder, keep_relay_announced
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.joining.local_network import LocalNetwork
@@ -166,6 +168,13 @@ async def connect(
                 client_mode=client_mode or not reachability.is_open,
             )
         )
+        finder = RelayFinder(directory, random.Random())
+        reachability.more_relays = finder.find
+        if not client_mode:
+            announcing = keep_relay_announced(
+                directory, lambda: routed.addresses() if relay.relays else (), random.Random()
+            )
+            stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))
         if network.mdns:
             needs_peers = others == network.bootstrap if network.bootstrap else client_mode
             await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))

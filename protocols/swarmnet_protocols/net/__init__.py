@@ -128,6 +128,9 @@ class Stream(Protocol):
     def close(self) -> None:
         """End the stream in both directions. Messages already sent are delivered if the other side reads them. Idempotent."""
 
+    async def path_improved(self) -> None:
+        """Return when a stream opened to this peer now would take a better path: directly, where this one goes through a relay."""
+
     def refuse(self, refusal: "Refusal") -> None:
         """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. Part of a message before it drops the reason."""
 
@@ -197,6 +200,9 @@ class StreamWrapper:
 
     def close(self) -> None:
         self._stream.close()
+
+    async def path_improved(self) -> None:
+        await self._stream.path_improved()
 
     def refuse(self, refusal: "Refusal") -> None:
         self._stream.refuse(refusal)

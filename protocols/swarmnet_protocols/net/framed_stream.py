@@ -32,6 +32,8 @@ class FramedStream:
     ) -> None:
         self.address = ""
         """The multiaddr from which the other side is connected; empty if unknown."""
+        self.improved = asyncio.Event()
+        """Set when a stream opened now would take a better path."""
         self._up = link.up
         self._on_close = on_close
         self._peer = peer
@@ -146,6 +148,9 @@ class FramedStream:
             self._up.count(len(self._control))
             self._pipe.writer.write(self._control)
             self._control = bytearray()
+
+    async def path_improved(self) -> None:
+        await self.improved.wait()
 
     async def receive(self) -> Message:
         self._check_open()

@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -135,6 +135,12 @@ class MemoryNetwork:
         for peer, other in ((a, b), (b, a)):
             if transport := self._transports.get(peer):
                 transport.reset(other, protocol)
+
+    def improve(self, a: PeerId, b: PeerId, protocol: ProtocolSpec) -> None:
+        """Streams that ``a`` opens to ``b`` now would take a better path than those under ``protocol`` that are open."""
+        for stream in list(self._transports[a].open_streams):
+            if stream.peer == b and stream.protocol.id == protocol.id:
+                stream.improved.set()
 
     def cut(self, a: PeerId, b: PeerId) -> None:
         """Drop the path between two peers without notice to either."""
@@ -300,6 +306,10 @@ class MemoryTransport:
         """Remove a closed stream."""
         self._streams.pop(stream, None)
 
+    @property
+    def open_streams(self) -> "Iterable[MemoryStream]":
+        return tuple(self._streams)
+
     def reset(self, peer: PeerId, protocol: ProtocolSpec) -> None:
         """End the streams with ``peer`` under ``protocol``."""
         for stream in list(self._streams):
@@ -375,6 +385,8 @@ class MemoryStream:
     ) -> None:
         self.remote: MemoryStream | None = None
         """The other end, once the stream is open."""
+        self.improved = asyncio.Event()
+        """Set by ``MemoryNetwork.improve``."""
         self._transport = transport
         self._network = transport.network
         self._peer = peer
@@ -402,6 +414,9 @@ class MemoryStream:
     @property
     def peer(self) -> PeerId:
         return self._peer
+
+    async def path_improved(self) -> None:
+        await self.improved.wait()
 
     @property
     def address(self) -> str:

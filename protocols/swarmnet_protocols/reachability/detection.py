@@ -52,8 +52,8 @@ class Reachability:
         self._guarded = guarded
         self._bootstrap = tuple(bootstrap)
         self._clock = clock
-        self.relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
-        """Addresses of relays beside the bootstrap peers."""
+        self.more_relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
+        """Finds relays beside the bootstrap peers: their multiaddrs."""
         self._reservations = Reservations(guarded, self._candidates, address_of)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
@@ -145,7 +145,7 @@ class Reachability:
 
     async def _candidates(self) -> Sequence[str]:
         bootstrap = random.sample(self._bootstrap, len(self._bootstrap))
-        return [*bootstrap, *await self.relays()]
+        return [*bootstrap, *await self.more_relays()]
 
     async def _no_relays(self) -> Sequence[str]:
         return ()

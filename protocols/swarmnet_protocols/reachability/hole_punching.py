@@ -186,6 +186,7 @@ class HolePunching:
             async with asyncio.timeout(DIAL_S + TCP_AFTER_S):
                 while True:
                     if await self._transport.direct.is_connected(peer):
+                        self._transport.connected_directly(peer)
                         return True
                     await asyncio.sleep(CHECK_S)
         except TimeoutError:
@@ -231,7 +232,7 @@ def describe(
         punched=counters.succeeded,
         not_punched=counters.failed,
         punch_s=counters.total_s / max(1, counters.succeeded),
-        circuits=transport.circuits.total(),
+        circuits=transport.circuits,
         reservations=relay.reservations,
         forwarded_circuits=relay.circuits,
         forwarded_bytes=relay.forwarded_bytes,

@@ -54,7 +54,7 @@ class Reservations:
         self._candidates = candidates
         self._address_of = address_of
         self._held: dict[PeerId, Reservation] = {}
-        self._attempts: dict[PeerId, asyncio.Task[None]] = {}
+        self._attempts: dict[PeerId, asyncio.Task[bool]] = {}
         self._pauses: dict[PeerId, tuple[float, float]] = {}
         """Relays that failed: when each may be tried again, and the pause after its next failure."""
         self._changed = asyncio.Event()
@@ -91,6 +91,7 @@ class Reservations:
         if missing <= 0:
             return
         now = asyncio.get_running_loop().time()
+        self._pauses = {peer: pause for peer, pause in self._pauses.items() if now < pause[0] + MAX_RETRY_S}
         for address in await self._candidates():
             peer = PeerId(address.rpartition("/p2p/")[2])
             retry_at, _ = self._pauses.get(peer, (0.0, 0.0))
@@ -100,12 +101,13 @@ class Reservations:
                 self._attempts[peer] = attempt
                 attempt.add_done_callback(partial(self._ended, peer))
 
-    def _ended(self, peer: PeerId, _: "asyncio.Task[None]") -> None:
+    def _ended(self, peer: PeerId, attempt: "asyncio.Task[bool]") -> None:
         del self._attempts[peer]
-        self._changed.set()
+        if not attempt.cancelled() and attempt.result():
+            self._changed.set()  # after an attempt that failed, the next one waits for ``RETRY_S``
 
-    async def _hold(self, peer: PeerId, address: str) -> None:
-        """Reserve at one relay, and keep the reservation until it is lost."""
+    async def _hold(self, peer: PeerId, address: str) -> bool:
+        """Reserve at one relay, and keep the reservation until it is lost. Returns whether it was held at all."""
         try:
             stream = await self._transport.open(peer, RELAY, addresses=[address], deadline_s=OPEN_S)
             with contextlib.closing(stream):
@@ -130,7 +132,8 @@ class Reservations:
         except SwarmnetError as error:
             _log.info("no reservation at %s: %s", peer, str(error).partition("\n")[0])
         finally:
-            self._held.pop(peer, None)
+            was_held = self._held.pop(peer, None) is not None
             _, pause_s = self._pauses.get(peer, (0.0, RETRY_S))
             retry_at = asyncio.get_running_loop().time() + pause_s * random.uniform(0.5, 1.0)
             self._pauses[peer] = retry_at, min(2 * pause_s, MAX_RETRY_S)
+        return was_held

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import relay_of
+from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, CIRCUIT, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
@@ -67,8 +68,8 @@ class RoutedTransport(TransportWrapper):
         self.observed: dict[PeerId, str] = {}
         """The multiaddr of this peer as each relay saw it last."""
         self.describe_reach: Callable[[], Reach] = Reach
-        self.circuits: Counter[PeerId] = Counter()
-        """Streams through relays that this peer opened, by peer; those that are open now."""
+        self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
+        """Streams through relays that this peer opened, and that are open now."""
         self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
         """Begins to make a direct connection to a peer, unless that failed lately. Returns the first try while it lasts."""
 
@@ -207,17 +208,29 @@ class RoutedTransport(TransportWrapper):
         except BaseException:
             stream.close()
             raise
-        self.direct.endpoint.start(self._count(peer, carry))
         # The bytes are counted on the stream with the relay.
-        return self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+        opened = self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
+        self.direct.endpoint.start(self._carry(opened, carry))
+        return opened
 
-    async def _count(self, peer: PeerId, carry: Coroutine[Any, Any, None]) -> None:
-        self.circuits[peer] += 1
+    async def _carry(self, stream: FramedStream, carry: Coroutine[Any, Any, None]) -> None:
+        self._circuits_to[stream.peer].add(stream)
         try:
             await carry
         finally:
-            self.circuits[peer] -= 1
-            self.circuits += Counter()  # drops zeros
+            self._circuits_to[stream.peer].discard(stream)
+            if not self._circuits_to[stream.peer]:
+                del self._circuits_to[stream.peer]
+
+    @property
+    def circuits(self) -> int:
+        """Streams through relays that this peer opened, and that are open now."""
+        return sum(map(len, self._circuits_to.values()))
+
+    def connected_directly(self, peer: PeerId) -> None:
+        """There is a direct connection to ``peer``: its streams through relays may be opened again."""
+        for stream in self._circuits_to.get(peer, ()):
+            stream.improved.set()
 
     def _observe(self, relay: PeerId, address: str) -> None:
         """Note the multiaddr of this peer as ``relay`` sees it."""

@@ -32,6 +32,8 @@ UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
 UNREACHABLE_COST_S = 10.0
 """Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
+RELAY_S = 0.05
+"""Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
 CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block that the search considers."""
 MARGIN = 0.1
@@ -56,6 +58,10 @@ class HostInfo:
     step_s: float
     addresses: tuple[str, ...] = ()
     online: bool = True
+    is_open: bool = True
+    """Whether other peers can dial it, as far as is known."""
+    is_symmetric: bool = False
+    """Whether it is behind a router through which no hole is punched."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
 
@@ -92,6 +98,10 @@ class View:
     """Seconds per block that the client measured."""
     guards: frozenset[PeerId] = frozenset()
     """Hosts preferred as first and last hop, which see the client's text."""
+    relayed: frozenset[PeerId] = frozenset()
+    """Hosts that cannot be dialled."""
+    symmetric: frozenset[PeerId] = frozenset()
+    """Those of them behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
     explore: bool = False
     """Whether an unmeasured host that announces it counts as fast as the fastest measured one, so that it gets measured."""
 
@@ -99,10 +109,13 @@ class View:
         """One-way seconds between two peers (None: the client). Between two hosts: an upper bound, the way through the client."""
         if one == other:
             return 0.0
-        unreachable_s = 0.0
-        if one is not None and other is not None and pair_of(one, other) in self.unreachable:
-            unreachable_s = UNREACHABLE_COST_S
-        return unreachable_s + sum(
+        extra_s = 0.0
+        if one is not None and other is not None:
+            if pair_of(one, other) in self.unreachable:
+                extra_s = UNREACHABLE_COST_S
+            elif {one, other} <= self.relayed and not {one, other}.isdisjoint(self.symmetric):
+                extra_s = RELAY_S
+        return extra_s + sum(
             self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
         )
 

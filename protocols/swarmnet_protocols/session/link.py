@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import LINK
@@ -62,20 +62,22 @@ class LinkSender:
     render: Callable[[Step], Step] = lambda step: step
 
     async def run(self, target: NextHop) -> NoReturn:
-        """Link to ``target``, send the steps it lacks, then every new step, until cancelled.
+        """Link to ``target``, send the steps it lacks, then every new step, until cancelled. Over a new stream whenever the path improves.
 
         Raises what opening a stream raises, ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, ``StreamEnded`` if the link ends
         twice, and what ``ActivationLog.attach`` and ``next`` raise.
         """
-        try:
-            await self._feed(target)
-        except StreamEnded as error:  # a connection can be reset although both peers are alive
-            if isinstance(error, Refused):
-                raise
-        await self._feed(target)
-        raise ProtocolViolation("a link ended without a reason")
+        may_end = True
+        while True:
+            try:
+                await self._feed(target)
+            except StreamEnded as error:  # a connection can be reset although both peers are alive
+                if isinstance(error, Refused) or not may_end:
+                    raise
+                may_end = False
 
     async def _feed(self, target: NextHop) -> None:
+        """Send over one stream, until a better path is there."""
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
         )
@@ -84,7 +86,7 @@ class LinkSender:
             await link.send(pb.LinkRequest(link=pb.Link(session=target.session, epoch=target.epoch)))
             applied = await self._linked(link)
             cursor = self.outbox.log.attach(applied)
-            await race(self._listen(link), self._send(link, cursor))
+            await race(self._listen(link), self._send(link, cursor), stream.path_improved())
         finally:
             self.outbox.log.detach()
             stream.close()

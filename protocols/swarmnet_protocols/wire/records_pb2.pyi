@@ -15,12 +15,23 @@ class HostState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOST_STATE_LEAVING: _ClassVar[HostState]
     HOST_STATE_CHOOSING: _ClassVar[HostState]
     HOST_STATE_PAUSED: _ClassVar[HostState]
+
+class Nat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NAT_UNKNOWN: _ClassVar[Nat]
+    NAT_NONE: _ClassVar[Nat]
+    NAT_CONE: _ClassVar[Nat]
+    NAT_SYMMETRIC: _ClassVar[Nat]
 HOST_STATE_UNSPECIFIED: HostState
 HOST_STATE_JOINING: HostState
 HOST_STATE_ONLINE: HostState
 HOST_STATE_LEAVING: HostState
 HOST_STATE_CHOOSING: HostState
 HOST_STATE_PAUSED: HostState
+NAT_UNKNOWN: Nat
+NAT_NONE: Nat
+NAT_CONE: Nat
+NAT_SYMMETRIC: Nat
 
 class SignedRecord(_message.Message):
     __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature")
@@ -41,7 +52,7 @@ class SignedRecord(_message.Message):
     def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class HostRecord(_message.Message):
-    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name")
+    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +65,7 @@ class HostRecord(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
+    NAT_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     start: int
     end: int
@@ -66,7 +78,8 @@ class HostRecord(_message.Message):
     sessions: int
     addresses: _containers.RepeatedScalarFieldContainer[str]
     public_name: str
-    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ...) -> None: ...
+    nat: Nat
+    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ...) -> None: ...
 
 class CatalogRecord(_message.Message):
     __slots__ = ("model", "job")
@@ -101,6 +114,12 @@ class ProcessRecord(_message.Message):
     def __init__(self, process: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ContactRecord(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RelayRecord(_message.Message):
     __slots__ = ("addresses",)
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]

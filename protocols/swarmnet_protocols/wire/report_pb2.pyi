@@ -11,18 +11,30 @@ class ReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("version", "public_name", "uptime_s", "host", "worker")
+    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "reach")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
     version: str
     public_name: str
     uptime_s: float
     host: HostReport
     worker: WorkerReport
-    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+    reach: Reach
+    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+
+class Reach(_message.Message):
+    __slots__ = ("kind", "relays", "punched")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    PUNCHED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    punched: int
+    def __init__(self, kind: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ...) -> None: ...
 
 class HostReport(_message.Message):
     __slots__ = ("manifest", "model", "total_blocks", "start", "end", "state", "dtype", "step_s", "token_s", "queue_s", "cache_bytes", "cache_bytes_limit", "sessions", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows")

@@ -1,6 +1,6 @@
 /** Symbols and sentences for states, events and the health of a model. Pure functions of the state. */
 
-import { count, plural, span } from "./format.js";
+import { count, plural, shortId, span } from "./format.js";
 
 /** Symbol, word and colour of each state. The symbols differ in shape, so that states can be told apart without colour. */
 export const PEER_STATES = {
@@ -15,6 +15,13 @@ export const PEER_STATES = {
 /** A peer that does not answer is shown as silent, whatever state it announced. */
 export const peerState = (peer) =>
   PEER_STATES[peer.silent && peer.state !== "gone" ? "silent" : peer.state] ?? { symbol: "?", word: String(peer.state), kind: "quiet" };
+
+/** How peers reach a peer, with its relays. */
+export function linkOf(peer) {
+  const relays = (peer.relays ?? []).map(shortId);
+  const through = peer.connection === "relayed" && relays.length ? `relayed through ${relays.join(" and ")}` : peer.connection;
+  return peer.punched > 0 ? `${through}; ${plural(peer.punched, "direct connection", "direct connections")} through routers` : through;
+}
 
 export const EVENT_KINDS = {
   joined: { symbol: "+", kind: "good" },

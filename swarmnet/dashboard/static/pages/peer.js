@@ -5,6 +5,7 @@ import { ago, bytes, count, dateTime, duration, modelName, number, percent, plur
 import { chart } from "../views/charts.js";
 import { eventFeed } from "../views/lists.js";
 import { fillSpan, fillState } from "../views/peers.js";
+import { linkOf } from "../words.js";
 import { factList, missing, poll } from "./detail.js";
 
 /** {node, title, update(state)}; history and contribution come from `/api/v1/peers/ID`. */
@@ -50,7 +51,7 @@ export function peerPage(id) {
     } else if (!peer.blocks) setText(holds, peer.job ? "This peer trains, and hosts no blocks." : "This peer hosts no blocks.");
     held.parentElement.hidden = !model;
     facts.update([
-      ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", peer.connection],
+      ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", linkOf(peer)],
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
       ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
       ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],

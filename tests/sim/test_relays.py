@@ -1,0 +1,236 @@
+"""Relays and reservations on a simulated network, with relays that fail and peers that hoard."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from swarmnet_protocols.directory import relay_announcements
+from swarmnet_protocols.directory.records import Publisher, Record
+from swarmnet_protocols.directory.relay_announcements import MAX_FOUND, TOPIC, choose
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net.protocol_ids import RELAY
+from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.typed_stream import ask
+from swarmnet_protocols.reachability import detection
+from swarmnet_protocols.reachability.dial_back import Probed
+from swarmnet_protocols.reachability.relay import OPEN_S, SILENCE_S, Relay
+from swarmnet_protocols.reachability.reservations import WANTED, Reservations
+from swarmnet_protocols.wire import records_pb2
+from swarmnet_protocols.wire import relay_pb2 as pb
+from tests.support import virtual_time
+
+SYSTEM = 8
+"""Reservations that a relay has in these tests."""
+
+
+CIRCUITS_PER_PEER = 4
+
+
+@dataclass
+class Lab:
+    network: MemoryNetwork
+    stack: AsyncExitStack
+    relays: dict[str, Relay] = field(default_factory=dict)
+    addresses: list[str] = field(default_factory=list)
+
+    async def peer(self, name: str, address: str = "") -> MemoryTransport:
+        peer = Identity.from_seed(name.encode()).peer_id
+        if address:
+            self.network.move(peer, address)
+        return await self.stack.enter_async_context(self.network.transport(peer))
+
+    async def relay(self, name: str, link: LinkLimiter | None = None) -> MemoryTransport:
+        transport = await self.peer(name)
+        transport.resources.limit(Resource.RELAY_RESERVATIONS, system=SYSTEM)
+        relay = self.relays[name] = Relay(transport, lambda: True, link or LinkLimiter())
+        await relay.serve()
+        self.addresses += transport.addresses()
+        return transport
+
+    async def reserve(
+        self, transport: MemoryTransport, candidates: Sequence[str] | None = None
+    ) -> Reservations:
+        async def found() -> Sequence[str]:
+            return self.addresses if candidates is None else candidates
+
+        async def address_of(peer: PeerId) -> str:
+            return f"/memory/{peer}"
+
+        reservations = Reservations(transport, found, address_of)
+        self.stack.push_async_callback(cancel, asyncio.create_task(reservations.run()))
+        return reservations
+
+
+def run(scenario: Callable[[Lab], Awaitable[None]]) -> None:
+    async def main() -> None:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02))
+        async with AsyncExitStack() as stack:
+            await scenario(Lab(network, stack))
+
+    virtual_time.run(main())
+
+
+@asynccontextmanager
+async def reserved(lab: Lab, transport: MemoryTransport, relay: MemoryTransport) -> AsyncIterator[None]:
+    """A reservation, silent after its request."""
+    stream = await transport.open(relay.peer_id, RELAY, deadline_s=1.0)
+    await stream.send(Message(pb.RelayRequest(reserve=pb.Reserve()).SerializeToString()))
+    await asyncio.sleep(0.2)
+    try:
+        yield
+    finally:
+        stream.close()
+
+
+# ---- relays that fail --------------------------------------------------------------------------------------
+
+
+def test_a_peer_reserves_at_two_relays_and_elsewhere_when_one_is_lost() -> None:
+    async def scenario(lab: Lab) -> None:
+        relays = [await lab.relay(f"relay {number}") for number in range(3)]
+        reservations = await lab.reserve(await lab.peer("alice"))
+        await asyncio.sleep(1.0)
+        assert len(reservations.held) == WANTED == 2
+        lost = reservations.held[0].relay
+        lab.network.crash(lost)
+        await asyncio.sleep(3.0)
+        assert {each.relay for each in reservations.held} == {each.peer_id for each in relays} - {lost}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("side", ["the relay", "the peer"])
+def test_a_reservation_ends_when_a_side_is_silent(side: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        relay, alice = await lab.relay("relay"), await lab.peer("alice")
+        reservations = await lab.reserve(alice)
+        await asyncio.sleep(1.0)
+        assert lab.relays["relay"].reservations == 1
+        lab.network.hang(relay.peer_id if side == "the relay" else alice.peer_id)
+        await asyncio.sleep(SILENCE_S + 1.5)
+        if side == "the relay":
+            assert not reservations.held
+        else:
+            assert not lab.relays["relay"].reservations
+
+    run(scenario)
+
+
+def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
+    async def scenario(lab: Lab) -> None:
+        link = LinkLimiter()
+        link.set_relay_rate(0)
+        relay, alice = await lab.relay("relay", link), await lab.peer("alice")
+        stream = await alice.open(relay.peer_id, RELAY, deadline_s=1.0)
+        with pytest.raises(Refused, match="does not relay"):
+            await ask(stream, pb.RelayRequest(reserve=pb.Reserve()), pb.RelayReply, within_s=2.0)
+
+    run(scenario)
+
+
+def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.relay("relay")
+        gone = [f"/memory/0/p2p/{Identity.from_seed(bytes([number])).peer_id}" for number in range(200)]
+        alice = await lab.peer("alice")
+        opened: list[PeerId] = []
+        dial = alice.open
+
+        async def count(peer: PeerId, *args: object, **options: object) -> object:
+            opened.append(peer)
+            return await dial(peer, *args, **options)  # type: ignore[arg-type]
+
+        alice.open = count  # type: ignore[method-assign, assignment]
+        reservations = await lab.reserve(alice, [*lab.addresses, *gone])
+        await asyncio.sleep(10.0)
+        assert len(reservations.held) == 1
+        # At any time at most WANTED attempts run, and a relay that failed is left alone for a while.
+        assert len(opened) <= 30
+
+    run(scenario)
+
+
+def test_a_bounded_number_of_announced_relays_is_read() -> None:
+    def record(number: int, address: str = "/ip4/25.0.0.1/tcp/4001") -> Record:
+        identity = Identity.from_seed(number.to_bytes(4, "big"))
+        addresses = [f"{address}/p2p/{identity.peer_id}"]
+        body = records_pb2.RelayRecord(addresses=addresses).SerializeToString()
+        return Publisher(identity, bytes(32), lambda: 1.0).seal(TOPIC, body, lifetime_s=10)[0]
+
+    records = [record(number) for number in range(1000)] * 10
+    assert len(choose(records, random.Random(0))) == MAX_FOUND
+    circuit = f"/ip4/25.0.0.1/tcp/1/p2p/{Identity.from_seed(b'x').peer_id}/p2p-circuit"
+    assert choose([record(1, circuit)], random.Random(0)) == []
+    assert relay_announcements.ENOUGH >= MAX_FOUND
+
+
+# ---- peers that take more than their share -------------------------------------------------------------------
+
+
+def test_a_subnet_that_hoards_reservations_keeps_no_other_out() -> None:
+    async def scenario(lab: Lab) -> None:
+        relay = await lab.relay("relay")
+        relay.resources.limit(Resource.RELAY_RESERVATIONS, system=SYSTEM)
+        for number in range(3 * SYSTEM):
+            hoarder = await lab.peer(f"hoarder {number}", f"/ip4/203.0.113.{number}/tcp/1")
+            await lab.reserve(hoarder)
+        await asyncio.sleep(5.0)
+        assert lab.relays["relay"].reservations == SYSTEM
+        honest = await lab.reserve(await lab.peer("honest", "/ip4/198.51.100.1/tcp/1"))
+        await asyncio.sleep(5.0)
+        assert len(honest.held) == 1
+        before = honest.held
+        await asyncio.sleep(60.0)
+        assert honest.held == before
+
+    run(scenario)
+
+
+def test_a_relay_forwards_a_bounded_number_of_circuits_for_one_peer() -> None:
+    async def scenario(lab: Lab) -> None:
+        relay = await lab.relay("relay")
+        relay.resources.limit(Resource.CIRCUITS, per_peer=CIRCUITS_PER_PEER)
+        alice, mallory = await lab.peer("alice"), await lab.peer("mallory")
+        await lab.reserve(alice)
+        await asyncio.sleep(1.0)
+        accepted = []
+        request = pb.RelayRequest(connect=pb.Connect(peer=alice.peer_id)).SerializeToString()
+
+        async def silent(stream: object) -> None:
+            accepted.append(stream)
+            await asyncio.sleep(OPEN_S)
+
+        from swarmnet_protocols.net.protocol_ids import CIRCUIT
+
+        await alice.serve(CIRCUIT, silent)  # type: ignore[arg-type]
+        streams = [await mallory.open(relay.peer_id, RELAY, deadline_s=1.0) for _ in range(20)]
+        for stream in streams:
+            await stream.send(Message(request))
+        await asyncio.sleep(1.0)
+        assert len(accepted) == 4
+
+    run(scenario)
+
+
+# ---- reports about reach ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reached", "expected"),
+    [([], None), ([1], True), ([0], False), ([1, 0], False), ([1, 1, 0], True), ([1, 0, 0], False)],
+)
+def test_the_majority_of_reports_decides_whether_a_peer_can_be_dialled(
+    reached: list[int], expected: bool | None
+) -> None:
+    peer = Identity.from_seed(b"x").peer_id
+    answers = [Probed(peer, "25.0.0.1", (4001,) if each else (), 0.0, 0.1) for each in reached]
+    assert detection.judge(answers) is expected
