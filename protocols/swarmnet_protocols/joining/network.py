@@ -5,6 +5,7 @@ transport, over which every other protocol runs.
 """
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -45,11 +46,13 @@ FETCH_S = 30.0
 def transport_class(name: str = "") -> "type[P2pdTransport]":
     """The transport ``p2pd`` or ``libp2p``; ``auto``: p2pd where its binary is installed. Without a name, ``TRANSPORT_VARIABLE`` decides."""
     from swarmnet_protocols.errors import ConfigError
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
     from swarmnet_protocols.net.p2pd.process import binary
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 
     name = name or os.environ.get(TRANSPORT_VARIABLE, "auto")
     if name == "auto":
+        prepare_hivemind()
         name = "p2pd" if binary().is_file() else "libp2p"
     if name == "p2pd":
         return P2pdTransport
