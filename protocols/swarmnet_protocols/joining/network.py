@@ -5,6 +5,7 @@ transport, over which every other protocol runs.
 """
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -35,8 +37,30 @@ T = TypeVar("T")
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
+TRANSPORT_VARIABLE = "SWARMNET_TRANSPORT"
+"""Environment variable that chooses the transport: see ``transport_class``."""
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
+
+
+def transport_class(name: str = "") -> "type[P2pdTransport]":
+    """The transport ``p2pd`` or ``libp2p``; ``auto``: p2pd where its binary is installed. Without a name, ``TRANSPORT_VARIABLE`` decides."""
+    from swarmnet_protocols.errors import ConfigError
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.process import binary
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
+
+    name = name or os.environ.get(TRANSPORT_VARIABLE, "auto")
+    if name == "auto":
+        prepare_hivemind()
+        name = "p2pd" if binary().is_file() else "libp2p"
+    if name == "p2pd":
+        return P2pdTransport
+    if name == "libp2p":
+        from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport
+
+        return PyLibp2pTransport
+    raise ConfigError(f"there is no transport {name!r}", hint=f"{TRANSPORT_VARIABLE}: p2pd, libp2p or auto")
 
 
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
@@ -104,7 +128,7 @@ async def connect(
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.reachability.detection import Reachability
@@ -137,7 +161,7 @@ async def connect(
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,
         )
-        raw = await stack.enter_async_context(P2pdTransport.create(config))
+        raw = await stack.enter_async_context(transport_class().create(config))
         routed = RoutedTransport(raw, identity)
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
@@ -198,7 +222,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.wire import membership_pb2 as pb
 
     identity = Identity.load_or_create(identity_path)
@@ -210,7 +234,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
             hint="add one of a peer in the swarm: --bootstrap ADDR",
         )
     config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
-    async with P2pdTransport.create(config) as transport:
+    async with transport_class().create(config) as transport:
         return await request_admission(transport, addresses, request, take, wall_clock)
 
 
@@ -228,7 +252,7 @@ async def push_revocations(
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.wire.roles import Role
 
@@ -244,7 +268,7 @@ async def push_revocations(
         addresses = addresses or await find_addresses(rules.swarm)
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (
-            P2pdTransport.create(config) as transport,
+            transport_class().create(config) as transport,
             Handshakes.run(transport, membership, Timing()) as handshakes,
         ):
             return await send_revocations(handshakes, addresses)
