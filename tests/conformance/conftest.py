@@ -152,12 +152,13 @@ class CircuitLab(P2pdLab):
             async def candidates() -> Sequence[str]:
                 return third.addresses()
 
-            b.reservations = Reservations(b, candidates, b.direct.address_of)
-            keeping = asyncio.create_task(b.reservations.run())
+            reservations = Reservations(b, candidates, b.direct.address_of)
+            b.reserve_at_relays(reservations)
+            keeping = asyncio.create_task(reservations.run())
             self._stack.push_async_callback(cancel, keeping)
             for each in a, b:
-                await each.use_relays(each)
-            assert await b.reservations.wait_for_one(5.0)
+                each.use_relays(each)
+            assert await reservations.wait_for_one(5.0)
             self._trio = a, b, relay
         return self._trio
 

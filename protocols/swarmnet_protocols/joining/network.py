@@ -165,7 +165,7 @@ async def connect(
         routed = RoutedTransport(raw, identity)
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
-        await routed.use_relays(guarded)
+        routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
         relay = Relay(guarded, lambda: reachability.is_open, config.link)
         punching = HolePunching(routed, guarded, reachability)
@@ -189,9 +189,12 @@ async def connect(
                 handshakes,
                 identity,
                 bootstrap=bootstrap,
-                client_mode=client_mode or not reachability.is_open,
+                client_mode=client_mode,
+                is_reachable=reachability.is_open,
             )
         )
+        if not client_mode:
+            reachability.on_change = directory.set_reachable
         finder = RelayFinder(directory, random.Random())
         reachability.more_relays = finder.find
         if not client_mode:
