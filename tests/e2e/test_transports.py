@@ -1,8 +1,10 @@
 """Hosts and clients over p2pd and over py-libp2p are in one swarm, and one kind takes over from the other."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -50,7 +52,12 @@ def test_one_host_of_each_kind_is_killed_in_the_middle_of_an_answer(
         monkeypatch.setenv(TRANSPORT_VARIABLE, "libp2p" if name == LIBP2P_HOST else "p2pd")
         _ = lab.launch(name, "--blocks", "15:30").ready
 
+    def has_p2pd(pid: int) -> bool:
+        return any(child.name() == "p2pd" for child in psutil.Process(pid).children())
+
+    assert [has_p2pd(node.pid) for node in lab.nodes.values()] == [True, True, False]
     with lab.connect() as model:
+        assert not has_p2pd(os.getpid())
         assert greedy(model, [IDS], TOKENS)[0] == expected
         strike = Strike(lab, model, kill, block=20)
         killed = []
