@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
     arguments = parser.parse_args()
+    if find_spec("libp2p") is None:
+        print(json.dumps({"skipped": "py-libp2p is not installed"}))
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # of the nodes that are started below
     clients: dict[str, Any] = {}
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -25,7 +25,7 @@ LIBP2P_HOST = "third"
 @pytest.fixture
 def lab(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     """Two hosts over p2pd, and one over py-libp2p with the blocks of the second. The client is over py-libp2p, too."""
-    pytest.importorskip("trio", reason="py-libp2p is optional")
+    pytest.importorskip("libp2p", reason="py-libp2p is optional")
     lab = Swarm(tmp_path / "lab", cache_dir)
     try:
         monkeypatch.setenv(TRANSPORT_VARIABLE, "p2pd")

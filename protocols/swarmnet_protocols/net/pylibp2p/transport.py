@@ -37,7 +37,7 @@ def prepare_libp2p() -> None:
     except ConfigError as error:
         raise ConfigError(
             "py-libp2p is not installed",
-            hint="pip install 'swarmnet-p2p[libp2p]' && pip install --no-deps libp2p==0.8.1",
+            hint="pip install '.[libp2p]' && pip install --no-deps libp2p==0.8.1",
         ) from error
     # Both hivemind and py-libp2p declare crypto.pb.KeyType, and a pool takes one of them.
     own_pool = descriptor_pool.DescriptorPool()
