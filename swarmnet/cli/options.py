@@ -11,7 +11,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
-from swarmnet_protocols.joining.network import TRANSPORT_VARIABLE
+from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from swarmnet_protocols.joining.network import TRANSPORT_VARIABLE
+from swarmnet.paths import TRANSPORT_VARIABLE
 from tests.bench.generating_process import generating
 from tests.support.processes import swarm
 

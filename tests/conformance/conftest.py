@@ -216,7 +216,7 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
 
 
 def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
-    pytest.importorskip("trio", reason="py-libp2p is optional")
+    pytest.importorskip("libp2p", reason="py-libp2p is optional")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         lab = PyLibp2pLab(runner, tmp_path_factory.mktemp("libp2p"), names)
         try:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from swarmnet_protocols.joining.network import TRANSPORT_VARIABLE
+from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.models import resolve
 from tests.support.faults import At, Strike, kill
 from tests.support.generation import greedy

@@ -5,7 +5,6 @@ transport, over which every other protocol runs.
 """
 
 import asyncio
-import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -37,20 +36,24 @@ T = TypeVar("T")
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
-TRANSPORT_VARIABLE = "SWARMNET_TRANSPORT"
-"""Environment variable that chooses the transport: see ``transport_class``."""
+_CHOSEN = {"transport": "auto"}
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
 
 
-def transport_class(name: str = "") -> "type[P2pdTransport]":
-    """The transport ``p2pd`` or ``libp2p``; ``auto``: p2pd where its binary is installed. Without a name, ``TRANSPORT_VARIABLE`` decides."""
+def choose_transport(name: str) -> None:
+    """Use ``p2pd`` or ``libp2p`` in this process from now on; ``auto``: p2pd where its binary is installed."""
+    _CHOSEN["transport"] = name
+
+
+def transport_class() -> "type[P2pdTransport]":
+    """The transport of this process. Raises ``ConfigError`` for an unknown choice."""
     from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
     from swarmnet_protocols.net.p2pd.process import binary
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 
-    name = name or os.environ.get(TRANSPORT_VARIABLE, "auto")
+    name = _CHOSEN["transport"]
     if name == "auto":
         prepare_hivemind()
         name = "p2pd" if binary().is_file() else "libp2p"
@@ -60,7 +63,7 @@ def transport_class(name: str = "") -> "type[P2pdTransport]":
         from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport
 
         return PyLibp2pTransport
-    raise ConfigError(f"there is no transport {name!r}", hint=f"{TRANSPORT_VARIABLE}: p2pd, libp2p or auto")
+    raise ConfigError(f"there is no transport {name!r}", hint="use p2pd, libp2p or auto")
 
 
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
