@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -216,7 +217,8 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
 
 
 def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
-    pytest.importorskip("libp2p", reason="py-libp2p is optional")
+    if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
+        pytest.skip("py-libp2p is optional")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         lab = PyLibp2pLab(runner, tmp_path_factory.mktemp("libp2p"), names)
         try:
