@@ -70,6 +70,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.failover
 	$(BIN)/python -m tests.bench.wan_decode
 	$(BIN)/python -m tests.bench.nat
+	$(BIN)/python -m tests.bench.transports
 	$(BIN)/python -m tests.bench.tuning
 	$(BIN)/python -m tests.bench.adapters
 	$(BIN)/python -m tests.bench.steps

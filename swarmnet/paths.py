@@ -13,6 +13,9 @@ from swarmnet_protocols.machine.files import make_private
 
 _APP = "swarmnet"
 
+TRANSPORT_VARIABLE = "SWARMNET_TRANSPORT"
+"""Environment variable that chooses the transport: p2pd, libp2p or auto."""
+
 
 def default_data_dir() -> Path:
     """The folder of a node's key, control socket and addresses."""

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share, and how their text is read."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
+from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
 
@@ -39,6 +41,15 @@ def _check_dtype(text: str) -> str:
             f"{text!r} is not a number format: use auto, float32 or bfloat16", param_hint="'--dtype'"
         )
     return text
+
+
+def _choose_transport(name: str) -> str:
+    if name not in {"auto", "p2pd", "libp2p"}:
+        raise typer.BadParameter(
+            f"{name!r} is not a transport: use auto, p2pd or libp2p", param_hint="'--transport'"
+        )
+    os.environ[TRANSPORT_VARIABLE] = name
+    return name
 
 
 SwarmPath = Annotated[
@@ -101,6 +112,17 @@ MaxP2pdOption = Annotated[
         metavar="SIZE",
         help="Memory above which p2pd, the libp2p process, is restarted.",
         show_default="256MiB",
+    ),
+]
+TransportOption = Annotated[
+    str,
+    typer.Option(
+        "--transport",
+        metavar="NAME",
+        help="p2pd, libp2p (py-libp2p, without a p2pd process) or auto: p2pd where its binary is installed.",
+        callback=_choose_transport,
+        envvar=TRANSPORT_VARIABLE,
+        show_envvar=False,
     ),
 ]
 AnnounceOption = Annotated[

@@ -261,9 +261,9 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
     """How many other peers of the swarm mDNS finds, if the swarm file allows it."""
     if entry is None or not entry.file.mdns:
         return 0
-    from swarmnet_protocols.joining.local_network import find_addresses, peer_in
+    from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses, peer_in
 
-    found = set(map(peer_in, await find_addresses(entry.file.swarm_id)))
+    found = set(map(peer_in, await find_addresses(entry.file.swarm_id, within_s=FIRST_S)))
     return len(found - set(map(peer_in, node.addresses if node else ())))
 
 

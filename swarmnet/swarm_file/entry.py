@@ -6,6 +6,7 @@ out again cannot bring back a member who was removed (rollback protection, as in
 """
 
 import asyncio
+import os
 import re
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnet import swarm_file
-from swarmnet.paths import default_data_dir
+from swarmnet.paths import TRANSPORT_VARIABLE, default_data_dir
 from swarmnet.swarm_file import FILE_NAME
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
@@ -27,7 +28,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.joining.network import Network, Trust, client_listen
+from swarmnet_protocols.joining.network import Network, Trust, choose_transport, client_listen
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Rules
@@ -65,7 +66,11 @@ class Entry:
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
-        """The configuration with which to connect; with the key file ``issuer``, as an issuer of certificates."""
+        """The configuration with which to connect; with the key file ``issuer``, as an issuer of certificates.
+
+        The environment variable ``TRANSPORT_VARIABLE`` chooses the transport.
+        """
+        choose_transport(os.environ.get(TRANSPORT_VARIABLE, "auto"))
         return Network(
             self.file.rules(),
             self.identity_path,

@@ -122,6 +122,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("answers that failed in five minutes", "", "0", key("steady_failures")),
             Headline("reservation of one of twenty hosts", "s", "at most 10", key("reserved_s")),
         ],
+        "transports": [],
         "adapters": [],
         "steps": [],
         "head": [],

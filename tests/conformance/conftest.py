@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
@@ -29,6 +31,8 @@ from tests.support.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LOOPBACK_QUIC = ("/ip4/127.0.0.1/udp/0/quic-v1",)
+
+SLOW_LABS = ("p2pd", "quic", "circuit", "libp2p", "libp2p_to_p2pd", "p2pd_to_libp2p")
 
 Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
@@ -110,6 +114,20 @@ class P2pdLab:
         self._runner.run(self._stack.aclose())
 
 
+class PyLibp2pLab(P2pdLab):
+    """Both peers over py-libp2p, or the one named."""
+
+    def __init__(self, runner: asyncio.Runner, directory: Path, names: str = "ab") -> None:
+        super().__init__(runner, directory)
+        self._names = names
+
+    async def _peer(self, name: str, link: LinkLimiter) -> P2pdTransport:
+        if name not in self._names:
+            return await super()._peer(name, link)
+        config = P2pdConfig(self._directory / name, listen=self._listen, link=link)
+        return await self._stack.enter_async_context(PyLibp2pTransport.create(config))
+
+
 class OnlyRelayed(RoutedTransport):
     """A peer that tells no address of its own."""
 
@@ -135,12 +153,13 @@ class CircuitLab(P2pdLab):
             async def candidates() -> Sequence[str]:
                 return third.addresses()
 
-            b.reservations = Reservations(b, candidates, b.direct.address_of)
-            keeping = asyncio.create_task(b.reservations.run())
+            reservations = Reservations(b, candidates, b.direct.address_of)
+            b.reserve_at_relays(reservations)
+            keeping = asyncio.create_task(reservations.run())
             self._stack.push_async_callback(cancel, keeping)
             for each in a, b:
-                await each.use_relays(each)
-            assert await b.reservations.wait_for_one(5.0)
+                each.use_relays(each)
+            assert await reservations.wait_for_one(5.0)
             self._trio = a, b, relay
         return self._trio
 
@@ -197,6 +216,32 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
             lab.close()
 
 
+def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
+    if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
+        pytest.skip("py-libp2p is optional")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        lab = PyLibp2pLab(runner, tmp_path_factory.mktemp("libp2p"), names)
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
+@pytest.fixture(scope="module")
+def libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
+    yield from _libp2p_lab(tmp_path_factory, "ab")
+
+
+@pytest.fixture(scope="module")
+def libp2p_to_p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
+    yield from _libp2p_lab(tmp_path_factory, "a")
+
+
+@pytest.fixture(scope="module")
+def p2pd_to_libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
+    yield from _libp2p_lab(tmp_path_factory, "b")
+
+
 @pytest.fixture(scope="module")
 def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -211,7 +256,7 @@ def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab
     params=[
         "memory",
         "guarded",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2pd", "quic", "circuit")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LABS),
     ]
 )
 def lab(request: pytest.FixtureRequest) -> Lab:

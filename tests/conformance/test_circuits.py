@@ -8,7 +8,7 @@ import pytest
 from swarmnet_protocols.errors import PeerUnreachable, StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.protocol_ids import CIRCUIT, RELAY
+from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability.relay import Relay
@@ -90,13 +90,15 @@ def test_a_peer_without_a_reservation_is_not_reached(circuit_lab: CircuitLab, pr
     run(circuit_lab, scenario)
 
 
-def test_a_circuit_from_a_peer_that_is_not_the_relay_is_refused(circuit_lab: CircuitLab) -> None:
+def test_a_circuit_that_was_not_announced_cannot_be_accepted(circuit_lab: CircuitLab) -> None:
     async def scenario(a: RoutedTransport, b: RoutedTransport, relay: Relay) -> None:
-        await b.direct.connect(a.peer_id, a.direct.addresses(), deadline_s=DEADLINE_S)
-        stream = await a.direct.open(b.peer_id, CIRCUIT, deadline_s=DEADLINE_S)
-        with pytest.raises(Refused, match="no reservation"):
-            await ask(stream, pb.CircuitRequest(source=STRANGER), pb.CircuitReply, within_s=DEADLINE_S)
-        await b.direct._daemon.disconnect(a.peer_id)
+        [address, *_] = relay._transport.addresses()
+        stream = await a.direct.open(
+            relay._transport.peer_id, RELAY, addresses=[address], deadline_s=DEADLINE_S
+        )
+        request = pb.RelayRequest(accept=pb.Accept(circuit=bytes(16)))
+        with pytest.raises(Refused, match="no such circuit"):
+            await ask(stream, request, pb.RelayReply, within_s=DEADLINE_S)
 
     run(circuit_lab, scenario)
 

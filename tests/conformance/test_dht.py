@@ -64,6 +64,7 @@ async def join(
     bootstrap: tuple[str, ...] = (),
     *,
     client_mode: bool = False,
+    is_reachable: bool = True,
     rules: Rules = OPEN,
     roles: frozenset[Role] = ANY_ROLE,
 ) -> AsyncIterator[Peer]:
@@ -77,7 +78,12 @@ async def join(
         P2pdTransport.create(config) as transport,
         Handshakes.run(transport, membership, Timing()) as handshakes,
         DhtDirectory.create(
-            transport, handshakes, identity, bootstrap=lambda: bootstrap, client_mode=client_mode
+            transport,
+            handshakes,
+            identity,
+            bootstrap=lambda: bootstrap,
+            client_mode=client_mode,
+            is_reachable=is_reachable,
         ) as directory,
     ):
         yield Peer(identity, transport, directory)
@@ -461,3 +467,20 @@ def test_a_small_call_has_no_large_answer_and_leaves_no_state(five: Five) -> Non
         assert used[Resource.MEMORY] < 1 << 20
 
     five.run(scenario)
+
+
+def test_a_peer_that_cannot_be_dialled_is_in_no_routing_table_and_may_publish(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            join(tmp_path / "server") as server,
+            join(tmp_path / "hidden", tuple(server.transport.addresses()), is_reachable=False) as hidden,
+        ):
+            await hidden.directory.publish("topic", b"body", lifetime_s=60)
+            assert [record.body for record in await server.directory.lookup("topic")] == [b"body"]
+            table = server.directory._node.protocol.routing_table.uid_to_peer_id
+            assert not table
+            hidden.directory.set_reachable(True)
+            await hidden.directory.lookup("topic")
+            assert [str(peer) for peer in table.values()] == [hidden.identity.peer_id]
+
+    asyncio.run(main())

@@ -79,7 +79,7 @@ def test_members_without_addresses_are_admitted_and_revoked_in_the_local_network
             assert member["roles"] == ["bootstrap"]
             revoke = ("swarm", "revoke", member["peer_id"], str(tmp_path / "lab"))
             with RunningCommand(revoke, tmp_path / "revoke.log", hosts[0]) as revoking:
-                assert revoking.wait_for_end() == 0, revoking.log.read_text()
+                assert revoking.wait_for_end() == 0, (revoking.events, revoking.log.read_text())
             assert one.events[0]["peer_id"] in revoking.events[-1]["told"]
 
 

@@ -11,7 +11,6 @@ from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import (
-    CIRCUIT,
     HANDSHAKE,
     LINK,
     PING,
@@ -143,7 +142,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
 def test_a_member_without_the_role_of_a_server_is_not_asked(protocol: ProtocolSpec) -> None:
     wrong = ANY_ROLE - protocol.served_by
     if not wrong:
-        assert protocol in (REVOCATIONS, CIRCUIT, PUNCH)
+        assert protocol in (REVOCATIONS, PUNCH)
         return
 
     async def scenario(world: World) -> None:

@@ -68,11 +68,12 @@ class DhtDirectory:
         *,
         bootstrap: Callable[[], Sequence[str]] = tuple,
         client_mode: bool = False,
+        is_reachable: bool = True,
     ) -> AsyncIterator["DhtDirectory"]:
         """A directory of the swarm of ``handshakes``, which takes part in the DHT while the context is open.
 
         ``bootstrap``: the current multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do
-        not answer are no error. In client mode this peer stores no records for others.
+        not answer are no error. In client mode this peer stores no records for others, nor while it is not ``is_reachable``.
 
         Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
         no other peer.
@@ -87,6 +88,8 @@ class DhtDirectory:
         p2p = GuardedP2P(transport, handshakes, contacts)
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
         directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
+        if not client_mode:
+            directory.set_reachable(is_reachable)
         try:
             await directory._join()
             yield directory
@@ -95,6 +98,12 @@ class DhtDirectory:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):
                     await node.shutdown()
+
+    def set_reachable(self, is_reachable: bool) -> None:
+        """Whether other peers can dial this one. If not, it stores no records for others from now on. Not for client mode."""
+        from swarmnet_protocols.directory import dht_node
+
+        dht_node.set_reachable(self._node, is_reachable=is_reachable)
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         record, sealed = self._publisher.seal(topic, body, lifetime_s=lifetime_s)

@@ -121,6 +121,12 @@ class _Node(DHTNode):  # type: ignore[misc]
         return allowed
 
 
+def set_reachable(node: DHTNode, *, is_reachable: bool) -> None:
+    """Whether peers take this node into their routing tables: those that learn its node id do."""
+    own = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes()) if is_reachable else dht_pb2.NodeInfo()
+    node.protocol.node_info = own
+
+
 async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
     """A node with an empty routing table."""
     node_id = node_id_of(p2p.peer_id)

@@ -57,6 +57,11 @@ CHECK_S = 3.0
 """Period at which the addresses of this machine are compared with the announced ones."""
 FIRST_S = 4.0
 """How long a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
+FIND_S = 12.0
+"""The same for a command that can do nothing without a peer. A responder repeats a record at most once a second, and packets get lost."""
+SETTLE_S = 3.0
+"""Seconds in which further peers are collected after the first. The first may be a member that is being revoked, and a peer that has just
+answered another query repeats its record a second later at the earliest."""
 
 _DOMAIN = b"swarmnet-mdns-1\0"
 _SALT_BYTES = 16
@@ -326,8 +331,8 @@ def _service(name: str, announced: Sequence[str], record: bytes) -> "AsyncServic
     return AsyncServiceInfo(SERVICE, name, port, properties=record, parsed_addresses=list(hosts))
 
 
-async def find_addresses(swarm: bytes, *, within_s: float = FIRST_S) -> list[str]:
-    """Addresses of the peers of ``swarm`` in the local network: those that are found within a second of the first."""
+async def find_addresses(swarm: bytes, *, within_s: float = FIND_S) -> list[str]:
+    """Addresses of the peers of ``swarm`` in the local network: those that are found within ``SETTLE_S`` of the first."""
 
     async def join(_: Sequence[str]) -> bool:
         return True
@@ -336,5 +341,5 @@ async def find_addresses(swarm: bytes, *, within_s: float = FIRST_S) -> list[str
     async with local.run(join):
         await local.wait_joined(within_s)
         if local.addresses():
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(SETTLE_S)
         return local.addresses()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -35,8 +36,34 @@ T = TypeVar("T")
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
+_CHOSEN = {"transport": "auto"}
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
+
+
+def choose_transport(name: str) -> None:
+    """Use ``p2pd`` or ``libp2p`` in this process from now on; ``auto``: p2pd where its binary is installed."""
+    _CHOSEN["transport"] = name
+
+
+def transport_class() -> "type[P2pdTransport]":
+    """The transport of this process. Raises ``ConfigError`` for an unknown choice."""
+    from swarmnet_protocols.errors import ConfigError
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+    from swarmnet_protocols.net.p2pd.process import binary
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
+
+    name = _CHOSEN["transport"]
+    if name == "auto":
+        prepare_hivemind()
+        name = "p2pd" if binary().is_file() else "libp2p"
+    if name == "p2pd":
+        return P2pdTransport
+    if name == "libp2p":
+        from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport
+
+        return PyLibp2pTransport
+    raise ConfigError(f"there is no transport {name!r}", hint="use p2pd, libp2p or auto")
 
 
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
@@ -104,7 +131,7 @@ async def connect(
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.reachability.detection import Reachability
@@ -137,11 +164,11 @@ async def connect(
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,
         )
-        raw = await stack.enter_async_context(P2pdTransport.create(config))
+        raw = await stack.enter_async_context(transport_class().create(config))
         routed = RoutedTransport(raw, identity)
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
-        await routed.use_relays(guarded)
+        routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of)
         relay = Relay(guarded, lambda: reachability.is_open, config.link)
         punching = HolePunching(routed, guarded, reachability)
@@ -165,9 +192,12 @@ async def connect(
                 handshakes,
                 identity,
                 bootstrap=bootstrap,
-                client_mode=client_mode or not reachability.is_open,
+                client_mode=client_mode,
+                is_reachable=reachability.is_open,
             )
         )
+        if not client_mode:
+            reachability.on_change = directory.set_reachable
         finder = RelayFinder(directory, random.Random())
         reachability.more_relays = finder.find
         if not client_mode:
@@ -195,7 +225,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.wire import membership_pb2 as pb
 
     identity = Identity.load_or_create(identity_path)
@@ -207,7 +237,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
             hint="add one of a peer in the swarm: --bootstrap ADDR",
         )
     config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
-    async with P2pdTransport.create(config) as transport:
+    async with transport_class().create(config) as transport:
         return await request_admission(transport, addresses, request, take, wall_clock)
 
 
@@ -225,7 +255,7 @@ async def push_revocations(
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.wire.roles import Role
 
@@ -241,7 +271,7 @@ async def push_revocations(
         addresses = addresses or await find_addresses(rules.swarm)
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (
-            P2pdTransport.create(config) as transport,
+            transport_class().create(config) as transport,
             Handshakes.run(transport, membership, Timing()) as handshakes,
         ):
             return await send_revocations(handshakes, addresses)

@@ -59,6 +59,10 @@ class Identity:
     def sign(self, data: bytes) -> bytes:
         return self._key.sign(data)
 
+    def seed(self) -> bytes:
+        """The private key, for libraries that prove this identity themselves."""
+        return self._key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """Whether ``signature`` is that of ``public_key`` over ``data``."""

@@ -62,13 +62,6 @@ RELAY = ProtocolSpec(
     roles=ANY_ROLE,
     served_by=_DHT_NODES,
 )
-CIRCUIT = ProtocolSpec(
-    "/swarmnet/circuit/1",
-    max_header_bytes=1024,
-    max_payload_bytes=_NOISE_BYTES,
-    roles=_DHT_NODES,
-    served_by=ANY_ROLE,
-)
 PUNCH = ProtocolSpec("/swarmnet/punch/1", max_header_bytes=2048, roles=ANY_ROLE, served_by=ANY_ROLE)
 
 MATCHMAKING = ProtocolSpec(
@@ -119,7 +112,7 @@ DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """Served by DHT nodes: hivemind's calls, one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
 """What a peer may speak before it is known to be a member: these need no role."""
-REACHABILITY = (PROBE, RELAY, CIRCUIT, PUNCH)
+REACHABILITY = (PROBE, RELAY, PUNCH)
 """How peers that cannot be dialled are reached."""
 ALL: tuple[ProtocolSpec, ...] = (
     *INFERENCE,

@@ -26,6 +26,8 @@ FIRST_RESERVATION_S = 5.0
 """How long the start waits for the first reservation."""
 CHECK_S = 2.0
 """Period at which the addresses of this machine are compared with those before."""
+UNKNOWN_S = 60.0
+"""Time after the start, and while no peer could be asked, after which peers are asked again."""
 AGAIN_S = 600.0
 """Period at which peers are asked again although nothing changed."""
 
@@ -54,6 +56,8 @@ class Reachability:
         self._clock = clock
         self.more_relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
         """Finds relays beside the bootstrap peers: their multiaddrs."""
+        self.on_change: Callable[[bool], None] = lambda _: None
+        """Called with ``is_open`` after peers were asked."""
         self._reservations = Reservations(guarded, self._candidates, address_of)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
@@ -98,6 +102,7 @@ class Reachability:
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
         answers = [each for each in await asyncio.gather(*(self._ask(each, ports) for each in asked)) if each]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
+        self.on_change(self.is_open)
         reached = [each for each in answers if each.reached]
         own = {host for host, _ in own_interfaces()}
         outside = [each for each in reached if each.observed_ip not in own]
@@ -108,7 +113,7 @@ class Reachability:
         if self._is_open is False:
             if self._reserving is None:
                 _log.info("peers cannot dial this one: reserving at relays")
-                self._transport.reservations = self._reservations
+                self._transport.reserve_at_relays(self._reservations)
                 self._reserving = asyncio.create_task(self._reservations.run(), name="reservations")
             await self._reservations.wait_for_one(FIRST_RESERVATION_S)
         elif self._reserving is not None:
@@ -118,19 +123,21 @@ class Reachability:
         """Find out again whenever the addresses of this machine change, and every ``AGAIN_S``, until cancelled."""
         loop = asyncio.get_running_loop()
         try:
-            interfaces, again_at = own_interfaces(), loop.time() + AGAIN_S
+            interfaces, again_at = own_interfaces(), loop.time() + UNKNOWN_S
             while True:
                 await asyncio.sleep(CHECK_S)
                 is_changed = (now := own_interfaces()) != interfaces
-                if is_changed or loop.time() >= again_at or self._is_open is None:
-                    interfaces, again_at = now, loop.time() + AGAIN_S
+                if is_changed or loop.time() >= again_at:
                     await self.find_out()
+                    interfaces = now
+                    again_at = loop.time() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
         finally:
             await self._release()
 
     async def _release(self) -> None:
         await cancel(self._reserving)
-        self._reserving = self._transport.reservations = None
+        self._reserving = None
+        self._transport.reserve_at_relays(None)
 
     async def _ask(self, address: str, ports: Sequence[int]) -> Probed | None:
         peer = PeerId(address.rpartition("/p2p/")[2])

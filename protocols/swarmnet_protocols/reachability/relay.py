@@ -7,14 +7,16 @@ peer; bytes by the rate that its owner sets. A circuit has no limit of time or b
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
-from swarmnet_protocols.net.protocol_ids import CIRCUIT, RELAY
+from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream, parse, receive_within, send_within
@@ -27,8 +29,18 @@ HEARTBEAT_S = 1.0
 """Period of the heartbeats on a reservation, in both directions."""
 SILENCE_S = 4.0
 """A side of a reservation that sent nothing for this long counts as gone."""
+CIRCUIT_ID_BYTES = 16
 OPEN_S = 3.0
 """Timeout for the reserved peer to accept a circuit."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A circuit to ``target``, and the stream and the payload with which it accepts."""
+
+    target: PeerId
+    accepted: "asyncio.Future[tuple[Stream, bytes]]"
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Relay:
@@ -38,7 +50,9 @@ class Relay:
         self._transport = transport
         self._is_open = is_open
         self._link = link
-        self._reserved: dict[PeerId, Stream] = {}
+        self._reserved: dict[PeerId, TypedStream[pb.RelayReply, pb.RelayRequest]] = {}
+        self._waiting: dict[bytes, _Waiting] = {}
+        """Circuits that are made or open, by id."""
         self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
         self.circuits = 0
         """Circuits open now."""
@@ -60,11 +74,16 @@ class Relay:
         if not self.relays:
             raise Refusal(refusal_pb2.REASON_NO_RELAY, "this peer does not relay")
         message = await receive_within(stream, SILENCE_S)
-        request = parse(pb.RelayRequest, message.header)
-        if request.HasField("reserve"):
-            await self._keep(stream)
-        elif request.HasField("connect"):
-            await self._connect(stream, PeerId(request.connect.peer), bytes(message.payload))
+        request, payload = parse(pb.RelayRequest, message.header), bytes(message.payload)
+        match request.WhichOneof("kind"):
+            case "reserve":
+                await self._keep(stream)
+            case "connect":
+                await self._connect(stream, PeerId(request.connect.peer), payload)
+            case "accept":
+                await self._accept(stream, request.accept.circuit, payload)
+            case _:
+                raise ProtocolViolation("a stream with a relay begins with a request")
 
     async def _keep(self, stream: Stream) -> None:
         """A reservation, until either side ends it."""
@@ -72,7 +91,7 @@ class Relay:
         with self._slots.slot(stream):
             if (earlier := self._reserved.get(stream.peer)) is not None:
                 earlier.close()  # its owner has reserved again: the path of the earlier stream is gone
-            self._reserved[stream.peer] = stream
+            self._reserved[stream.peer] = typed
             try:
                 await typed.send(pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address)))
                 heartbeats = asyncio.create_task(
@@ -83,7 +102,7 @@ class Relay:
                 finally:
                     await cancel(heartbeats)
             finally:
-                if self._reserved.get(stream.peer) is stream:
+                if self._reserved.get(stream.peer) is typed:
                     del self._reserved[stream.peer]
 
     async def _connect(self, stream: Stream, target: PeerId, hello: bytes) -> None:
@@ -91,20 +110,33 @@ class Relay:
         reserved = self._reserved.get(target)
         if reserved is None or target == stream.peer:
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation here")
-        with stream.scope.reserve(Resource.CIRCUITS), reserved.scope.reserve(Resource.CIRCUITS):
+        with stream.scope.reserve(Resource.CIRCUITS), reserved.stream.scope.reserve(Resource.CIRCUITS):
+            circuit = os.urandom(CIRCUIT_ID_BYTES)
+            waiting = self._waiting[circuit] = _Waiting(target, asyncio.get_running_loop().create_future())
+            incoming = pb.RelayReply(incoming=pb.Incoming(circuit=circuit, source=stream.peer))
             try:
-                outgoing = await self._transport.open(target, CIRCUIT, deadline_s=OPEN_S)
-            except (PeerUnreachable, Refused) as error:
-                raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer does not answer here") from error
-            with contextlib.closing(outgoing):
-                request = pb.CircuitRequest(source=stream.peer)
-                await send_within(outgoing, Message(request.SerializeToString(), hello), OPEN_S)
-                reply = await receive_within(outgoing, OPEN_S)
+                async with asyncio.timeout(OPEN_S):
+                    await reserved.send(incoming, hello)
+                    outgoing, reply = await waiting.accepted
                 accepted = pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address))
-                await send_within(stream, Message(accepted.SerializeToString(), reply.payload), OPEN_S)
-                await self._forward_both(stream, outgoing, reserved)
+                await send_within(stream, Message(accepted.SerializeToString(), reply), OPEN_S)
+                await self._forward_both(stream, outgoing)
+            except TimeoutError as error:
+                reason = "this peer does not answer here"
+                raise Refusal(refusal_pb2.REASON_NOT_RESERVED, reason) from error
+            finally:
+                del self._waiting[circuit]
+                waiting.over.set()
 
-    async def _forward_both(self, stream: Stream, outgoing: Stream, reserved: Stream) -> None:
+    async def _accept(self, stream: Stream, circuit: bytes, reply: bytes) -> None:
+        """Join the stream of a reserved peer to the circuit that it accepts, until that is over."""
+        waiting = self._waiting.get(circuit)
+        if waiting is None or waiting.target != stream.peer or waiting.accepted.done():
+            raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "there is no such circuit")
+        waiting.accepted.set_result((stream, reply))
+        await waiting.over.wait()
+
+    async def _forward_both(self, stream: Stream, outgoing: Stream) -> None:
         self.circuits += 1
         forwarding = [
             asyncio.create_task(self._forward(stream, outgoing)),

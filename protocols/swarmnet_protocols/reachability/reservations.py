@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import RELAY
@@ -58,6 +58,8 @@ class Reservations:
         self._pauses: dict[PeerId, tuple[float, float]] = {}
         """Relays that failed: when each may be tried again, and the pause after its next failure."""
         self._changed = asyncio.Event()
+        self.on_incoming: Callable[[Reservation, pb.Incoming, bytes], None] = lambda *_: None
+        """Called with each circuit that another peer wants, and the first message of its handshake."""
 
     @property
     def held(self) -> Sequence[Reservation]:
@@ -126,7 +128,11 @@ class Reservations:
                     self._pauses.pop(peer, None)
                     self._changed.set()
                     _log.info("reserved at the relay %s", peer)
-                    await typed.receive()
+                    while True:
+                        reply, payload = await typed.receive()
+                        if not reply.HasField("incoming"):
+                            raise ProtocolViolation("a reservation carries heartbeats and circuits")
+                        self.on_incoming(self._held[peer], reply.incoming, bytes(payload))
                 finally:
                     await cancel(heartbeats)
         except SwarmnetError as error:

@@ -1,6 +1,7 @@
 """The path of every stream: directly where there is a connection or one can be made, through a relay elsewhere."""
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +14,7 @@ from swarmnet_protocols.errors import (
     PeerUnreachable,
     ProtocolViolation,
     StreamEnded,
+    SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
@@ -20,13 +22,11 @@ from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
-from swarmnet_protocols.net.protocol_ids import ADAPTER, CIRCUIT, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
+from swarmnet_protocols.net.protocol_ids import ADAPTER, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
 from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.reachability.circuit import CircuitEnd, join
-from swarmnet_protocols.reachability.reservations import Reservations
-from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.reachability.reservations import Reservation, Reservations
 from swarmnet_protocols.wire import relay_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ MAX_REMEMBERED = 256
 """Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
 _WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
 """Protocols whose streams last, or carry much."""
-_OWN_PROTOCOLS = frozenset({RELAY.id, CIRCUIT.id})
-"""Not served over circuits: a relay is reached directly."""
+MAX_ACCEPTING = 64
+"""Circuits whose handshakes run at once. A relay that announces more gets no answer."""
 
 
 class RoutedTransport(TransportWrapper):
@@ -59,6 +59,7 @@ class RoutedTransport(TransportWrapper):
         self.direct = direct
         self._identity = identity
         self._guarded: Transport = direct
+        self._accepting = 0
         self.reservations: Reservations | None = None
         """Those of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
@@ -249,35 +250,67 @@ class RoutedTransport(TransportWrapper):
 
     # ---- streams that come in through relays -------------------------------------------------------------
 
-    async def use_relays(self, guarded: Transport) -> None:
+    def use_relays(self, guarded: Transport) -> None:
         """Ask for circuits, and accept them, over ``guarded``."""
         self._guarded = guarded
-        await guarded.serve(CIRCUIT, self._accept)
 
-    async def _accept(self, stream: Stream) -> None:
-        relay = stream.peer
-        if self.reservations is None or not self.reservations.has(relay):
-            raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation at this relay")
-        message = await receive_within(stream, ACCEPT_S)
-        source = PeerId(parse(pb.CircuitRequest, message.header).source)
+    def reserve_at_relays(self, reservations: Reservations | None) -> None:
+        """Announce the circuit addresses of ``reservations``, and accept the circuits that come."""
+        self.reservations = reservations
+        if reservations is not None:
+            reservations.on_incoming = self._on_incoming
+
+    def _on_incoming(self, reservation: Reservation, incoming: pb.Incoming, hello: bytes) -> None:
+        if self._accepting < MAX_ACCEPTING:
+            self.direct.endpoint.start(self._accept(reservation, incoming, hello))
+
+    async def _accept(self, reservation: Reservation, incoming: pb.Incoming, hello: bytes) -> None:
+        """Accept a circuit, and serve its stream."""
         try:
-            public_key_of(source)
-        except ValueError as error:
-            raise ProtocolViolation("a circuit without a source") from error
+            self._accepting += 1
+            try:
+                async with asyncio.timeout(ACCEPT_S):
+                    stream, end, protocol_id = await self._answer(reservation, incoming, hello)
+            finally:
+                self._accepting -= 1
+            with contextlib.closing(stream):
+                if protocol_id:
+                    source = PeerId(incoming.source)
+                    await self._serve(reservation, stream, end, source, protocol_id)
+        except (SwarmnetError, TimeoutError, ValueError) as error:
+            _log.info("a circuit through %s was not made: %s", reservation.relay, error)
+
+    async def _answer(
+        self, reservation: Reservation, incoming: pb.Incoming, hello: bytes
+    ) -> tuple[Stream, CircuitEnd, str]:
+        """The stream of an accepted circuit after its handshake, and the protocol id; empty if that is not served.
+
+        Raises ``ValueError`` for a source that is no peer id.
+        """
+        source = PeerId(incoming.source)
+        public_key_of(source)
         end = CircuitEnd(self._identity, connects=False)
-        protocol_id = end.take_hello(bytes(message.payload))
-        endpoint = self.direct.endpoint
-        is_supported = protocol_id not in _OWN_PROTOCOLS and endpoint.serves(protocol_id)
-        await send_within(stream, Message(b"", end.reply(is_supported=is_supported)), ACCEPT_S)
-        if not is_supported:
-            return
-        confirmation = await receive_within(stream, ACCEPT_S)
-        end.take_confirmation(bytes(confirmation.payload), source)
+        protocol_id = end.take_hello(hello)
+        is_supported = protocol_id != RELAY.id and self.direct.endpoint.serves(protocol_id)
+        stream = await self._guarded.open(reservation.relay, RELAY, deadline_s=ACCEPT_S)
+        try:
+            accept = pb.RelayRequest(accept=pb.Accept(circuit=incoming.circuit))
+            await stream.send(Message(accept.SerializeToString(), end.reply(is_supported=is_supported)))
+            if is_supported:
+                end.take_confirmation(bytes((await stream.receive()).payload), source)
+        except BaseException:
+            stream.close()
+            raise
+        return stream, end, protocol_id if is_supported else ""
+
+    async def _serve(
+        self, reservation: Reservation, stream: Stream, end: CircuitEnd, source: PeerId, protocol_id: str
+    ) -> None:
         pipe, carry = await join(stream, end)
         carrying = asyncio.create_task(carry)
         try:
-            address = f"{stream.address}/p2p/{relay}/p2p-circuit"
-            await endpoint.handle(pipe, source, protocol_id, address, link=LinkLimiter())
+            address = f"{reservation.address}/p2p/{reservation.relay}/p2p-circuit"
+            await self.direct.endpoint.handle(pipe, source, protocol_id, address, link=LinkLimiter())
             await carrying
         finally:
             await cancel(carrying)

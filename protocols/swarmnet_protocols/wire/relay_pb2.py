@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0brelay.proto\x12\x11swarmnet.relay.v1\"\xa7\x01\n\x0cRelayRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ReserveH\x00\x12-\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ConnectH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\t\n\x07Reserve\"\x17\n\x07\x43onnect\x12\x0c\n\x04peer\x18\x01 \x01(\t\"\x0b\n\tHeartbeat\"x\n\nRelayReply\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.swarmnet.relay.v1.AcceptedH\x00\x12\x31\n\theartbeat\x18\x02 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x42\x06\n\x04kind\"$\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10observed_address\x18\x01 \x01(\t\" \n\x0e\x43ircuitRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"\x0e\n\x0c\x43ircuitReply\"2\n\x05Proof\x12\x11\n\tsignature\x18\x01 \x01(\x0c\x12\x16\n\x0eis_unsupported\x18\x02 \x01(\x08\"~\n\x0cPunchRequest\x12\x36\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesH\x00\x12.\n\x05start\x18\x02 \x01(\x0b\x32\x1d.swarmnet.relay.v1.PunchStartH\x00\x42\x06\n\x04kind\"4\n\x0ePunchAddresses\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x0f\n\x07is_open\x18\x02 \x01(\x08\"\x0c\n\nPunchStart\"B\n\nPunchReply\x12\x34\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0brelay.proto\x12\x11swarmnet.relay.v1\"\xd4\x01\n\x0cRelayRequest\x12-\n\x07reserve\x18\x01 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ReserveH\x00\x12-\n\x07\x63onnect\x18\x02 \x01(\x0b\x32\x1a.swarmnet.relay.v1.ConnectH\x00\x12\x31\n\theartbeat\x18\x03 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x12+\n\x06\x61\x63\x63\x65pt\x18\x04 \x01(\x0b\x32\x19.swarmnet.relay.v1.AcceptH\x00\x42\x06\n\x04kind\"\t\n\x07Reserve\"\x17\n\x07\x43onnect\x12\x0c\n\x04peer\x18\x01 \x01(\t\"\x19\n\x06\x41\x63\x63\x65pt\x12\x0f\n\x07\x63ircuit\x18\x01 \x01(\x0c\"\x0b\n\tHeartbeat\"\xa9\x01\n\nRelayReply\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.swarmnet.relay.v1.AcceptedH\x00\x12\x31\n\theartbeat\x18\x02 \x01(\x0b\x32\x1c.swarmnet.relay.v1.HeartbeatH\x00\x12/\n\x08incoming\x18\x03 \x01(\x0b\x32\x1b.swarmnet.relay.v1.IncomingH\x00\x42\x06\n\x04kind\"$\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10observed_address\x18\x01 \x01(\t\"+\n\x08Incoming\x12\x0f\n\x07\x63ircuit\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\"2\n\x05Proof\x12\x11\n\tsignature\x18\x01 \x01(\x0c\x12\x16\n\x0eis_unsupported\x18\x02 \x01(\x08\"~\n\x0cPunchRequest\x12\x36\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesH\x00\x12.\n\x05start\x18\x02 \x01(\x0b\x32\x1d.swarmnet.relay.v1.PunchStartH\x00\x42\x06\n\x04kind\"4\n\x0ePunchAddresses\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x0f\n\x07is_open\x18\x02 \x01(\x08\"\x0c\n\nPunchStart\"B\n\nPunchReply\x12\x34\n\taddresses\x18\x01 \x01(\x0b\x32!.swarmnet.relay.v1.PunchAddressesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,29 +32,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relay_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RELAYREQUEST']._serialized_start=35
-  _globals['_RELAYREQUEST']._serialized_end=202
-  _globals['_RESERVE']._serialized_start=204
-  _globals['_RESERVE']._serialized_end=213
-  _globals['_CONNECT']._serialized_start=215
-  _globals['_CONNECT']._serialized_end=238
-  _globals['_HEARTBEAT']._serialized_start=240
-  _globals['_HEARTBEAT']._serialized_end=251
-  _globals['_RELAYREPLY']._serialized_start=253
-  _globals['_RELAYREPLY']._serialized_end=373
-  _globals['_ACCEPTED']._serialized_start=375
-  _globals['_ACCEPTED']._serialized_end=411
-  _globals['_CIRCUITREQUEST']._serialized_start=413
-  _globals['_CIRCUITREQUEST']._serialized_end=445
-  _globals['_CIRCUITREPLY']._serialized_start=447
-  _globals['_CIRCUITREPLY']._serialized_end=461
-  _globals['_PROOF']._serialized_start=463
-  _globals['_PROOF']._serialized_end=513
-  _globals['_PUNCHREQUEST']._serialized_start=515
-  _globals['_PUNCHREQUEST']._serialized_end=641
-  _globals['_PUNCHADDRESSES']._serialized_start=643
-  _globals['_PUNCHADDRESSES']._serialized_end=695
-  _globals['_PUNCHSTART']._serialized_start=697
-  _globals['_PUNCHSTART']._serialized_end=709
-  _globals['_PUNCHREPLY']._serialized_start=711
-  _globals['_PUNCHREPLY']._serialized_end=777
+  _globals['_RELAYREQUEST']._serialized_end=247
+  _globals['_RESERVE']._serialized_start=249
+  _globals['_RESERVE']._serialized_end=258
+  _globals['_CONNECT']._serialized_start=260
+  _globals['_CONNECT']._serialized_end=283
+  _globals['_ACCEPT']._serialized_start=285
+  _globals['_ACCEPT']._serialized_end=310
+  _globals['_HEARTBEAT']._serialized_start=312
+  _globals['_HEARTBEAT']._serialized_end=323
+  _globals['_RELAYREPLY']._serialized_start=326
+  _globals['_RELAYREPLY']._serialized_end=495
+  _globals['_ACCEPTED']._serialized_start=497
+  _globals['_ACCEPTED']._serialized_end=533
+  _globals['_INCOMING']._serialized_start=535
+  _globals['_INCOMING']._serialized_end=578
+  _globals['_PROOF']._serialized_start=580
+  _globals['_PROOF']._serialized_end=630
+  _globals['_PUNCHREQUEST']._serialized_start=632
+  _globals['_PUNCHREQUEST']._serialized_end=758
+  _globals['_PUNCHADDRESSES']._serialized_start=760
+  _globals['_PUNCHADDRESSES']._serialized_end=812
+  _globals['_PUNCHSTART']._serialized_start=814
+  _globals['_PUNCHSTART']._serialized_end=826
+  _globals['_PUNCHREPLY']._serialized_start=828
+  _globals['_PUNCHREPLY']._serialized_end=894
 # @@protoc_insertion_point(module_scope)

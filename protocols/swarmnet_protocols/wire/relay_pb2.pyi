@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RelayRequest(_message.Message):
-    __slots__ = ("reserve", "connect", "heartbeat")
+    __slots__ = ("reserve", "connect", "heartbeat", "accept")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     CONNECT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     reserve: Reserve
     connect: Connect
     heartbeat: Heartbeat
-    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    accept: Accept
+    def __init__(self, reserve: _Optional[_Union[Reserve, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ()
@@ -26,17 +28,25 @@ class Connect(_message.Message):
     peer: str
     def __init__(self, peer: _Optional[str] = ...) -> None: ...
 
+class Accept(_message.Message):
+    __slots__ = ("circuit",)
+    CIRCUIT_FIELD_NUMBER: _ClassVar[int]
+    circuit: bytes
+    def __init__(self, circuit: _Optional[bytes] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RelayReply(_message.Message):
-    __slots__ = ("accepted", "heartbeat")
+    __slots__ = ("accepted", "heartbeat", "incoming")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     heartbeat: Heartbeat
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    incoming: Incoming
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., incoming: _Optional[_Union[Incoming, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("observed_address",)
@@ -44,15 +54,13 @@ class Accepted(_message.Message):
     observed_address: str
     def __init__(self, observed_address: _Optional[str] = ...) -> None: ...
 
-class CircuitRequest(_message.Message):
-    __slots__ = ("source",)
+class Incoming(_message.Message):
+    __slots__ = ("circuit", "source")
+    CIRCUIT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    circuit: bytes
     source: str
-    def __init__(self, source: _Optional[str] = ...) -> None: ...
-
-class CircuitReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, circuit: _Optional[bytes] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Proof(_message.Message):
     __slots__ = ("signature", "is_unsupported")

@@ -18,6 +18,7 @@ from swarmnet.cli.options import (
     ListenOption,
     MaxP2pdOption,
     SwarmArgument,
+    TransportOption,
     parse_p2pd_bytes,
 )
 from swarmnet.cli.output import note, print_json, print_text
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     swarm: SwarmArgument,
     *,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
     announce: AnnounceOption = [],  # noqa: B006

@@ -17,6 +17,7 @@ from swarmnet.cli.options import (
     JsonFlag,
     PortOption,
     SwarmOption,
+    TransportOption,
 )
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.paths import default_data_dir, locked_data_dir
@@ -39,6 +40,7 @@ _RESTART = "start it again: swarmnet dashboard"
 def dashboard(  # noqa: PLR0913 - a command line, not an interface
     *,
     swarm: SwarmOption,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,

@@ -24,6 +24,7 @@ from swarmnet.cli.options import (
     MetricsOption,
     ModelOption,
     SwarmArgument,
+    TransportOption,
     device_option,
     parse_blocks,
     parse_p2pd_bytes,
@@ -51,6 +52,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--num-blocks", metavar="N", min=1, help="Host N blocks, where the swarm needs them most."
         ),
     ] = None,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
     announce: AnnounceOption = [],  # noqa: B006

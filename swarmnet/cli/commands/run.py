@@ -21,6 +21,7 @@ from swarmnet.cli.options import (
     HostsOption,
     JsonFlag,
     SwarmOption,
+    TransportOption,
     check_at_least_zero,
     check_share,
 )
@@ -46,6 +47,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     *,
     swarm: SwarmOption,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     hosts: HostsOption = "",
     max_new_tokens: Annotated[

@@ -24,6 +24,7 @@ from swarmnet.cli.options import (
     ModelOption,
     PortOption,
     SwarmOption,
+    TransportOption,
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
@@ -68,6 +69,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     *,
     swarm: SwarmOption,
     model: ModelOption = DEFAULT_MODEL,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     hosts: HostsOption = "",
     host: HostOption = "127.0.0.1",

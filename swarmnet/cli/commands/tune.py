@@ -19,6 +19,7 @@ from swarmnet.cli.options import (
     JsonFlag,
     ModelOption,
     SwarmOption,
+    TransportOption,
     device_option,
 )
 from swarmnet.cli.progress.displays import Fields, display
@@ -41,6 +42,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     *,
     model: ModelOption = DEFAULT_MODEL,
     swarm: SwarmOption,
+    transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     hosts: HostsOption = "",
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],

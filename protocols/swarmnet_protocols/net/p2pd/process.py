@@ -79,10 +79,15 @@ def check_free(address: str) -> None:
             ) from error
 
 
-async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
-    """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start with this configuration."""
+def binary() -> Path:
+    """The p2pd binary of hivemind's wheel, which may be missing."""
     import hivemind.hivemind_cli
 
+    return Path(str(importlib.resources.files(hivemind.hivemind_cli) / "p2pd"))
+
+
+async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
+    """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start with this configuration."""
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
     arguments = FLAGS | {
         "listen": f"/unix{control_path}",
@@ -91,10 +96,10 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         "announceAddrs": ",".join(config.announce),
         "natPortMap": int(config.maps_ports and not loopback),
     }
-    binary = importlib.resources.files(hivemind.hivemind_cli) / "p2pd"
+    path = binary()
     try:
         process = await asyncio.create_subprocess_exec(
-            str(binary),
+            str(path),
             *(f"-{name}={value}" for name, value in arguments.items() if value != ""),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -105,7 +110,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         )
     except OSError as error:
         raise SwarmnetError(
-            f"cannot start {binary}: {error.strerror}", hint="pip install --force-reinstall hivemind"
+            f"cannot start {path}: {error.strerror}", hint="pip install --force-reinstall hivemind"
         ) from error
     try:
         async with asyncio.timeout(_STARTUP_S):

@@ -1,0 +1,489 @@
+"""A libp2p host on a thread of its own: it listens, dials, and joins each libp2p stream to a socket of this process, as p2pd does.
+
+py-libp2p runs on trio, the rest of swarmnet on asyncio. Requests go to the thread as tasks (``_call``); streams come back as one end of
+a socket pair, so that everything above is the code that p2pd's streams use.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import trio
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_keys
+from libp2p.security.noise.transport import Transport as Noise
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
+
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import own_interfaces
+from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
+from swarmnet_protocols.net.p2pd.process import check_free
+from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.pylibp2p.connection import (
+    MAX_STREAMS,
+    PIECE_BYTES,
+    STREAM_ERRORS,
+    Connection,
+    negotiate,
+    upgrade,
+    wait_window,
+)
+from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.subnets import subnet_of
+
+_log = logging.getLogger(__name__)
+
+PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
+HANDSHAKE_S = 10.0
+"""Timeout for the handshakes of a connection, and for the negotiation of a stream."""
+MAX_PENDING = 128
+"""Inbound connections in their handshakes. Each costs the processor about a millisecond."""
+MAX_PENDING_PER_SUBNET = 16
+CLOSE_S = 10.0
+"""Seconds that a closed stream waits for the other side to close it, too."""
+
+T = TypeVar("T")
+OnStream = Callable[[socket.socket, PeerId, str, str], None]
+"""Takes one end of a socket pair, the peer, the protocol id and the multiaddr of an inbound stream."""
+
+
+class PyLibp2p(P2pd):
+    """A running host, with the interface of :class:`P2pd`. Made by :func:`run_host`."""
+
+    def __init__(self, peer_id: PeerId, announce: Sequence[str], on_stream: OnStream) -> None:
+        self._state = SimpleNamespace(returncode=None)
+        self.process = cast(Any, self._state)  # what ConnectionGuard reads of p2pd's
+        self.peer_id = peer_id
+        self._announce = announce
+        self._on_stream = on_stream
+        self._loop = asyncio.get_running_loop()
+        self._served: set[str] = {PING}
+        self._connections: dict[PeerId, list[Connection]] = {}
+        self._pending: Counter[str] = Counter()
+        self._streams = 0
+        self._sockets: list[socket.socket] = []
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended = asyncio.Event()
+        self._thread: threading.Thread | None = None
+        self._token: trio.lowlevel.TrioToken
+        self._nursery: trio.Nursery
+
+    # ---- from asyncio -------------------------------------------------------------------------------------
+
+    async def start(self, seed: bytes, listen: Sequence[str]) -> None:
+        """Start listening. Raises ``ConfigError`` for an address that cannot be used."""
+        keys = create_new_key_pair(seed)
+        self._noise = Noise(keys, create_noise_keys().private_key)
+        self._sockets = [_listener(address) for address in listen if "/tcp/" in address]
+        self._thread = threading.Thread(target=self._run, name="py-libp2p", daemon=True)
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def stop(self) -> None:
+        def end() -> None:
+            for connection in self._all_connections():
+                connection.abort()
+            self._nursery.cancel_scope.cancel()
+
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(end)
+        await self._ended.wait()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+    def memory_bytes(self) -> int:
+        """Bytes that wait in connections."""
+        return sum(each.yamux.buffered_bytes() for each in self._all_connections())
+
+    async def identify(self) -> list[str]:
+        if self._announce:
+            return list(self._announce)
+        found = []
+        for each in self._sockets:
+            host, port = each.getsockname()[:2]
+            family = "ip6" if each.family == socket.AF_INET6 else "ip4"
+            hosts = [host]
+            if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+                hosts = [
+                    ip for ip, _ in own_interfaces() if (":" in ip) == (family == "ip6") and "%" not in ip
+                ]
+            found += [f"/{family}/{ip}/tcp/{port}" for ip in hosts]
+        return found
+
+    async def connections(self) -> dict[PeerId, list[str]]:
+        found: dict[PeerId, list[str]] = {}
+        for each in self._all_connections():
+            found.setdefault(each.peer, []).append(each.address)
+        return found
+
+    async def packed_connections(self) -> list[tuple[bytes, bytes]]:
+        return [(pack_peer(each.peer), pack_multiaddr(each.address)) for each in self._all_connections()]
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
+        if self._connection(peer) is None:
+            pack_peer(peer)
+            await self._call(lambda: self._connect(peer, addresses, deadline_s))
+
+    async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
+        pack_peer(peer)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        try:
+            await self._call(lambda: self._open(peer, protocol_id, theirs, deadline_s))
+        except BaseException:
+            ours.close()
+            raise
+        return await adopt(ours)
+
+    async def answers(self, peer: PeerId, *, within_s: float) -> bool:
+        return await self._call(lambda: self._answers(peer, within_s))
+
+    async def disconnect_all(self, packed_peers: Sequence[bytes]) -> None:
+        peers = [unpack_peer(each) for each in packed_peers]
+
+        async def abort() -> None:
+            for peer in peers:
+                for connection in self._connections.get(peer, []):
+                    connection.abort()
+
+        await self._call(abort)
+
+    async def handle_streams(self, protocol_id: str, socket_path: Path) -> None:
+        self._served.add(protocol_id)
+
+    async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run ``function`` on the thread. Cancelled with its caller."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        scope = trio.CancelScope()
+
+        async def run() -> None:
+            try:
+                with scope:
+                    future.set_result(await function())
+            except Exception as error:  # noqa: BLE001 - raised in the caller
+                future.set_exception(error)
+            finally:
+                if not future.done():
+                    future.set_exception(PeerUnreachable("py-libp2p is not running"))
+
+        def start() -> None:
+            if self._nursery.cancel_scope.cancel_called:
+                future.set_exception(PeerUnreachable("py-libp2p is not running"))
+            else:
+                self._nursery.start_soon(run)
+
+        try:
+            self._token.run_sync_soon(start)
+        except trio.RunFinishedError as error:
+            raise PeerUnreachable("py-libp2p is not running", hint="restart this node") from error
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: done.exception())
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(scope.cancel)
+            raise
+
+    # ---- on the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except Exception:  # noqa: BLE001 - of any kind: this peer has no transport
+            _log.exception("py-libp2p ended")
+        finally:
+            for each in self._sockets:
+                each.close()
+            self._state.returncode = 0
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for each in self._sockets:
+                listener = trio.SocketListener(trio.socket.from_stdlib_socket(each))
+                nursery.start_soon(trio.serve_listeners, self._accept, [listener])
+            self._started.set_result(None)
+            await trio.sleep_forever()
+
+    async def _accept(self, stream: trio.SocketStream) -> None:
+        try:
+            host, port = stream.socket.getpeername()[:2]
+        except OSError:  # gone already
+            stream.socket.close()
+            return
+        address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
+        subnet = subnet_of(address)
+        if self._pending.total() >= MAX_PENDING or self._pending[subnet] >= MAX_PENDING_PER_SUBNET:
+            _log.debug("too many handshakes: refused %s", address)
+            stream.socket.close()
+            return
+        self._pending[subnet] += 1
+        try:
+            with trio.fail_after(HANDSHAKE_S):
+                connection = await upgrade(stream, self._noise, address)
+        except Exception:  # noqa: BLE001 - whatever a stranger sends harms no other connection
+            _log.debug("a handshake with %s failed", address, exc_info=True)
+            stream.socket.close()
+            return
+        finally:
+            self._pending[subnet] -= 1
+            if not self._pending[subnet]:
+                del self._pending[subnet]
+        await self._serve(connection)
+
+    async def _connect(self, peer: PeerId, addresses: Sequence[str], deadline_s: float) -> None:
+        errors: list[str] = []
+
+        async def dial(address: str, scope: trio.CancelScope) -> None:
+            match address.split("/"):
+                case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *rest] if (
+                    not rest or rest == ["p2p", peer]
+                ):
+                    pass
+                case _:
+                    errors.append(f"{address}: py-libp2p dials TCP only")
+                    return
+            stream = None
+            try:
+                stream = await trio.open_tcp_stream(host, int(port))
+                connection = await upgrade(stream, self._noise, address.partition("/p2p/")[0], peer)
+            except (*STREAM_ERRORS, PeerUnreachable, IncompatibleVersion, ValueError) as error:
+                errors.append(f"{address}: {error or type(error).__name__}")
+            except trio.Cancelled:
+                if stream is not None:
+                    stream.socket.close()
+                raise
+            except Exception as error:  # noqa: BLE001 - noise raises what the peer's bytes lead to
+                errors.append(f"{address}: {type(error).__name__}")
+            else:
+                self._add(connection)
+                scope.cancel()
+                return
+            if stream is not None:
+                stream.socket.close()
+
+        with trio.move_on_after(deadline_s):
+            async with trio.open_nursery() as nursery:
+                for address in addresses:
+                    nursery.start_soon(dial, address, nursery.cancel_scope)
+        if self._connection(peer) is None:
+            raise PeerUnreachable(f"{peer} does not answer: {'; '.join(errors) or 'in time'}")
+
+    def _add(self, connection: Connection) -> None:
+        self._connections.setdefault(connection.peer, []).append(connection)
+        self._nursery.start_soon(self._serve, connection)
+
+    async def _serve(self, connection: Connection) -> None:
+        """Serve the streams of a connection until it ends."""
+        listed = self._connections.setdefault(connection.peer, [])
+        if connection not in listed:
+            listed.append(connection)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connection.yamux.start)
+                with contextlib.suppress(MuxedConnUnavailable):
+                    while True:
+                        stream = await connection.yamux.accept_stream()
+                        limit = SYSTEM_LIMITS[Resource.INBOUND_STREAMS]
+                        if connection.inbound_streams >= MAX_STREAMS or self._streams >= limit:
+                            await stream.reset()
+                        else:
+                            nursery.start_soon(self._serve_stream, connection, stream)
+                nursery.cancel_scope.cancel()
+        except Exception:  # noqa: BLE001 - of one connection: the others go on
+            _log.debug("the connection to %s broke", connection.peer, exc_info=True)
+        finally:
+            connection.abort()
+            listed.remove(connection)
+            if not listed:
+                self._connections.pop(connection.peer, None)
+
+    async def _serve_stream(self, connection: Connection, stream: YamuxStream) -> None:
+        connection.inbound_streams += 1
+        self._streams += 1
+        try:
+            with trio.fail_after(HANDSHAKE_S):
+                protocol_id = await negotiate(stream, self._served)
+            if protocol_id == PING:
+                await _echo(stream)
+                return
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            try:
+                self._loop.call_soon_threadsafe(
+                    self._on_stream, ours, connection.peer, protocol_id, connection.address
+                )
+            except RuntimeError:  # the loop is closed
+                ours.close()
+            await _carry(stream, theirs)
+        except (*STREAM_ERRORS, PeerUnreachable) as error:
+            _log.debug("a stream of %s ended: %s", connection.peer, error)
+        finally:
+            connection.inbound_streams -= 1
+            self._streams -= 1
+            await _reset(stream)
+
+    async def _open(self, peer: PeerId, protocol_id: str, theirs: socket.socket, deadline_s: float) -> None:
+        try:
+            connection = self._connection(peer)
+            if connection is None:
+                raise PeerUnreachable(f"no connection to {peer}, and no address to dial")
+            with trio.move_on_after(deadline_s) as scope:
+                stream = await connection.open(protocol_id)
+            if scope.cancelled_caught:
+                raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s")
+        except BaseException:
+            theirs.close()
+            raise
+        self._nursery.start_soon(self._carry_outbound, peer, stream, theirs)
+
+    async def _carry_outbound(self, peer: PeerId, stream: YamuxStream, theirs: socket.socket) -> None:
+        try:
+            await _carry(stream, theirs)
+        except STREAM_ERRORS as error:
+            _log.debug("a stream to %s ended: %s", peer, error)
+        finally:
+            await _reset(stream)
+
+    async def _answers(self, peer: PeerId, within_s: float) -> bool:
+        connection = self._connection(peer)
+        if connection is None:
+            raise PeerUnreachable(f"no connection to {peer}")
+        with trio.move_on_after(within_s):
+            stream = await connection.open(PING)
+            try:
+                await stream.write(bytes(PING_BYTES))
+                await stream.read(PING_BYTES)
+            except STREAM_ERRORS:
+                return True
+            finally:
+                await _reset(stream)
+            return True
+        return False
+
+    def _connection(self, peer: PeerId) -> Connection | None:
+        return next((each for each in list(self._connections.get(peer, [])) if each.is_open), None)
+
+    def _all_connections(self) -> list[Connection]:
+        return [each for peers in list(self._connections.values()) for each in list(peers)]
+
+
+async def adopt(ours: socket.socket, on_accept: Callable[[Pipe], None] | None = None) -> Pipe:
+    """The pipe of this process's end of a socket pair."""
+    try:
+        _, pipe = await asyncio.get_running_loop().create_connection(lambda: Pipe(on_accept), sock=ours)
+    except BaseException:
+        ours.close()
+        raise
+    return pipe
+
+
+async def _carry(stream: YamuxStream, theirs: socket.socket) -> None:
+    """Carry bytes between a stream and a socket until both directions have ended."""
+    local = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+    received = trio.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+
+            async def receive() -> None:
+                is_broken = await _receive(stream, local)
+                received.set()
+                if is_broken:
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(receive)
+            await _send(local, stream)
+            with trio.move_on_after(CLOSE_S):
+                await received.wait()
+            nursery.cancel_scope.cancel()
+    finally:
+        local.socket.close()
+
+
+async def _send(local: trio.SocketStream, stream: YamuxStream) -> None:
+    try:
+        while window := await wait_window(stream):
+            data = await local.receive_some(min(window, PIECE_BYTES))
+            if not data:
+                await stream.close()
+                return
+            await stream.write(data)
+    except STREAM_ERRORS as error:
+        _log.debug("a stream broke: %s", error)
+
+
+async def _receive(stream: YamuxStream, local: trio.SocketStream) -> bool:
+    """Give the socket what the stream brings. Returns whether the stream broke."""
+    is_taken = True
+    while True:
+        try:
+            data = await stream.read(2 * PIECE_BYTES)
+        except MuxedStreamEOF:
+            if stream.conn.event_shutting_down.is_set():
+                return True
+            with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+                await local.send_eof()
+            return False
+        except STREAM_ERRORS:
+            return True
+        if is_taken:
+            try:
+                await local.send_all(data)
+            except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+                is_taken = False  # the process has closed: the rest is dropped
+
+
+async def _echo(stream: YamuxStream) -> None:
+    with contextlib.suppress(*STREAM_ERRORS):
+        while data := await stream.read(PING_BYTES):
+            await stream.write(data)
+
+
+async def _reset(stream: YamuxStream) -> None:
+    """Release what yamux keeps of a stream."""
+    with (
+        trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0),
+        contextlib.suppress(*STREAM_ERRORS),
+    ):
+        await stream.reset()
+
+
+def _listener(address: str) -> socket.socket:
+    pack_multiaddr(address)
+    check_free(address)
+    match address.split("/"):
+        case ["", ("ip4" | "ip6") as family, host, "tcp", port]:
+            pass
+        case _:
+            raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
+    listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == "ip6":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, int(port)))
+        listener.listen(128)
+        listener.setblocking(False)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {address}: {error}", hint="choose another port: --listen"
+        ) from error
+    return listener

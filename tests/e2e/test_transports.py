@@ -1,0 +1,73 @@
+"""Hosts and clients over p2pd and over py-libp2p are in one swarm, and one kind takes over from the other."""
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from swarmnet.paths import TRANSPORT_VARIABLE
+from swarmnet_protocols.models import resolve
+from tests.support.faults import At, Strike, kill
+from tests.support.generation import greedy
+from tests.support.processes import NodeProcess, Swarm
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+TOKENS = 40
+IDS = list(range(100, 132))
+P2PD_HOSTS = {"first": "0:15", "second": "15:30"}
+LIBP2P_HOST = "third"
+
+
+@pytest.fixture
+def lab(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
+    """Two hosts over p2pd, and one over py-libp2p with the blocks of the second. The client is over py-libp2p, too."""
+    if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
+        pytest.skip("py-libp2p is optional")
+    lab = Swarm(tmp_path / "lab", cache_dir)
+    try:
+        monkeypatch.setenv(TRANSPORT_VARIABLE, "p2pd")
+        for name, blocks in P2PD_HOSTS.items():
+            _ = lab.launch(name, "--blocks", blocks).ready
+        monkeypatch.setenv(TRANSPORT_VARIABLE, "libp2p")
+        _ = lab.launch(LIBP2P_HOST, "--blocks", "15:30").ready
+        yield lab
+    finally:
+        lab.close()
+
+
+def test_one_host_of_each_kind_is_killed_in_the_middle_of_an_answer(
+    lab: Swarm, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = resolve("smollm2-135m-instruct", cache_dir=cache_dir).load_whole(
+        dtype=torch.float32, device=torch.device("cpu")
+    )
+    expected = greedy(whole, [IDS], TOKENS)[0]
+
+    def relaunch(node: NodeProcess) -> None:
+        name = next(name for name, each in lab.nodes.items() if each is node)
+        node.kill()
+        monkeypatch.setenv(TRANSPORT_VARIABLE, "libp2p" if name == LIBP2P_HOST else "p2pd")
+        _ = lab.launch(name, "--blocks", "15:30").ready
+
+    def has_p2pd(pid: int) -> bool:
+        return any(child.name() == "p2pd" for child in psutil.Process(pid).children())
+
+    assert [has_p2pd(node.pid) for node in lab.nodes.values()] == [True, True, False]
+    with lab.connect() as model:
+        assert not has_p2pd(os.getpid())
+        assert greedy(model, [IDS], TOKENS)[0] == expected
+        strike = Strike(lab, model, kill, block=20)
+        killed = []
+
+        def restart() -> None:
+            killed.append(strike.hit[0])
+            relaunch(strike.hit[0])
+
+        assert greedy(model, [IDS], TOKENS, At((8, strike), (16, restart), (30, strike)))[0] == expected
+        assert model.last_run.failovers >= 2
+    assert strike.hit[0] is not strike.hit[1]

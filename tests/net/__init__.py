@@ -1,0 +1,1 @@
+"""Swarms behind routers, in network namespaces."""

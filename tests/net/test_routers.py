@@ -1,0 +1,57 @@
+"""Real processes behind real Linux routers. ``tests/bench/nat.py`` measures all pairs of routers; these are the cases that must never break."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from tests.bench.nat import kill_relay
+from tests.support.commands import Place
+from tests.support.nat_lab import forget_mappings, why_not
+from tests.support.nat_swarm import NatSwarm, nat_swarm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.net,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+TOKENS = 60
+
+
+def start_hosts(swarm: NatSwarm, places: Sequence[Place]) -> None:
+    for number, (place, blocks) in enumerate(zip(places, ("0:15", "15:30"), strict=True)):
+        swarm.start_host(f"host{number}", place, blocks)
+    for number in range(len(places)):
+        swarm.processes[f"host{number}"].wait("ready")
+
+
+def test_peers_behind_cone_and_tcp_only_routers_connect_directly(tmp_path: Path) -> None:
+    with nat_swarm(tmp_path / "lab", default_cache_dir(), ["cone", "tcponly", "cone"]) as swarm:
+        *hosts, client = swarm.places[1:]
+        start_hosts(swarm, hosts)
+        answer, _ = swarm.answer("run", client, TOKENS)
+        assert len(answer["token_ids"]) == TOKENS
+        assert answer["failovers"] == 0
+        assert not swarm.relayed("host0", LINK.id)
+        assert not swarm.relayed("run", SESSION.id)
+        assert swarm.status("host0").reach.kind == "relayed"
+
+
+def test_an_answer_continues_when_its_relay_is_killed_and_when_routers_restart(
+    tmp_path: Path,
+) -> None:
+    with nat_swarm(tmp_path / "lab", default_cache_dir(), ["symmetric"] * 3, public=3) as swarm:
+        *hosts, client = swarm.places[3:]
+        start_hosts(swarm, hosts)
+        expected, _ = swarm.answer("before", client, TOKENS)
+        assert swarm.relayed("before", SESSION.id)
+        during = kill_relay(swarm, client)
+        assert during["token_ids"] == expected["token_ids"]
+        assert during["failovers"] >= 1
+        for number in 4, 5:
+            forget_mappings(number)
+        after, _ = swarm.answer("after", client, TOKENS)
+        assert after["token_ids"] == expected["token_ids"]
