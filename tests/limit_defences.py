@@ -10,6 +10,7 @@ import pytest
 
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
 from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe
@@ -17,7 +18,7 @@ from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
-from tests.defences import Defence, Patch, nothing, replacing
+from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.properties import test_framing
 from tests.sim import (
     test_client_defences,
@@ -163,6 +164,11 @@ LIMITS = (
         "sessions of a client are limited",
         count_only,
         of_a_host(test_host_defences.test_no_client_has_more_sessions_than_its_share),
+    ),
+    Defence(
+        "only the client that opened a session resumes it",
+        replacing(HostedSession, "belongs_to", yes),
+        of_a_host(test_host_defences.test_only_the_client_that_opened_a_session_resumes_it),
     ),
     Defence(
         "passes of a client are limited",

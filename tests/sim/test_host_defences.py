@@ -146,6 +146,32 @@ def test_a_session_id_is_used_once(reference: Reference) -> None:
     with_stranger(reference, talk)
 
 
+def test_only_the_client_that_opened_a_session_resumes_it(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        session = await stranger.send_open()
+        resume = Message(pb.SessionRequest(resume=pb.Resume(session=ID)).SerializeToString())
+        lab = stranger.lab
+        async with lab.network.transport(lab.peer_id("thief")) as transport:
+            stolen = await transport.open(stranger.host, SESSION, deadline_s=1.0)
+            await stolen.send(resume)
+            refused = await refusal(session_reply(stolen))
+            assert refused.reason == refusal_pb2.REASON_UNKNOWN_SESSION
+        resumed = await stranger.transport.open(stranger.host, SESSION, deadline_s=1.0)
+        await resumed.send(resume)
+        assert (await session_reply(session)).HasField("moved")
+
+    with_stranger(reference, talk)
+
+
+def test_a_session_that_does_not_exist_is_not_resumed(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        stream = await stranger.transport.open(stranger.host, SESSION, deadline_s=1.0)
+        await stream.send(Message(pb.SessionRequest(resume=pb.Resume(session=b"short")).SerializeToString()))
+        assert (await refusal(session_reply(stream))).reason == refusal_pb2.REASON_UNKNOWN_SESSION
+
+    with_stranger(reference, talk)
+
+
 def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         for number in range(3):

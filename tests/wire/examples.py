@@ -110,6 +110,8 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.AdapterReply(stored=pb.Stored())
     yield pb.SessionRequest(show=pb.Show(sequence=1, count=40))
     yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
+    yield pb.SessionRequest(resume=pb.Resume(session=_SESSION))
+    yield pb.SessionReply(moved=pb.Moved())
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
 

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from swarmnet_client.chain.auditor import Auditor
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionStream
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
@@ -128,17 +128,23 @@ class Chain:
 
     # ---- coming home ------------------------------------------------------------------------------------
 
-    async def _receive(self, live: LiveHop) -> None:
-        """Receive what one hop sends until its session ends. Outputs end the wait of their step; all else is for the supervisor."""
+    async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
+        """Receive what one hop sends on a stream until its session ends, or goes on with another stream: the latter returns True.
+
+        Outputs end the wait of their step; all else is for the supervisor.
+        """
         try:
             while True:
-                reply, payload = await live.receive()
+                reply, payload = await live.receive(stream)
                 if reply.HasField("output"):
                     self._take_output(live, reply.output, payload)
+                elif reply.HasField("moved"):
+                    return True
                 else:
                     await self._supervisor.handle(live, reply, payload)
         except SwarmnetError as error:
             self._supervisor.session_ended(live, error)
+            return False
 
     def _take_output(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
         if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):

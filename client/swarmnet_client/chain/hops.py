@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
@@ -119,9 +120,9 @@ class LiveHop:
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
-    async def receive(self) -> tuple[pb.SessionReply, Buffer]:
-        """The next message that is no heartbeat. Raises as ``TypedStream.receive``."""
-        received = await self.stream.receive()
+    async def receive(self, stream: SessionStream) -> tuple[pb.SessionReply, Buffer]:
+        """The next message of ``stream`` that is no heartbeat. Raises as ``TypedStream.receive``."""
+        received = await stream.receive()
         self.heard_at = asyncio.get_running_loop().time()
         return received
 
@@ -148,10 +149,10 @@ class LiveHop:
         """This hop, as the hop before it needs to know it."""
         return NextHop(self.hop.peer, self.hop.addresses, self.session, epoch)
 
-    async def send_heartbeats(self, period_s: float) -> None:
-        """Send heartbeats until the session ends."""
+    async def send_heartbeats(self, stream: SessionStream, period_s: float) -> None:
+        """Send heartbeats on ``stream`` until it ends."""
         with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
-            await self.stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
+            await stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
     async def relink(self, target: NextHop, record: bytes) -> None:
         """Have the hop send to ``target``, whose announcement is ``record``, from now on."""
@@ -216,20 +217,30 @@ async def open_hop(
 
 
 async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
-    swarm = uploads.swarm
+    client = await _ask(uploads.swarm, hop, pb.SessionRequest(open=request))
+    now = asyncio.get_running_loop().time()
+    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now)
+
+
+async def resume(swarm: Swarm, live: LiveHop) -> SessionStream:
+    """Another stream for a hop's session, over the present path; the host then ends the one before with ``Moved``. Raises as ``open_hop``."""
+    return await _ask(swarm, live.hop, pb.SessionRequest(resume=pb.Resume(session=live.session)))
+
+
+async def _ask(swarm: Swarm, hop: Hop, request: pb.SessionRequest) -> SessionStream:
+    """A session stream on which the host answered ``request`` with ``Opened``."""
     timing = swarm.timing
     stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
     client = SessionStream(stream, pb.SessionRequest, pb.SessionReply, silence_s=timing.silence_s)
     try:
-        await client.send(pb.SessionRequest(open=request))
+        await client.send(request)
         reply, _ = await client.receive()
         if not reply.HasField("opened"):
             raise ProtocolViolation("a session is answered with Opened")
     except BaseException:
         stream.close()
         raise
-    now = asyncio.get_running_loop().time()
-    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now)
+    return client
 
 
 def _peer(target: NextHop, record: bytes) -> pb.Peer:

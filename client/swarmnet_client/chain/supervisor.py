@@ -21,7 +21,17 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, ClientLink, LiveHop, gaps, open_hop, upstream
+from swarmnet_client.chain.hops import (
+    ChainReport,
+    ChainSpec,
+    ClientLink,
+    LiveHop,
+    SessionStream,
+    gaps,
+    open_hop,
+    resume,
+    upstream,
+)
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
@@ -55,7 +65,7 @@ class ChainSupervisor:
         in_flight: StepsInFlight,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
-        receive: Callable[[LiveHop], Awaitable[None]],
+        receive: Callable[[LiveHop, SessionStream], Awaitable[bool]],
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop until its session ends."""
         self._swarm = swarm
@@ -223,13 +233,43 @@ class ChainSupervisor:
         return live
 
     async def _attend(self, live: LiveHop) -> None:
-        """Receive from one hop, and send it heartbeats, until its session ends."""
-        live.stream.on_heartbeat = partial(self._take_heartbeat, live)
-        beating = asyncio.create_task(live.send_heartbeats(self._swarm.timing.client_silence_s / 4))
+        """Receive from one hop until its session ends; over another stream when the path improves."""
+        streams = [asyncio.create_task(self._attend_stream(live))]
         try:
-            await self._receive(live)
+            while await self._resume(live, streams[-1]):
+                # Outputs may still be on their way over the stream before it, whose last message is Moved.
+                streams.append(asyncio.create_task(self._attend_stream(live)))
+            *_, is_moved = await asyncio.gather(*streams)
+            if is_moved:
+                self._fail(live, ProtocolViolation("a host ended a session that did not move"))
+        finally:
+            await cancel(*streams)
+
+    async def _resume(self, live: LiveHop, receiving: asyncio.Task[bool]) -> bool:
+        """Wait for a better path to the hop, and go on with its session there. False if the session ends first or stays where it is."""
+        improved = asyncio.create_task(live.stream.stream.path_improved())
+        try:
+            await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return False
+            live.stream = await resume(self._swarm, live)
+        except SwarmnetError as error:
+            _log.info("the session on %s stays on its path: %s", live.hop.peer, error)
+            return False
+        finally:
+            await cancel(improved)
+        return True
+
+    async def _attend_stream(self, live: LiveHop) -> bool:
+        """Receive from one hop over its present stream, and send it heartbeats there. Whether the session went on with another stream."""
+        stream = live.stream
+        stream.on_heartbeat = partial(self._take_heartbeat, live)
+        beating = asyncio.create_task(live.send_heartbeats(stream, self._swarm.timing.client_silence_s / 4))
+        try:
+            return await self._receive(live, stream)
         finally:
             await cancel(beating)
+            stream.close()
 
     async def _relink(self) -> None:
         """Have every hop send to the one after it, and the client to the first."""

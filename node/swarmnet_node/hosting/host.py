@@ -218,6 +218,9 @@ class Host:
             stream, pb.SessionReply, pb.SessionRequest, silence_s=self.timing.client_silence_s
         )
         request, _ = await client.receive()
+        if request.HasField("resume"):
+            await self._resume_session(request.resume, client)
+            return
         with ExitStack() as held:
             try:
                 session = self._admit(request, client, held)
@@ -234,6 +237,13 @@ class Host:
             finally:
                 del self._sessions[session.id]
                 await self._notify_changed()
+
+    async def _resume_session(self, wanted: pb.Resume, client: SessionStream) -> None:
+        session = self._sessions.get(wanted.session)
+        if session is None or not session.belongs_to(client.peer):
+            self._refuse(client, Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session"))
+            return
+        await session.resume(client)
 
     async def _notify_changed(self) -> None:
         async with self._changed:

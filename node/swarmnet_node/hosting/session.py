@@ -8,7 +8,8 @@ The life of a session:
 3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
    answered to the client by the last hop.
 4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
-5. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
+5. **Resumed.** The client opens another stream for the session when there is a better path; replies go there from then on.
+6. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
    while other clients wait, or when the host stops. The client is told the reason, and everything is freed.
 """
 
@@ -36,7 +37,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached, Scope
@@ -141,6 +142,10 @@ class HostedSession:
     def cache_bytes(self) -> int:
         return self._scope.used[Resource.CACHE]
 
+    def belongs_to(self, peer: PeerId) -> bool:
+        """Whether ``peer`` opened the session."""
+        return peer == self.stream.peer
+
     def evict(self) -> None:
         """End the session, which has no work, because other clients wait."""
         self._fail(idle())
@@ -156,7 +161,12 @@ class HostedSession:
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             await self._send_to_next()
-            await race(self._listen(), self._send_heartbeats(), self._failure(), self._first_step())
+            await race(
+                self._on_present_stream(self._listen),
+                self._on_present_stream(self._send_heartbeats),
+                self._failure(),
+                self._first_step(),
+            )
         except Refusal as refusal:
             self._free()  # before the client has read the reason: other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
@@ -167,7 +177,7 @@ class HostedSession:
             self._failed.cancel()
             if self._link is not None:
                 self._link.close()
-            self.stream.close()
+            self._client.close()
             await cancel(self._sending)
 
     def _free(self) -> None:
@@ -184,9 +194,30 @@ class HostedSession:
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(pb.SessionReply(leaving=pb.Leaving()))
 
-    async def _listen(self) -> None:
+    async def resume(self, client: SessionStream) -> None:
+        """Go on with the session on this stream of the same client. Returns when the session has ended.
+
+        Requests on the stream before it come first, until the client closes that.
+        """
+        await client.send(pb.SessionReply(opened=pb.Opened()))
+        before, self._client = self._client, client
+        with contextlib.suppress(StreamEnded, DeadlineExceeded):  # the client notices that, too
+            await before.send(pb.SessionReply(moved=pb.Moved()))
+        await self.freed.wait()
+
+    async def _on_present_stream(self, serve: Callable[[SessionStream], Awaitable[None]]) -> None:
+        """Call ``serve`` with the client's stream, and again with each stream that resumes the session."""
         while True:
-            request, _ = await self._client.receive()
+            client = self._client
+            try:
+                await serve(client)
+            except (StreamEnded, DeadlineExceeded):
+                if client is self._client:
+                    raise
+
+    async def _listen(self, client: SessionStream) -> None:
+        while True:
+            request, _ = await client.receive()
             if request.HasField("relink"):
                 if self._is_last:
                     raise ProtocolViolation("the last hop has no next hop to replace")
@@ -219,8 +250,8 @@ class HostedSession:
             tensor, payload = encode_tensor(sent)
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
-    async def _send_heartbeats(self) -> None:
-        await self._client.send_heartbeats(
+    async def _send_heartbeats(self, client: SessionStream) -> None:
+        await client.send_heartbeats(
             self._parts.timing.heartbeat_s,
             lambda: pb.SessionReply(heartbeat=pb.Heartbeat(applied=self._outbox.log.last)),
         )

@@ -45,16 +45,24 @@ class Peer(_message.Message):
     def __init__(self, id: _Optional[str] = ..., record: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "relink", "heartbeat", "show")
+    __slots__ = ("open", "relink", "heartbeat", "show", "resume")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RELINK_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHOW_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     open: Open
     relink: Relink
     heartbeat: Heartbeat
     show: Show
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    def __init__(self, session: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter")
@@ -101,22 +109,28 @@ class Show(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown")
+    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown", "moved")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LINK_LOST_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SHOWN_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     heartbeat: Heartbeat
     link_lost: LinkLost
     leaving: Leaving
     shown: Shown
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Moved(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
