@@ -258,6 +258,7 @@ class ChainSupervisor:
             return False
         finally:
             await cancel(improved)
+        _log.info("the session on %s moved to a better path", live.hop.peer)
         return True
 
     async def _attend_stream(self, live: LiveHop) -> bool:
