@@ -1,11 +1,14 @@
 """Real processes behind real Linux routers. ``tests/bench/nat.py`` measures all pairs of routers; these are the cases that must never break."""
 
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from tests.bench.nat import kill_relay
 from tests.support.commands import Place
@@ -19,6 +22,10 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 TOKENS = 60
+FORWARDED_S = 60.0
+"""Time in which a forwarded port must be found. p2pd looks for the router for about 10 s."""
+SEEN_S = 20.0
+"""Time after which other peers have read a host's new addresses: it announces every 15 s."""
 
 
 def start_hosts(swarm: NatSwarm, places: Sequence[Place]) -> None:
@@ -38,6 +45,23 @@ def test_peers_behind_cone_and_tcp_only_routers_connect_directly(tmp_path: Path)
         assert not swarm.relayed("host0", LINK.id)
         assert not swarm.relayed("run", SESSION.id)
         assert swarm.status("host0").reach.kind == "relayed"
+
+
+@pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="not installed: miniupnpd")
+def test_ports_that_a_router_forwards_are_found_and_used(tmp_path: Path) -> None:
+    """By UPnP and by NAT-PMP. Behind a symmetric router, a client could not punch a hole to these hosts."""
+    with nat_swarm(tmp_path / "lab", default_cache_dir(), ["upnp", "natpmp", "symmetric"]) as swarm:
+        *hosts, client = swarm.places[1:]
+        start_hosts(swarm, hosts)
+        deadline = time.monotonic() + FORWARDED_S
+        while {swarm.status(f"host{number}").reach.kind for number in range(2)} != {ReachKind.FORWARDED}:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        time.sleep(SEEN_S)
+        answer, _ = swarm.answer("run", client, TOKENS)
+        assert len(answer["token_ids"]) == TOKENS
+        assert not swarm.relayed("run", SESSION.id)
+        assert not swarm.relayed("host0", LINK.id)
 
 
 def test_an_answer_continues_when_its_relay_is_killed_and_when_routers_restart(

@@ -9,13 +9,16 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tests.support.commands import Place
 
-KINDS = ("open", "full", "cone", "symmetric", "tcponly")
+KINDS = ("open", "full", "cone", "symmetric", "tcponly", "upnp", "natpmp")
 """``open``: no router. ``full``: the router forwards every port. ``cone``: one mapping for all destinations, which lets in only those the host
-has sent to. ``symmetric``: another random port for each destination. ``tcponly``: as ``cone``, without UDP."""
+has sent to. ``symmetric``: another random port for each destination. ``tcponly``: as ``cone``, without UDP. ``upnp``, ``natpmp``: as ``cone``, and the router forwards
+ports when it is asked so in that protocol, by miniupnpd."""
 
 
 def why_not() -> str:
@@ -78,7 +81,26 @@ def _host(number: int, kind: str) -> Place:
     _run(f"ip -n {host} route add default via 192.168.{number}.1")
     _run(f"ip netns exec {edge} sysctl -qw net.ipv4.ip_forward=1")
     _run(f"ip netns exec {edge} nft -f -", text=_rules(number, kind))
+    if kind in ("upnp", "natpmp"):
+        _forward_on_request(edge, kind)
     return Place(f"192.168.{number}.2", ("ip", "netns", "exec", host))
+
+
+def _forward_on_request(router: str, kind: str) -> None:
+    """Start miniupnpd on a router. It ends with the other processes there."""
+    settings = {
+        "ext_ifname": "wan",
+        "listening_ip": "lan",
+        "enable_upnp": "yes" if kind == "upnp" else "no",
+        "enable_natpmp": "yes" if kind == "natpmp" else "no",
+        "uuid": "00000000-0000-0000-0000-000000000000",
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write("".join(f"{name}={value}\n" for name, value in settings.items()))
+        file.flush()
+        pid = Path(file.name).with_suffix(".pid")
+        _run(f"ip netns exec {router} miniupnpd -f {file.name} -P {pid}")
+        pid.unlink(missing_ok=True)
 
 
 def _rules(number: int, kind: str) -> str:
@@ -86,6 +108,8 @@ def _rules(number: int, kind: str) -> str:
     forward = f'iif "wan" dnat to 192.168.{number}.2' if kind == "full" else ""
     no_udp = 'iif "lan" meta l4proto udp drop' if kind == "tcponly" else ""
     no_new = "" if kind == "full" else 'iif "wan" ct state new drop'
+    if kind in ("upnp", "natpmp"):
+        return _FORWARDED_ON_REQUEST
     return f"""
 table ip nat {{
   chain before {{ type nat hook prerouting priority -100; {forward}
@@ -101,6 +125,29 @@ table ip filter {{
   }}
 }}
 """
+
+
+_FORWARDED_ON_REQUEST = """
+table inet filter {
+  chain miniupnpd {
+  }
+  chain prerouting_miniupnpd {
+  }
+  chain postrouting_miniupnpd {
+  }
+  chain before { type nat hook prerouting priority -100; jump prerouting_miniupnpd
+  }
+  chain after { type nat hook postrouting priority 100; jump postrouting_miniupnpd
+    oifname "wan" masquerade
+  }
+  chain forward { type filter hook forward priority 0; jump miniupnpd
+    iifname "wan" ct state new drop
+  }
+  chain input { type filter hook input priority 0; iifname "wan" ct state new drop
+  }
+}
+"""
+"""The rules of a cone router, in the tables and chains that miniupnpd fills."""
 
 
 def _remove(count: int) -> None:

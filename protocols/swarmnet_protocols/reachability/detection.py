@@ -25,7 +25,7 @@ ASK_S = 6.0
 FIRST_RESERVATION_S = 5.0
 """How long the start waits for the first reservation."""
 CHECK_S = 2.0
-"""Period at which the addresses of this machine are compared with those before."""
+"""Period at which the addresses of this machine and its forwarded ports are compared with those before."""
 UNKNOWN_S = 60.0
 """Time after the start, and while no peer could be asked, after which peers are asked again."""
 AGAIN_S = 600.0
@@ -120,19 +120,23 @@ class Reachability:
             await self._release()
 
     async def keep(self) -> None:
-        """Find out again whenever the addresses of this machine change, and every ``AGAIN_S``, until cancelled."""
+        """Find out again when the addresses of this machine change or its router forwards a port, and every ``AGAIN_S``, until cancelled."""
         loop = asyncio.get_running_loop()
         try:
-            interfaces, again_at = own_interfaces(), loop.time() + UNKNOWN_S
+            before, again_at = self._own(), loop.time() + UNKNOWN_S
             while True:
                 await asyncio.sleep(CHECK_S)
-                is_changed = (now := own_interfaces()) != interfaces
+                is_changed = (now := self._own()) != before
                 if is_changed or loop.time() >= again_at:
                     await self.find_out()
-                    interfaces = now
+                    before = now
                     again_at = loop.time() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
         finally:
             await self._release()
+
+    def _own(self) -> tuple[object, object]:
+        """The addresses of this machine, and the ports on which it listens or which its router forwards to it."""
+        return own_interfaces(), set(ports_of(self._transport.own_addresses()))
 
     async def _release(self) -> None:
         await cancel(self._reserving)

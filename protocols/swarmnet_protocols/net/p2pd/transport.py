@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
 """Timeout for connecting to a bootstrap peer."""
-_ADDRESSES_S = 30.0
+_ADDRESSES_S = 5.0
 """Period at which p2pd is asked for this peer's addresses."""
 _MEASURE_S = 0.5
 """Period at which bytes on the wire are measured while the link is limited."""
