@@ -102,6 +102,10 @@ class Facts:
     """State of the node that uses this data directory; empty if none runs."""
     node_warning: str = ""
     """A warning in the status of that node."""
+    node_reached: str = ""
+    """How other peers reach that node; empty if none runs or it does not know."""
+    node_advice: str = ""
+    """What would let other peers reach that node directly; empty if they do."""
     listening: Sequence[ListenAddress] = ()
     swarm: Swarm | None = None
     peers: Sequence[BootstrapPeer] = ()

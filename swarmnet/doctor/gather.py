@@ -16,6 +16,7 @@ import psutil
 
 from swarmnet.doctor import facts
 from swarmnet.doctor.checks import TESTED
+from swarmnet.reach import advice, describe
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
 from swarmnet_protocols.machine.clock import wall_clock
@@ -86,6 +87,8 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         secrets=secret_files(options.data_dir),
         node=node.state if node else "",
         node_warning=node.warning if node else "",
+        node_reached=describe(node.reach) if node and node.reach.kind != "unknown" else "",
+        node_advice=advice(node.reach, node.addresses) if node else "",
         listening=listening,
         swarm=swarm,
         peers=peers,

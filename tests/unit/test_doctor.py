@@ -118,6 +118,12 @@ def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
         ({"peers": [peer(behind_s=60.0)]}, "clock", "warn", "timedatectl"),
         ({"peers": [peer(behind_s=-900.0)] * 2 + [peer()]}, "clock", "fail", "timedatectl"),
         ({"peers": [peer(reached=())]}, "reachable", "warn", "--listen"),
+        (
+            {"node": "online", "node_reached": "not at all", "node_advice": "enable UPnP"},
+            "reach",
+            "warn",
+            "UPnP",
+        ),
         ({"peers": [peer(observed_ip="", reached=())]}, "reachable", "warn", "--listen"),
         ({"not_gathered": {"device": "it took more than 6 s"}}, "device", "warn", "swarmnet doctor"),
     ],
