@@ -138,6 +138,8 @@ class _Loaded:
     num_blocks: int
     footprint: "Footprint | None"
     """Memory of the process and of one block. None without a memory limit."""
+    is_packed: bool
+    """Whether quantised weights stay as the checkpoint stores them."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
@@ -162,7 +164,17 @@ class _Loaded:
                 hint=f"use --num-blocks 1 to {total}",
             )
         backend = load_backend(config.cache_dir)
-        loaded = cls(model, dtype, device, backend, config.blocks, config.num_blocks or total, None, [])
+        loaded = cls(
+            model,
+            dtype,
+            device,
+            backend,
+            config.blocks,
+            config.num_blocks or total,
+            footprint=None,
+            is_packed=config.dtype == "auto" and device.type == "cpu",
+            preloaded=[],
+        )
         if config.limits.max_ram_bytes is not None:
             loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
         if loaded.blocks is None and loaded.num_blocks == total:
@@ -229,7 +241,13 @@ class _Loaded:
             return self.preloaded.pop()
         try:
             return Stage.load(
-                self.model, start, end, dtype=self.dtype, device=self.device, backend=self.backend
+                self.model,
+                start,
+                end,
+                dtype=self.dtype,
+                device=self.device,
+                backend=self.backend,
+                packed=self.is_packed,
             )
         except torch.OutOfMemoryError as error:
             raise OutOfResources(

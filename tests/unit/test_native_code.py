@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.quantization.products import HEADERS
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +29,19 @@ def test_code_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native_code, "_run", fail)
     assert NativeBackend.load(cache) is not None
     assert sorted((cache / "native").iterdir()) == before
-    assert [path.suffix for path in before] == [".so"]
+    assert [path.suffix for path in before] == [".so"] * 2  # the decode step, and the products
 
 
 def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache / "native", tmp_path / "native")
-    (library,) = (tmp_path / "native").glob("*.so")
-    library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
-    damaged = library.read_bytes()
+    whole = {library.read_bytes() for library in (tmp_path / "native").glob("*.so")}
+    for library in (tmp_path / "native").glob("*.so"):
+        library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
+    native_backend.load_products.cache_clear()
     assert NativeBackend.load(tmp_path) is not None
-    (library,) = (tmp_path / "native").glob("*.so")
-    assert library.read_bytes() != damaged
+    assert {len(library.read_bytes()) for library in (tmp_path / "native").glob("*.so")} == set(
+        map(len, whole)
+    )
 
 
 def test_other_flags_make_other_code(
@@ -55,7 +59,7 @@ def test_without_a_compiler_there_is_none(
     if compiler == "false" and shutil.which("false") is None:
         pytest.skip("no program that fails")
     with caplog.at_level(logging.WARNING):
-        assert native_code.load(SOURCE, tmp_path, compiler=compiler) is None
+        assert native_code.load(SOURCE, tmp_path, headers=HEADERS, compiler=compiler) is None
     assert caplog.text.count("without native code") == 1
     assert list(tmp_path.rglob("*.so")) == []
 
@@ -65,7 +69,7 @@ def test_code_that_others_may_have_written_is_not_loaded(
 ) -> None:
     (tmp_path / "native").mkdir()
     (tmp_path / "native").chmod(0o777)
-    assert native_code.load(SOURCE, tmp_path) is None
+    assert native_code.load(SOURCE, tmp_path, headers=HEADERS) is None
     assert "others can write" in caplog.text
 
 

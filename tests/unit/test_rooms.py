@@ -17,6 +17,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "wire",
         "net",
         "reachability",
+        "quantization",
         "models",
         "membership",
         "routing",

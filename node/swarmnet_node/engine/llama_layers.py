@@ -22,6 +22,8 @@ from swarmnet_node.engine.kernels.backend import (
     RmsNorm,
     Rotary,
 )
+from swarmnet_protocols.quantization.packed_linear import PackedLinear
+from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
 
 
 def has_llama_shape(model: Any) -> bool:
@@ -102,7 +104,7 @@ def _layer_has_llama_shape(layer: Any) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     return (
-        all(type(linear) is nn.Linear for linear in linears)
+        all(type(linear) in (nn.Linear, PackedLinear) for linear in linears)
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
         and hasattr(attention, "q_norm") == hasattr(attention, "k_norm")
         and hasattr(attention, "head_dim")
@@ -120,9 +122,9 @@ def _decoder_layer(layer: Any, rule: AttentionRule) -> DecoderLayer:
         key_heads=attention.k_proj.out_features // attention.head_dim,
         head_size=attention.head_dim,
         qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
-        output=Linear(attention.o_proj.weight, attention.o_proj.bias),
+        output=Linear(_weight(attention.o_proj), attention.o_proj.bias),
         gate_up=_join(mlp.gate_proj, mlp.up_proj),
-        down=Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+        down=Linear(_weight(mlp.down_proj), mlp.down_proj.bias),
         attention_norm=_norm(layer.input_layernorm),
         mlp_norm=_norm(layer.post_attention_layernorm),
         query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
@@ -134,13 +136,30 @@ def _norm(module: Any) -> RmsNorm:
     return RmsNorm(module.weight, module.variance_epsilon)
 
 
+def _weight(module: nn.Linear) -> torch.Tensor | PackedTensor:
+    return module.packed if isinstance(module, PackedLinear) else module.weight
+
+
 def _join(*modules: nn.Linear) -> Linear:
-    """One linear layer with the outputs of all, one after another. The modules' own parameters become views of its parameters."""
-    weight = torch.cat([module.weight for module in modules])
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    """One linear layer with the outputs of all, one after another. The modules' own weights become views of its weights."""
     sizes = [module.out_features for module in modules]
-    for index, module in enumerate(modules):
-        module.weight = nn.Parameter(torch.split(weight, sizes)[index], requires_grad=False)
-        if bias is not None:
-            module.bias = nn.Parameter(torch.split(bias, sizes)[index], requires_grad=False)
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    if bias is not None:
+        for module, part in zip(modules, torch.split(bias, sizes), strict=True):
+            module.bias = nn.Parameter(part, requires_grad=False)
+    if any(isinstance(module, PackedLinear) for module in modules):
+        packed = PackedTensor.joined([_as_packed(module) for module in modules])
+        for module, matrix in zip(modules, packed.split(sizes), strict=True):
+            if isinstance(module, PackedLinear):
+                module.packed = matrix
+        return Linear(packed, bias)
+    weight = torch.cat([module.weight for module in modules])
+    for module, part in zip(modules, torch.split(weight, sizes), strict=True):
+        module.weight = nn.Parameter(part, requires_grad=False)
     return Linear(weight, bias)
+
+
+def _as_packed(module: nn.Linear) -> PackedTensor:
+    if isinstance(module, PackedLinear):
+        return module.packed
+    return PackedTensor.of(Format.F32, module.weight.detach().float().view(torch.uint8))

@@ -34,6 +34,7 @@ from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import LayerWidths, with_blocks
+from swarmnet_protocols.quantization.packed_linear import packed_bytes
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
@@ -55,7 +56,7 @@ class Stage:
         self.dtype = weight.dtype
         self.device = weight.device
         self.blocks = len(self._model.layers)
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)
         self._first = 0
         self._backend = backend
         self._llama_layers: LlamaLayers | None = None
@@ -73,7 +74,7 @@ class Stage:
         )
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - a model's part, and how to compute it
         cls,
         model: LocalModel,
         start: int,
@@ -82,9 +83,10 @@ class Stage:
         dtype: torch.dtype,
         device: torch.device,
         backend: Backend = TORCH,
+        packed: bool = False,
     ) -> "Stage":
-        """Load blocks [start, end). Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        span = model.load_span(start, end, dtype=dtype, device=device)
+        """Load blocks [start, end); ``packed`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
+        span = model.load_span(start, end, dtype=dtype, device=device, packed=packed)
         return cls(span, model.manifest.hidden_size, backend)
 
     @property

@@ -198,7 +198,7 @@ def read_model(folder: Path) -> torch.Tensor:
     """
     checkpoint = SafetensorsCheckpoint(folder)
     model = build_whole(checkpoint.config()).load(
-        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty),
+        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, packed=False),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

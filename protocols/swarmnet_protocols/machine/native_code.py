@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -20,16 +21,18 @@ class _Unavailable(Exception):
     pass
 
 
-def load(source: Path, cache_dir: Path, *, compiler: str = "cc") -> ctypes.CDLL | None:
-    """The library compiled from one file; None, with a warning, if it cannot be compiled."""
+def load(
+    source: Path, cache_dir: Path, *, headers: Sequence[Path] = (), compiler: str = "cc"
+) -> ctypes.CDLL | None:
+    """The library compiled from one file, which may include ``headers``; None, with a warning, if it cannot be compiled."""
     try:
-        return ctypes.CDLL(str(_built(source, cache_dir / "native", compiler)))
+        return ctypes.CDLL(str(_built(source, headers, cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
         _log.warning("computing without native code (%s): %s", source.name, error)
         return None
 
 
-def _built(source: Path, folder: Path, compiler: str) -> Path:
+def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
     """The path of the library. Its name has the hash of its inputs and its own."""
     path = shutil.which(compiler)
     if path is None:
@@ -39,7 +42,8 @@ def _built(source: Path, folder: Path, compiler: str) -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise _Unavailable(f"others can write into {folder}")
-    key = [source.read_text(), *COMPILE, *LINK, path, str(openmp), *_processor()]
+    texts = [each.read_text() for each in (source, *headers)]
+    key = [*texts, *COMPILE, *LINK, path, str(openmp), *_processor()]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
     for library in folder.glob(f"{digest}-*.so"):
         if library.stem.removeprefix(f"{digest}-") == _hash_of(library):
@@ -47,7 +51,8 @@ def _built(source: Path, folder: Path, compiler: str) -> Path:
         library.unlink(missing_ok=True)  # damaged
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = Path(scratch, "code.o"), Path(scratch, "code.so")
-        _run(path, *COMPILE, str(source), "-o", str(compiled))
+        include = [f"-I{folder}" for folder in sorted({str(each.parent) for each in headers})]
+        _run(path, *COMPILE, *include, str(source), "-o", str(compiled))
         _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
         library = folder / f"{digest}-{_hash_of(linked)}.so"
         os.replace(linked, library)

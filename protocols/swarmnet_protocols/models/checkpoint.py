@@ -69,10 +69,13 @@ class ModelCheckpoint(Protocol):
 
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
-    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+    def state_dict(
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+    ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
-        ``model`` is the model that will load them; it may be on the meta device.
+        ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised weights of its linear modules are
+        ``PackedTensor``, where the checkpoint has such and transformers does not change their values.
         """
 
 

@@ -17,7 +17,11 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResource
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -241,8 +245,10 @@ class GgufCheckpoint:
                 shutil.rmtree(fresh)
         return cached
 
-    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
-        """Dequantised tensors, converted from gguf's layout by transformers."""
+    def state_dict(
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+    ) -> dict[str, Any]:
+        """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
         import numpy as np
         import torch
         from gguf import GGMLQuantizationType, dequantize
@@ -262,10 +268,14 @@ class GgufCheckpoint:
                 raw = np.frombuffer(file.read(tensor.size_bytes), dtype=np.uint8)
                 if raw.nbytes != tensor.size_bytes:
                     raise IntegrityError(f"{self.path} is truncated within tensor {name}")
+                rows = raw.reshape(*tensor.shape[:-1], -1)
+                if packed and (matrix := _packed(tensor, rows)) is not None:
+                    hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
+                    if order is not None and (own_name := _linear_weight(model, hf_name)) is not None:
+                        parsed["tensors"][own_name] = matrix.select(order)
+                        continue
                 try:
-                    weights = dequantize(
-                        raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType(tensor.type)
-                    )
+                    weights = dequantize(rows, GGMLQuantizationType(tensor.type))
                 except NotImplementedError as error:
                     raise ConfigError(
                         f"{self.path}: tensor {name} has a quantisation that is not read"
@@ -281,6 +291,60 @@ class GgufCheckpoint:
                     own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
                     parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
         return parsed["tensors"]
+
+
+def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor | None":
+    """A matrix as it is stored, from its bytes [rows, bytes of a row]; None for a tensor that is no matrix of a packed format."""
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+
+    from swarmnet_protocols.quantization.packed_tensor import FORMATS, PackedTensor
+
+    kind = GGMLQuantizationType(tensor.type)
+    if len(tensor.shape) != 2 or kind not in FORMATS:
+        return None
+    return PackedTensor.of(kind, torch.from_numpy(np.require(rows, requirements=["W"])))
+
+
+def _row_order(
+    processor: Any, name: str, rows: int, first_block: int, hf_names: dict[str, str]
+) -> "tuple[str, torch.Tensor | None]":
+    """transformers' name of a matrix, and where its rows come from; None instead if transformers changes more than the order of rows.
+
+    It is seen by converting a matrix of one column, whose values are the numbers of its rows.
+    """
+    import numpy as np
+    import torch
+
+    numbers = np.arange(rows, dtype=np.float64)[:, None]
+    parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+    try:
+        result = processor.process(
+            weights=numbers,
+            name=_NAMING.renumbered(name, first_block),
+            tensor_key_mapping=hf_names,
+            parsed_parameters=parsed,
+        )
+    except CONFIG_FAULTS:  # the conversion needs the real values
+        return "", None
+    order = np.asarray(result.weights)
+    if result.name not in hf_names or order.shape != numbers.shape or parsed["tensors"]:
+        return "", None
+    if not np.array_equal(np.sort(order, 0), numbers):
+        return "", None
+    return hf_names[result.name], torch.from_numpy(order[:, 0].astype(np.int64))
+
+
+def _linear_weight(model: "PreTrainedModel", hf_name: str) -> str | None:
+    """The name in ``model`` of the weight of a plain linear module, which may lack the base model's prefix; None for other tensors."""
+    from torch import nn
+
+    own = hf_name
+    if model.base_model is model:
+        own = hf_name.removeprefix(f"{model.base_model_prefix}.")
+    path = own.removesuffix(".weight")
+    return own if path != own and type(dict(model.named_modules()).get(path)) is nn.Linear else None
 
 
 def _hash_of(folder: Path) -> str:

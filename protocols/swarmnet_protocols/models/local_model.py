@@ -74,16 +74,22 @@ class LocalModel:
             )
         self._checked.add(file.path)
 
-    def _state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+    def _state_dict(
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool = False
+    ) -> dict[str, Any]:
         self._check(names)
-        return self._checkpoint.state_dict(names, first_block, model)
+        return self._checkpoint.state_dict(names, first_block, model, packed=packed)
 
-    def load_span(self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device") -> "nn.Module":
+    def load_span(
+        self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device", packed: bool = False
+    ) -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
-        Reads only the tensors of those blocks. Raises ``ConfigError`` if the model has no such blocks.
+        Reads only the tensors of those blocks. ``packed``: quantised weights of linear modules stay as they are stored, in ``PackedLinear``.
+        Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
+        from swarmnet_protocols.quantization.products import load_products
 
         if not 0 <= start < end <= self.manifest.blocks:
             raise ConfigError(
@@ -91,7 +97,10 @@ class LocalModel:
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
         return build_span(self.config, start, end).load(
-            lambda model: self._state_dict(names, start, model), dtype=dtype, device=device
+            lambda model: self._state_dict(names, start, model, packed=packed),
+            dtype=dtype,
+            device=device,
+            products=load_products(self.cache_dir) if packed else None,
         )
 
     def load_local_layers(

@@ -5,9 +5,10 @@ embedding are configured by the whole config. Then the parts that are not wanted
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.quantization.packed_linear import install
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.products import Products
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -189,11 +193,20 @@ def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
     """A class whose constructor makes an object of ``cls`` and applies ``strip`` to it, before it has weights."""
 
     def init(self: Any, config: "PretrainedConfig") -> None:
+        made = type(self)
         cls.__init__(self, config)
         strip(self)
-        self.__class__ = cls
+        if type(self) is made:  # not if ``cls`` is such a class itself
+            self.__class__ = cls
 
     return type(cls.__name__, (cls,), {"__init__": init})
+
+
+def _install_packed(model: Any, *, weights: Mapping[str, PackedTensor], products: Products) -> None:
+    try:
+        install(model, weights, products)
+    except ValueError as error:
+        raise IntegrityError(f"the checkpoint does not fit {type(model).__name__}: {error}") from error
 
 
 def build_whole(config: "PretrainedConfig") -> "ModelBuilder":
@@ -216,18 +229,27 @@ class ModelBuilder:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        products: Products | None = None,
     ) -> nn.Module:
         """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
 
+        Linear modules whose weights it returns as ``PackedTensor`` become ``PackedLinear``, which compute with ``products``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
         with _META, _SkipInitialisation():
             empty = self._cls(copy.deepcopy(self._config))
+        weights = state_dict(empty)
+        packed = {
+            name: weights.pop(name) for name in list(weights) if isinstance(weights[name], PackedTensor)
+        }
+        cls: Any = self._cls
+        if packed and products is not None:
+            cls = _stripped_class(cls, partial(_install_packed, weights=packed, products=products))
         with _quietly(), _SkipInitialisation():
-            model, info = self._cls.from_pretrained(
+            model, info = cls.from_pretrained(
                 None,
                 config=self._config,
-                state_dict=state_dict(empty),
+                state_dict=weights,
                 dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

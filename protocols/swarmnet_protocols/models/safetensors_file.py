@@ -195,7 +195,9 @@ class SafetensorsCheckpoint:
             else:
                 (folder / name).symlink_to(path.absolute())
 
-    def state_dict(self, names: Sequence[str], first_block: int, model: "PreTrainedModel") -> dict[str, Any]:
+    def state_dict(
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+    ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice."""
         from safetensors import SafetensorError, safe_open
 

@@ -8,8 +8,8 @@ the gate of the MLP, LoRA. Models call it in three ways, and know none of its im
 3. Decoding adds few positions to each sequence, and what a layer costs besides reading its weights then counts. A backend may offer
    a :class:`DecodeStep`, which computes all layers of a stage in one call.
 
-There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. A device or a
-quantised format is added here: a class of weight beside :class:`Linear`, and a backend whose ``linear`` and decode step read it.
+There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. Both read packed weights
+(``swarmnet_protocols.quantization``), on the CPU.
 
 Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head size, S cached positions.
 """
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to cosines and sines [1, T, d]."""
@@ -37,9 +39,9 @@ PRODUCTS = {
 
 @dataclass(frozen=True)
 class Linear:
-    """A dense linear layer: ``weight`` [outputs, inputs] and ``bias`` [outputs], in the dtype of the activations."""
+    """A linear layer: ``weight`` [outputs, inputs], packed or in the dtype of the activations, and ``bias`` [outputs]."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | PackedTensor
     bias: torch.Tensor | None = None
 
     @property

@@ -10,11 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef struct {
-    const float *weight; /* [outputs][inputs] */
-    const float *bias;   /* [outputs], or NULL */
-    int64_t inputs;
-} linear;
+#include "product.h"
 
 typedef struct {
     const float *weight; /* [size], or NULL where a layer has no such norm */
@@ -56,27 +52,8 @@ typedef struct {
     const update *updates; /* [layers][PRODUCTS], or NULL */
 } new_position;
 
-typedef struct {
-    int64_t first, end;
-} range;
-
-/* WIDTH: floats of one vector register. The sums of OUTPUTS outputs for half of TILE_ROWS rows fit into the registers, and so do those
- * of half of the outputs for all rows. */
-#if defined __AVX512F__
-enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
-#elif defined __AVX__
-enum { WIDTH = 8, OUTPUTS = 4, TILE_ROWS = 4 };
-#elif defined __aarch64__
-enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
-#else
-enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
-#endif
 enum { QUERIES = TILE_ROWS / 2 };
 _Static_assert(QUERIES <= 4, "native_backend.py has room for the scores of four");
-typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
-
-/* The smaller of two numbers. */
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The part of count items that this thread computes. */
 static range share(int64_t count) {
@@ -91,82 +68,13 @@ static float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-static float sum_of(floats x) {
-    typedef float four __attribute__((vector_size(4 * sizeof(float))));
-    four parts[WIDTH / 4];
-    memcpy(parts, &x, sizeof x);
-    for (int i = 1; i < WIDTH / 4; i++) parts[0] += parts[i];
-    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
-}
-
-/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
- * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile.
- *
- * Weights are prefetched from the given number of floats ahead (0: no prefetch), because memory would otherwise be idle during the
- * arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
-static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
-                                                       const int outputs, const int rows, float *out,
-                                                       int64_t stride) {
-    floats sums[TILE_ROWS][OUTPUTS] = {0};
-    int64_t i = 0;
-    for (; i + WIDTH <= size; i += WIDTH) {
-        floats of_outputs[OUTPUTS];
-        for (int o = 0; o < outputs; o++) {
-            if (ahead) __builtin_prefetch(weights + ahead + o * size + i);
-            of_outputs[o] = *(const floats *)(weights + o * size + i);
-        }
-        for (int r = 0; r < rows; r++) {
-            floats of_row = *(const floats *)(x + r * size + i);
-            for (int o = 0; o < outputs; o++) sums[r][o] += of_outputs[o] * of_row;
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            float sum = sum_of(sums[r][o]);
-            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * size + j];
-            out[r * stride + o] = sum;
-        }
-}
-
-static void tiles(const float *weights, int64_t ahead, const float *x, int64_t size, int64_t rows, float *out,
-                  int64_t stride) {
-#define TILES(n)                                                                                       \
-    case n:                                                                                            \
-        if (n <= TILE_ROWS / 2) {                                                                      \
-            tile(weights, ahead, x, size, OUTPUTS, n, out, stride);                                    \
-        } else if (n <= TILE_ROWS) {                                                                   \
-            const int half = OUTPUTS / 2;                                                              \
-            tile(weights, ahead, x, size, half, n, out, stride);                                       \
-            tile(weights + half * size, ahead, x, size, half, n, out + half, stride);                  \
-        }                                                                                              \
-        break;
-    switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
-}
-
-/* The outputs of a product in the range mine, from x [rows][inputs] to out [rows][stride]. Weights are read once for all rows. */
-static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
-    int64_t output = mine.first, size = of.inputs;
-    for (; output + OUTPUTS <= mine.end; output += OUTPUTS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-            int64_t ahead = row ? 0 : OUTPUTS * size;
-            tiles(of.weight + output * size, ahead, x + row * size, size, least(rows - row, TILE_ROWS),
-                  out + row * stride + output, stride);
-        }
-    for (; output < mine.end; output++)
-        for (int64_t row = 0; row < rows; row++)
-            tile(of.weight + output * size, 0, x + row * size, size, 1, 1, out + row * stride + output, stride);
-    for (int64_t row = 0; of.bias && row < rows; row++)
-        for (output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
-}
-
 /* The A of a product's LoRA updates times x [rows][inputs], to low [rows][ranks]. Ends with a barrier if there are any. */
 static void lower(const step *s, const new_position *positions, int64_t which, const float *x, int64_t inputs, float *low) {
     int any = 0;
     for (int64_t row = 0; row < s->rows; row++) {
         if (!positions[row].updates || !positions[row].updates[which].pairs) continue;
         const update *of = positions[row].updates + which;
-        linear down = {of->down, NULL, inputs};
-        product(down, x + row * inputs, 1, share(of->ranks), low + row * s->ranks, s->ranks);
+        dense_product(of->down, x + row * inputs, inputs, 1, share(of->ranks), low + row * s->ranks, s->ranks);
         any = 1;
     }
     if (any) {
@@ -259,13 +167,13 @@ static inline __attribute__((always_inline)) void mix(const float *weights, cons
 }
 
 /* Attention of queries [queries][size] that share a key head. The product with keys gives the scores. */
-static void attend(const float *query, int64_t queries, linear keys, const float *values, int64_t count, float *scores,
-                   float *out) {
-    product(keys, query, queries, (range){0, count}, scores, count);
+static void attend(const float *query, int64_t queries, const float *keys, const float *values, int64_t size, int64_t count,
+                   float *scores, float *out) {
+    dense_product(keys, query, size, queries, (range){0, count}, scores, count);
     for (int64_t q = 0; q < queries; q++) softmax(scores + q * count, count);
 #define MIX(n)                                                             \
     case n:                                                                \
-        if (n <= QUERIES) mix(scores, values, count, keys.inputs, n, out); \
+        if (n <= QUERIES) mix(scores, values, count, size, n, out); \
         break;
     switch (queries) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
@@ -303,9 +211,9 @@ static void attention(const step *s, const layer *l, const new_position *positio
         const new_position *of = positions + i / l->heads;
         int64_t head = i % l->heads, from = head / sharers * of->capacity * size;
         queries = least(sharers - head % sharers, least(mine.end - i, QUERIES));
-        linear keys = {of->caches[2 * index] + from, NULL, size};
         const float *query = states + (i / l->heads * all + head) * size;
-        attend(query, queries, keys, of->caches[2 * index + 1] + from, of->position + 1, scores, out + i * size);
+        const float *keys = of->caches[2 * index] + from, *values = of->caches[2 * index + 1] + from;
+        attend(query, queries, keys, values, size, of->position + 1, scores, out + i * size);
     }
 }
 

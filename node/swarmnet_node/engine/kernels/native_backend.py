@@ -27,6 +27,13 @@ from swarmnet_node.engine.kernels.backend import (
 )
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.quantization.products import (
+    HEADERS,
+    NativeLinear,
+    Products,
+    load_products,
+    native_segments,
+)
 
 SOURCE = Path(__file__).with_name("decode.c")
 MAX_POSITIONS = 128
@@ -39,17 +46,13 @@ ANGLES_POSITIONS = 64
 """Positions whose rotary angles are computed at once."""
 
 
-class _Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64))
-
-
 class _Norm(Structure):
     _fields_ = (("weight", c_void_p), ("eps", c_float))
 
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, NativeLinear) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
         *((name, c_int64) for name in ("heads", "key_heads", "inner")),
         ("scaling", c_float),
@@ -116,7 +119,8 @@ class _Lora:
 class NativeBackend(TorchBackend):
     """``TorchBackend`` with a decode step in C, for float32 on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, products: Products) -> None:
+        super().__init__(products)
         self.decode = library.decode
         self.decode.restype = None
         self.decode.argtypes = [c_void_p] * 5
@@ -124,8 +128,8 @@ class NativeBackend(TorchBackend):
     @classmethod
     def load(cls, cache_dir: Path) -> "NativeBackend | None":
         """Compile the code, or use what ``cache_dir`` has from before; None where this machine cannot compile or load it."""
-        library = native_code.load(SOURCE, cache_dir)
-        return None if library is None else cls(library)
+        library = native_code.load(SOURCE, cache_dir, headers=HEADERS)
+        return None if library is None else cls(library, load_products(cache_dir))
 
     def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
         return NativeDecodeStep(self, layers, rotary) if fits(layers, rotary) else None
@@ -142,7 +146,9 @@ class NativeDecodeStep:
         self._rotary = rotary
         self._first = layers[0].index
         self._hidden_size, self._head_size = layers[0].output.outputs, layers[0].head_size
-        self._layers = (_Layer * len(layers))(*map(_native_layer, layers))
+        self._segments: list[object] = []
+        """Objects that the structs of the layers point to, which must stay alive."""
+        self._layers = (_Layer * len(layers))(*map(self._native_layer, layers))
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
         self._angles: dict[int, torch.Tensor] = {}
         """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``: far smaller than one sequence's KV cache."""
@@ -185,6 +191,22 @@ class NativeDecodeStep:
             ctypes.byref(step), self._layers, positions, scratch.data_ptr(), hidden.data_ptr()
         )
         return hidden
+
+    def _native_layer(self, layer: DecoderLayer) -> _Layer:
+        return _Layer(
+            *map(self._native_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+            *map(_native_norm, (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)),
+            layer.heads,
+            layer.key_heads,
+            layer.down.inputs,
+            layer.head_size**-0.5 if layer.rule.scaling is None else layer.rule.scaling,
+        )
+
+    def _native_linear(self, linear: Linear) -> NativeLinear:
+        segments = native_segments(linear.weight)
+        self._segments.append(segments)
+        bias = None if linear.bias is None else linear.bias.data_ptr()
+        return NativeLinear(ctypes.addressof(segments), bias, len(segments), linear.inputs)
 
     def _lora(self, lora: LoraLayers | None) -> _Lora | None:
         """The updates for these layers, None if there are none. Computed once for each adapter."""
@@ -237,7 +259,7 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
         (layer.down, (hidden_size, inner)),
     ]
     tensors: list[tuple[torch.Tensor, tuple[int, ...]]] = [
-        (linear.weight, shape) for linear, shape in linears
+        (linear.weight, shape) for linear, shape in linears if isinstance(linear.weight, torch.Tensor)
     ]
     tensors += [(linear.bias, shape[:1]) for linear, shape in linears if linear.bias is not None]
     tensors += [(norm.weight, (hidden_size,)) for norm in (layer.attention_norm, layer.mlp_norm)]
@@ -249,6 +271,7 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
         and layer.head_size == head_size
         and layer.heads % layer.key_heads == 0
         and (layer.query_norm is None) == (layer.key_norm is None)
+        and all(linear.weight.shape == shape for linear, shape in linears)
         and all(
             tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
             for tensor, shape in tensors
@@ -258,24 +281,8 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
 
 def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """Cosines and sines [T, 2, head size] of positions [T]. They depend on nothing else in any model that is served."""
-    cosines, sines = rotary(layers[0].output.weight, positions[None])
+    cosines, sines = rotary(layers[0].attention_norm.weight, positions[None])
     return torch.stack((cosines[0], sines[0]), 1)
-
-
-def _native_layer(layer: DecoderLayer) -> _Layer:
-    return _Layer(
-        *map(_native_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
-        *map(_native_norm, (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)),
-        layer.heads,
-        layer.key_heads,
-        layer.down.inputs,
-        layer.head_size**-0.5 if layer.rule.scaling is None else layer.rule.scaling,
-    )
-
-
-def _native_linear(linear: Linear) -> _Linear:
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Linear(linear.weight.data_ptr(), bias, linear.inputs)
 
 
 def _native_norm(norm: RmsNorm | None) -> _Norm:

@@ -17,6 +17,9 @@ from swarmnet_node.engine.kernels.backend import (
     RmsNorm,
     Rotary,
 )
+from swarmnet_protocols.quantization import packed_linear
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.products import Products
 
 
 class TorchBackend:
@@ -26,7 +29,13 @@ class TorchBackend:
     read the activations about twice as often.
     """
 
+    def __init__(self, products: Products | None = None) -> None:
+        """``products`` multiplies with packed weights; by default with torch alone."""
+        self._products = products or Products(None)
+
     def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if isinstance(linear.weight, PackedTensor):
+            return packed_linear.linear(self._products, inputs, linear.weight, linear.bias)
         return functional.linear(inputs, linear.weight, linear.bias)
 
     def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

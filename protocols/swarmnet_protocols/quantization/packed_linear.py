@@ -1,0 +1,70 @@
+"""Modules with packed weights in place of ``nn.Linear`` and ``nn.Embedding``, and their gradients."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.products import Products
+
+
+def linear(
+    products: Products, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]. Gradients flow to the inputs; weights are frozen."""
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        outputs: torch.Tensor = _Linear.apply(products, inputs, weight, bias)  # type: ignore[no-untyped-call]
+        return outputs
+    return products.linear(inputs, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, products: Products, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.products, ctx.weight = products, weight
+        return products.linear(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        return None, ctx.products.back(gradients, ctx.weight), None, None
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a packed weight, which is not a parameter: it has no ``weight``."""
+
+    def __init__(self, products: Products, packed: PackedTensor, *, has_bias: bool) -> None:
+        rows, columns = packed.shape
+        super().__init__(columns, rows, bias=has_bias, device="meta")
+        self.register_parameter("weight", None)
+        self.packed = packed
+        self._products = products
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., columns] to [..., rows]."""
+        return linear(self._products, input, self.packed, self.bias)
+
+
+def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:
+    """Replace the linear modules of ``model`` whose weights have these names by ``PackedLinear``. Biases are to be loaded afterwards.
+
+    Raises ``ValueError`` for a weight that is no linear module's, or that has another shape.
+    """
+    for name, packed in weights.items():
+        path = name.removesuffix(".weight")
+        module = model.get_submodule(path)
+        if type(module) is not nn.Linear or (module.out_features, module.in_features) != packed.shape:
+            raise ValueError(f"{name} is no linear layer of shape {tuple(packed.shape)}")
+        parent, _, child = path.rpartition(".")
+        replacement = PackedLinear(products, packed, has_bias=module.bias is not None)
+        setattr(model.get_submodule(parent), child, replacement.train(module.training))
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Bytes of the packed weights in a model."""
+    return sum(module.packed.nbytes for module in model.modules() if isinstance(module, PackedLinear))

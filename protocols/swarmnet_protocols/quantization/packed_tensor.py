@@ -1,0 +1,122 @@
+"""Packed matrices: weights in memory as a gguf file has them, in blocks of a few bits a weight."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+Format = GGMLQuantizationType
+
+FORMATS = frozenset(
+    {
+        *(Format.F32, Format.F16, Format.BF16),
+        *(Format.Q4_0, Format.Q4_1, Format.Q5_0, Format.Q5_1, Format.Q8_0),
+        *(Format.Q4_K, Format.Q5_K, Format.Q6_K, Format.MXFP4),
+    }
+)
+"""The formats that ``unpack.h`` reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Rows of one format: ``data`` uint8 [rows, bytes of a row], which may be a view of a file in memory."""
+
+    format: Format
+    data: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` unless ``data`` has whole blocks of a format in ``FORMATS``."""
+        if self.format not in FORMATS:
+            raise ValueError(f"{self.format.name} is not a format of packed weights")
+        if self.data.dtype != torch.uint8 or self.data.dim() != 2:
+            raise ValueError("a segment is bytes [rows, bytes of a row]")
+        _, block_bytes = GGML_QUANT_SIZES[self.format]
+        if self.data.shape[1] % block_bytes:
+            raise ValueError(f"rows of {self.data.shape[1]} bytes in blocks of {block_bytes}")
+
+    @property
+    def columns(self) -> int:
+        """Weights of a row."""
+        weights, block_bytes = GGML_QUANT_SIZES[self.format]
+        return self.data.shape[1] // block_bytes * weights
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights, float32 [rows, columns], as gguf's Python code computes them."""
+        values = dequantize(self.data.contiguous().numpy(), self.format)
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(self.data), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """A matrix [rows, columns] whose rows are packed: segments of one format each, one after another. Values never change."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, format: Format, data: torch.Tensor) -> "PackedTensor":
+        """A matrix of one format, from its bytes [rows, bytes of a row]. Raises ``ValueError`` as ``Segment``."""
+        return cls((Segment(format, data),))
+
+    @classmethod
+    def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
+        """The rows of all matrices, one after another, which have the same number of columns. Rows of one format are copied together."""
+        segments: list[Segment] = []
+        for segment in (segment for matrix in matrices for segment in matrix.segments):
+            if segments and segments[-1].format == segment.format:
+                segments[-1] = Segment(segment.format, torch.cat([segments[-1].data, segment.data]))
+            else:
+                segments.append(segment)
+        return cls(tuple(segments))
+
+    def __post_init__(self) -> None:
+        if len({segment.columns for segment in self.segments}) != 1:
+            raise ValueError("segments with rows of different length")
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        return torch.Size([sum(len(segment.data) for segment in self.segments), self.segments[0].columns])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(segment.data.nbytes for segment in self.segments)
+
+    @property
+    def device(self) -> torch.device:
+        return self.segments[0].data.device
+
+    def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
+        """Matrices of so many rows each, one after another, on the same memory."""
+        pieces, first = [], 0
+        for size in sizes:
+            pieces.append(self._rows(first, first + size))
+            first += size
+        return pieces
+
+    def select(self, rows: torch.Tensor) -> "PackedTensor":
+        """The matrix of these rows [n] of a matrix of one format, in their order. Raises ``ValueError`` for several formats."""
+        if len(self.segments) != 1:
+            raise ValueError("rows of several formats")
+        [segment] = self.segments
+        return PackedTensor((Segment(segment.format, segment.data.index_select(0, rows)),))
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
+        return torch.cat([segment.dequantize() for segment in self.segments])
+
+    def _rows(self, first: int, end: int) -> "PackedTensor":
+        found: list[Segment] = []
+        for segment in self.segments:
+            size = len(segment.data)
+            if max(first, 0) < min(end, size):
+                found.append(Segment(segment.format, segment.data[max(first, 0) : min(end, size)]))
+            first, end = first - size, end - size
+        return PackedTensor(tuple(found))
+
+
+def formats_of(matrices: Iterable[PackedTensor]) -> list[str]:
+    """The names of the formats of some matrices, sorted."""
+    return sorted({segment.format.name for matrix in matrices for segment in matrix.segments})

@@ -1,0 +1,146 @@
+/* Products of a few rows of float32 with a matrix whose rows may be packed (unpack.h).
+ *
+ * A product of one row takes as long as reading the matrix from memory, so packed weights are read as they are stored, and unpacked
+ * into the processor's cache, a few outputs at a time. Sums are float32. A sum does not depend on the other rows of the product. */
+
+#ifndef SWARMNET_PRODUCT_H
+#define SWARMNET_PRODUCT_H
+
+#include "unpack.h"
+
+/* Rows of one format. */
+typedef struct {
+    const uint8_t *rows;
+    int64_t format, row_bytes, outputs;
+} segment;
+
+/* A matrix [outputs][inputs], its segments one after another, and a bias. */
+typedef struct {
+    const segment *segments;
+    const float *bias; /* [outputs], or NULL */
+    int64_t count, inputs;
+} linear;
+
+typedef struct {
+    int64_t first, end;
+} range;
+
+/* WIDTH: floats of one vector register. The sums of OUTPUTS outputs for half of TILE_ROWS rows fit into the registers, and so do those
+ * of half of the outputs for all rows. */
+#if defined __AVX512F__
+enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
+#elif defined __AVX__
+enum { WIDTH = 8, OUTPUTS = 4, TILE_ROWS = 4 };
+#elif defined __aarch64__
+enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
+#else
+enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
+#endif
+typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
+
+/* The smaller and the larger of two numbers. */
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+static inline float sum_of(floats x) {
+    typedef float four __attribute__((vector_size(4 * sizeof(float))));
+    four parts[WIDTH / 4];
+    memcpy(parts, &x, sizeof x);
+    for (int i = 1; i < WIDTH / 4; i++) parts[0] += parts[i];
+    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+}
+
+/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
+ * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile.
+ *
+ * Weights are prefetched from the given number of floats ahead (0: no prefetch), because memory would otherwise be idle during the
+ * arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
+static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
+                                                       const int outputs, const int rows, float *out,
+                                                       int64_t stride) {
+    floats sums[TILE_ROWS][OUTPUTS] = {0};
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+        floats of_outputs[OUTPUTS];
+        for (int o = 0; o < outputs; o++) {
+            if (ahead) __builtin_prefetch(weights + ahead + o * size + i);
+            of_outputs[o] = *(const floats *)(weights + o * size + i);
+        }
+        for (int r = 0; r < rows; r++) {
+            floats of_row = *(const floats *)(x + r * size + i);
+            for (int o = 0; o < outputs; o++) sums[r][o] += of_outputs[o] * of_row;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) {
+            float sum = sum_of(sums[r][o]);
+            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * size + j];
+            out[r * stride + o] = sum;
+        }
+}
+
+static void tiles(const float *weights, int64_t ahead, const float *x, int64_t size, int64_t rows, float *out,
+                  int64_t stride) {
+#define TILES(n)                                                                                       \
+    case n:                                                                                            \
+        if (n <= TILE_ROWS / 2) {                                                                      \
+            tile(weights, ahead, x, size, OUTPUTS, n, out, stride);                                    \
+        } else if (n <= TILE_ROWS) {                                                                   \
+            const int half = OUTPUTS / 2;                                                              \
+            tile(weights, ahead, x, size, half, n, out, stride);                                       \
+            tile(weights + half * size, ahead, x, size, half, n, out + half, stride);                  \
+        }                                                                                              \
+        break;
+    switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
+}
+
+/* Some outputs of a product, at most OUTPUTS, with weights [outputs][size], from x [rows][size] to out [rows][stride]. */
+static void few_outputs(const float *weights, int64_t outputs, int64_t ahead, const float *x, int64_t size, int64_t rows,
+                        float *out, int64_t stride) {
+    if (outputs == OUTPUTS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            tiles(weights, row ? 0 : ahead, x + row * size, size, least(rows - row, TILE_ROWS), out + row * stride, stride);
+    else
+        for (int64_t output = 0; output < outputs; output++)
+            for (int64_t row = 0; row < rows; row++)
+                tile(weights + output * size, 0, x + row * size, size, 1, 1, out + row * stride + output, stride);
+}
+
+/* The outputs of a matrix [..][size] of float32 in the range mine, from x [rows][size] to out [rows][stride]. Weights are read once for
+ * all rows. */
+static void dense_product(const float *weights, const float *x, int64_t size, int64_t rows, range mine, float *out,
+                          int64_t stride) {
+    for (int64_t output = mine.first, next; output < mine.end; output = next) {
+        next = least(output + OUTPUTS, mine.end);
+        few_outputs(weights + output * size, next - output, OUTPUTS * size, x, size, rows, out + output, stride);
+    }
+}
+
+/* As dense_product, with packed rows. */
+static void packed_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out,
+                           int64_t stride) {
+    float weights[OUTPUTS * size] __attribute__((aligned(64)));
+    for (int64_t output = mine.first, next; output < mine.end; output = next) {
+        next = least(output + OUTPUTS, mine.end);
+        for (int64_t i = output; i < next; i++)
+            unpack(of->format, of->rows + i * of->row_bytes, size, weights + (i - output) * size);
+        few_outputs(weights, next - output, 0, x, size, rows, out + output, stride);
+    }
+}
+
+/* The outputs of a product in the range mine, from x [rows][inputs] to out [rows][stride]. */
+static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
+    int64_t first = 0; /* of a segment's outputs */
+    for (const segment *s = of.segments; s < of.segments + of.count; first += s->outputs, s++) {
+        range its = {most(mine.first - first, 0), least(mine.end - first, s->outputs)};
+        if (its.first >= its.end) continue;
+        if (s->format == F32)
+            dense_product((const float *)s->rows, x, of.inputs, rows, its, out + first, stride);
+        else
+            packed_product(s, x, of.inputs, rows, its, out + first, stride);
+    }
+    for (int64_t row = 0; of.bias && row < rows; row++)
+        for (int64_t output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
+}
+
+#endif

@@ -1,0 +1,173 @@
+"""Products of float32 activations with packed matrices, in C where this machine can compile it, and in torch elsewhere.
+
+Few rows are multiplied while weights are unpacked into the processor's cache (``product.h``): reading the weights bounds the time, and
+packed ones are a fraction of the bytes. With many rows arithmetic bounds it; then a panel of the matrix is unpacked at a time, and torch
+multiplies. Activations are never quantised, so results equal those of the dequantised weights up to the rounding of sums.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from ctypes import Structure, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
+
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("unpack.h", "product.h"))
+"""Included by C code that multiplies with packed matrices."""
+_SOURCE = Path(__file__).with_name("products.c")
+FEW_ROWS = 64
+"""Rows up to which a product unpacks as it goes. With more, torch's own product of unpacked panels is faster."""
+PANEL_BYTES = 8 << 20
+"""Bytes of the float32 weights that are unpacked at a time."""
+
+
+class NativeSegment(Structure):
+    """``segment`` in ``product.h``."""
+
+    _fields_ = (("rows", c_void_p), *((name, c_int64) for name in ("format", "row_bytes", "outputs")))
+
+
+class NativeLinear(Structure):
+    """``linear`` in ``product.h``."""
+
+    _fields_ = (("segments", c_void_p), ("bias", c_void_p), ("count", c_int64), ("inputs", c_int64))
+
+
+def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[NativeSegment]":
+    """A packed matrix, or a float32 one, as C reads it. The matrix must stay alive."""
+    if isinstance(weight, torch.Tensor):
+        return (NativeSegment * 1)(NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight)))
+    return (NativeSegment * len(weight.segments))(*map(_native_segment, weight.segments))
+
+
+def _native_segment(segment: Segment) -> NativeSegment:
+    data = segment.data
+    if data.device.type != "cpu" or data.stride(1) != 1:
+        raise ValueError("C reads rows of contiguous bytes in the memory of the CPU")
+    return NativeSegment(data.data_ptr(), int(segment.format), data.stride(0), len(data))
+
+
+class Products:
+    """Products with packed matrices on the CPU. Made by :func:`load_products`."""
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        """Without a library everything is computed by torch and gguf."""
+        self._library = library
+        self._local = threading.local()
+        if library is not None:
+            library.multiply.restype = library.unpack_rows.restype = None
+            library.multiply.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]
+            library.unpack_rows.argtypes = [c_void_p, *[c_int64] * 4, c_void_p]
+
+    @property
+    def is_native(self) -> bool:
+        return self._library is not None
+
+    def linear(
+        self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [..., rows], in the dtype of the inputs.
+
+        Without gradients: see ``packed_linear.py``.
+        """
+        rows, columns = weight.shape
+        flat = inputs.reshape(-1, columns)
+        if self._library is not None and len(flat) <= FEW_ROWS and flat.dtype == torch.float32:
+            outputs = self._multiply(flat.contiguous(), weight)
+            if bias is not None:
+                outputs += bias
+        else:
+            outputs = self._by_panels(flat, weight, bias)
+        return outputs.view(*inputs.shape[:-1], rows)
+
+    def back(self, gradients: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+        """``gradients`` [..., rows] at the outputs of ``linear``: [..., columns] at its inputs."""
+        rows, columns = weight.shape
+        flat = gradients.reshape(-1, rows)
+        found = flat.new_zeros(len(flat), columns)
+        first = 0
+        for panel in self._panels(weight):
+            found.addmm_(flat[:, first : first + len(panel)], panel.to(flat.dtype))
+            first += len(panel)
+        return found.view(*gradients.shape[:-1], columns)
+
+    def dequantize(self, weight: PackedTensor) -> torch.Tensor:
+        """The weights, float32 [rows, columns]."""
+        if self._library is None:
+            return weight.dequantize()
+        whole = torch.empty(weight.shape)
+        first = 0
+        for segment in weight.segments:
+            self._unpack(segment, 0, whole[first : first + len(segment.data)])
+            first += len(segment.data)
+        return whole
+
+    def _multiply(self, inputs: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+        assert self._library is not None  # noqa: S101 - the caller asked
+        segments = native_segments(weight)
+        matrix = NativeLinear(ctypes.addressof(segments), None, len(segments), weight.shape[1])
+        outputs = torch.empty(len(inputs), weight.shape[0])
+        self._library.multiply(
+            *(ctypes.byref(matrix), weight.shape[0], inputs.data_ptr(), len(inputs)),
+            *(torch.get_num_threads(), outputs.data_ptr()),
+        )
+        return outputs
+
+    def _by_panels(
+        self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        outputs = None
+        first = 0
+        for panel in self._panels(weight):
+            end = first + len(panel)
+            part = functional.linear(
+                inputs, panel.to(inputs.dtype), None if bias is None else bias[first:end]
+            )
+            if len(panel) == weight.shape[0]:
+                return part
+            if outputs is None:
+                outputs = inputs.new_empty(len(inputs), weight.shape[0])
+            outputs[:, first:end] = part
+            first = end
+        return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
+
+    def _panels(self, weight: PackedTensor) -> Iterator[torch.Tensor]:
+        """The weights, float32, so many rows at a time as ``PANEL_BYTES`` hold. Each panel overwrites the one before."""
+        columns = weight.shape[1]
+        height = max(1, PANEL_BYTES // (4 * columns))
+        for segment in weight.segments:
+            for first in range(0, len(segment.data), height):
+                count = min(height, len(segment.data) - first)
+                if self._library is None:
+                    yield Segment(segment.format, segment.data[first : first + count]).dequantize()
+                else:
+                    panel = self._panel_memory(count * columns).view(count, columns)
+                    self._unpack(segment, first, panel)
+                    yield panel
+
+    def _panel_memory(self, floats: int) -> torch.Tensor:
+        """This thread's memory for panels: fresh memory would cost as much time as the unpacking."""
+        memory: torch.Tensor | None = getattr(self._local, "panel", None)
+        if memory is None or len(memory) < floats:
+            memory = self._local.panel = torch.empty(max(floats, PANEL_BYTES // 4))
+        return memory[:floats]
+
+    def _unpack(self, segment: Segment, first: int, out: torch.Tensor) -> None:
+        assert self._library is not None  # noqa: S101 - the caller asked
+        native = _native_segment(segment)
+        self._library.unpack_rows(
+            *(ctypes.byref(native), out.shape[1], first, first + len(out)),
+            *(torch.get_num_threads(), out.data_ptr()),
+        )
+
+
+@cache
+def load_products(cache_dir: Path) -> Products:
+    """The products of this machine; the compiled code is kept in ``cache_dir``."""
+    return Products(native_code.load(_SOURCE, cache_dir, headers=HEADERS))

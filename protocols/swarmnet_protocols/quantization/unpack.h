@@ -1,0 +1,195 @@
+/* Weights of gguf's quantised formats as float32, block by block, with the values that gguf's own Python code gives: the order of
+ * operations is the same, and everything but the last one is exact in float32.
+ *
+ * The loops have constant bounds and no branches, so that compilers vectorise them. */
+
+#ifndef SWARMNET_UNPACK_H
+#define SWARMNET_UNPACK_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined __F16C__
+#include <immintrin.h>
+#endif
+
+/* gguf's numbers of the formats (GGMLQuantizationType). packed_tensor.py lists the same. */
+enum {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, MXFP4 = 39
+};
+
+static inline float from_half(const uint8_t *bytes) {
+    uint16_t bits;
+    memcpy(&bits, bytes, sizeof bits);
+#if defined __F16C__
+    return _cvtsh_ss(bits);
+#elif defined __aarch64__
+    __fp16 half;
+    memcpy(&half, &bits, sizeof half);
+    return half;
+#else
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, whole;
+    float value;
+    if (rest >= 0x7c00) {
+        whole = 0x7f800000 | (rest & 0x3ff) << 13;
+        memcpy(&value, &whole, sizeof value);
+    } else { /* by way of a multiplication, which handles subnormal numbers */
+        whole = rest << 13;
+        memcpy(&value, &whole, sizeof value);
+        value *= 0x1p112f;
+    }
+    memcpy(&whole, &value, sizeof whole);
+    whole |= sign;
+    memcpy(&value, &whole, sizeof value);
+    return value;
+#endif
+}
+
+static inline void unpack_f16(const uint8_t *in, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++) out[i] = from_half(in + 2 * i);
+}
+
+static inline void unpack_bf16(const uint8_t *in, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t half;
+        memcpy(&half, in + 2 * i, sizeof half);
+        uint32_t bits = (uint32_t)half << 16;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+static inline void unpack_q4_0(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 18, out += 32) {
+        float scale = from_half(in);
+        for (int i = 0; i < 16; i++) {
+            out[i] = scale * ((in[2 + i] & 15) - 8);
+            out[i + 16] = scale * ((in[2 + i] >> 4) - 8);
+        }
+    }
+}
+
+static inline void unpack_q4_1(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 20, out += 32) {
+        float scale = from_half(in), least = from_half(in + 2);
+        for (int i = 0; i < 16; i++) {
+            out[i] = scale * (in[4 + i] & 15) + least;
+            out[i + 16] = scale * (in[4 + i] >> 4) + least;
+        }
+    }
+}
+
+static inline void unpack_q5_0(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 22, out += 32) {
+        float scale = from_half(in);
+        uint32_t high;
+        memcpy(&high, in + 2, sizeof high);
+        for (int i = 0; i < 16; i++) {
+            out[i] = scale * ((int)((in[6 + i] & 15) | (high >> i & 1) << 4) - 16);
+            out[i + 16] = scale * ((int)(in[6 + i] >> 4 | (high >> (i + 16) & 1) << 4) - 16);
+        }
+    }
+}
+
+static inline void unpack_q5_1(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 24, out += 32) {
+        float scale = from_half(in), least = from_half(in + 2);
+        uint32_t high;
+        memcpy(&high, in + 4, sizeof high);
+        for (int i = 0; i < 16; i++) {
+            out[i] = scale * (int)((in[8 + i] & 15) | (high >> i & 1) << 4) + least;
+            out[i + 16] = scale * (int)(in[8 + i] >> 4 | (high >> (i + 16) & 1) << 4) + least;
+        }
+    }
+}
+
+static inline void unpack_q8_0(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 34, out += 32) {
+        float scale = from_half(in);
+        for (int i = 0; i < 32; i++) out[i] = scale * (int8_t)in[2 + i];
+    }
+}
+
+/* The 6-bit scale and minimum of group j of 8, in the 12 bytes that Q4_K and Q5_K have for them. */
+static inline void scale_and_min(const uint8_t *in, int j, int *scale, int *least) {
+    if (j < 4) {
+        *scale = in[j] & 63;
+        *least = in[j + 4] & 63;
+    } else {
+        *scale = (in[j + 4] & 15) | in[j - 4] >> 6 << 4;
+        *least = in[j + 4] >> 4 | in[j] >> 6 << 4;
+    }
+}
+
+static inline void unpack_q4_k(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 144, out += 256) {
+        float scale = from_half(in), least = from_half(in + 2);
+        for (int j = 0; j < 8; j++) {
+            const uint8_t *nibbles = in + 16 + j / 2 * 32;
+            int s, m, shift = j % 2 * 4;
+            scale_and_min(in + 4, j, &s, &m);
+            float by = scale * s, minus = least * m;
+            for (int i = 0; i < 32; i++) out[32 * j + i] = by * (nibbles[i] >> shift & 15) - minus;
+        }
+    }
+}
+
+static inline void unpack_q5_k(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 176, out += 256) {
+        float scale = from_half(in), least = from_half(in + 2);
+        const uint8_t *high = in + 16;
+        for (int j = 0; j < 8; j++) {
+            const uint8_t *nibbles = in + 48 + j / 2 * 32;
+            int s, m, shift = j % 2 * 4;
+            scale_and_min(in + 4, j, &s, &m);
+            float by = scale * s, minus = least * m;
+            for (int i = 0; i < 32; i++)
+                out[32 * j + i] = by * ((nibbles[i] >> shift & 15) | (high[i] >> j & 1) << 4) - minus;
+        }
+    }
+}
+
+static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 210, out += 256) {
+        float scale = from_half(in + 208);
+        for (int j = 0; j < 16; j++) { /* groups of 16 weights with a scale each */
+            int half = j / 8, quarter = j % 8 / 2, first = j % 2 * 16;
+            const uint8_t *low = in + 64 * half + quarter % 2 * 32 + first, *high = in + 128 + 32 * half + first;
+            float by = scale * (int8_t)in[192 + j];
+            for (int i = 0; i < 16; i++)
+                out[16 * j + i] = by * (int)(((low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4) - 32);
+        }
+    }
+}
+
+static inline void unpack_mxfp4(const uint8_t *in, int64_t blocks, float *restrict out) {
+    static const float values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* twice E2M1's */
+    for (; blocks--; in += 17, out += 32) {
+        /* Half of two to the power of in[0] - 127: below 2 that is a subnormal number. */
+        uint32_t bits = in[0] < 2 ? 0x00200000u << in[0] : (uint32_t)(in[0] - 1) << 23;
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+        for (int i = 0; i < 16; i++) {
+            out[i] = scale * values[in[1 + i] & 15];
+            out[i + 16] = scale * values[in[1 + i] >> 4];
+        }
+    }
+}
+
+/* Unpacks one row of a matrix; its size is a multiple of the format's block. */
+static inline void unpack(int64_t format, const uint8_t *in, int64_t size, float *restrict out) {
+    switch (format) {
+    case F32: memcpy(out, in, size * sizeof *out); break;
+    case F16: unpack_f16(in, size, out); break;
+    case BF16: unpack_bf16(in, size, out); break;
+    case Q4_0: unpack_q4_0(in, size / 32, out); break;
+    case Q4_1: unpack_q4_1(in, size / 32, out); break;
+    case Q5_0: unpack_q5_0(in, size / 32, out); break;
+    case Q5_1: unpack_q5_1(in, size / 32, out); break;
+    case Q8_0: unpack_q8_0(in, size / 32, out); break;
+    case Q4_K: unpack_q4_k(in, size / 256, out); break;
+    case Q5_K: unpack_q5_k(in, size / 256, out); break;
+    case Q6_K: unpack_q6_k(in, size / 256, out); break;
+    case MXFP4: unpack_mxfp4(in, size / 32, out); break;
+    }
+}
+
+#endif

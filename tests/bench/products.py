@@ -1,0 +1,74 @@
+"""Products with packed matrices against torch's products with the same weights in float32 and bfloat16, in turn.
+
+    python -m tests.bench.products [--rows 1 8 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
+
+Prints one JSON object a format: the median milliseconds of one product [rows, size] x [size, size].
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.products import load_products
+from tests.unit.test_packed_products import random_matrix
+
+REPEATS = 7
+COLD_BYTES = 256 << 20
+"""Matrices of this size together, so that a product reads its matrix from memory, as a decoder does."""
+
+
+def median_ms(
+    multiply: Callable[[torch.Tensor, Any], object], inputs: torch.Tensor, weights: Sequence[Any]
+) -> float:
+    """Median time of a product with one of ``weights``."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for weight in weights:
+            multiply(inputs, weight)
+        times.append((time.perf_counter() - start) / len(weights))
+    return round(statistics.median(times) * 1e3, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--size", type=int, default=2048)
+    parser.add_argument("--formats", nargs="+", default=["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"])
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    products = load_products(default_cache_dir())
+    size = options.size
+    copies = max(1, COLD_BYTES // (4 * size * size))
+    dense = [torch.randn(size, size) for _ in range(copies)]
+    halves = [weight.bfloat16() for weight in dense]
+    for name in options.formats:
+        [segment] = random_matrix(Format[name], size, size).segments
+        packed = [PackedTensor.of(segment.format, segment.data.clone()) for _ in range(copies)]
+        result: dict[str, object] = {
+            "bench": "products",
+            "format": name,
+            "size": size,
+            "threads": options.threads,
+        }
+        for rows in options.rows:
+            inputs = torch.randn(rows, size)
+            result[f"rows_{rows}"] = {
+                "packed_ms": median_ms(products.linear, inputs, packed),
+                "float32_ms": median_ms(functional.linear, inputs, dense),
+                "bfloat16_ms": median_ms(functional.linear, inputs.bfloat16(), halves),
+            }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

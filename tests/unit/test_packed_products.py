@@ -1,0 +1,136 @@
+"""Packed matrices have the values of gguf's own dequantisation, and products with them those of the dequantised weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+
+from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.quantization.packed_tensor import FORMATS, Format, PackedTensor, Segment
+from swarmnet_protocols.quantization.products import FEW_ROWS, Products, load_products
+
+HALVES = {Format.F16: [0], Format.Q4_0: [0], Format.Q4_1: [0, 2], Format.Q5_0: [0], Format.Q5_1: [0, 2]}
+HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6_K: [208]}
+"""Where a block has numbers of 16 bits, which must be finite."""
+
+
+def random_matrix(format: Format, rows: int, columns: int, seed: int = 0) -> PackedTensor:
+    """Random bytes, with scales of ordinary size."""
+    weights, block_bytes = GGML_QUANT_SIZES[format]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // weights, block_bytes), np.uint8)
+    if format in (Format.F32, Format.BF16):
+        values = torch.from_numpy(rng.normal(size=(rows, columns))).float()
+        kind = torch.float32 if format == Format.F32 else torch.bfloat16
+        return PackedTensor.of(format, values.to(kind).view(torch.uint8))
+    for at in HALVES.get(format, ()):
+        scales = rng.normal(size=blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    if format == Format.MXFP4:
+        blocks[:, :, 0] = rng.integers(118, 132, blocks.shape[:2])
+    return PackedTensor.of(format, torch.from_numpy(blocks.reshape(rows, -1)))
+
+
+@pytest.fixture(scope="module")
+def products() -> Products:
+    found = load_products(default_cache_dir())
+    assert found.is_native
+    return found
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+def test_native_code_unpacks_exactly_what_gguf_does(products: Products, format: Format) -> None:
+    matrix = random_matrix(format, 7, 512)
+    assert torch.equal(products.dequantize(matrix), matrix.dequantize())
+
+
+def test_every_number_of_16_bits_is_read_as_numpy_does(products: Products) -> None:
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(1, -1)
+    matrix = PackedTensor.of(Format.F16, halves.view(torch.uint8))
+    expected = halves.view(torch.float16).float()
+    assert torch.equal(products.dequantize(matrix).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_every_scale_of_mxfp4_is_read_as_gguf_does(products: Products) -> None:
+    data = torch.full((255, 17), 0x21, dtype=torch.uint8)
+    data[:, 0] = torch.arange(255)
+    matrix = PackedTensor.of(Format.MXFP4, data)
+    assert torch.equal(products.dequantize(matrix), matrix.dequantize())
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+def test_products_equal_those_of_the_dequantised_weights(
+    products: Products, format: Format, rows: int, native: bool
+) -> None:
+    used = products if native else Products(None)
+    matrix = random_matrix(format, 43, 768)
+    inputs, bias = torch.randn(rows, 768), torch.randn(43)
+    exact = matrix.dequantize().double()
+    expected = inputs.double() @ exact.T + bias
+    scale = (inputs.double().abs() @ exact.abs().T).max()
+    assert (used.linear(inputs, matrix, bias) - expected).abs().max() / scale < 1e-6
+    gradients = torch.randn(rows, 43)
+    scale = (gradients.double().abs() @ exact.abs()).max()
+    assert (used.back(gradients, matrix) - gradients.double() @ exact).abs().max() / scale < 1e-6
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products) -> None:
+    matrix = random_matrix(Format.Q4_1, 64, 576)
+    inputs = torch.randn(8, 576)
+    together = products.linear(inputs, matrix)
+    assert all(
+        torch.equal(products.linear(row, matrix), out) for row, out in zip(inputs, together, strict=True)
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_of_several_formats_are_one_matrix(products: Products, threads: int) -> None:
+    parts = [
+        random_matrix(format, rows, 512)
+        for format, rows in ((Format.Q4_K, 5), (Format.Q4_K, 6), (Format.Q6_K, 9), (Format.F32, 2))
+    ]
+    matrix = PackedTensor.joined(parts)
+    assert [len(segment.data) for segment in matrix.segments] == [11, 9, 2]
+    assert matrix.nbytes == sum(part.nbytes for part in parts)
+    expected = torch.cat([part.dequantize() for part in parts])
+    assert torch.equal(products.dequantize(matrix), expected)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        inputs = torch.randn(3, 512)
+        outputs, wanted = products.linear(inputs, matrix), inputs @ expected.T
+        assert (outputs - wanted).abs().max() / wanted.abs().max() < 1e-5
+    finally:
+        torch.set_num_threads(before)
+    for piece, part in zip(matrix.split([5, 6, 9, 2]), parts, strict=True):
+        assert torch.equal(piece.dequantize(), part.dequantize())
+
+
+def test_selected_rows_are_copied_as_they_are_packed() -> None:
+    matrix = random_matrix(Format.Q8_0, 6, 64)
+    order = torch.tensor([5, 0, 0, 3])
+    assert torch.equal(matrix.select(order).dequantize(), matrix.dequantize()[order])
+
+
+@pytest.mark.parametrize(
+    ("format", "data"),
+    [
+        (Format.Q4_0, torch.zeros(2, 17, dtype=torch.uint8)),
+        (Format.Q4_0, torch.zeros(36, dtype=torch.uint8)),
+        (Format.Q4_0, torch.zeros(2, 18)),
+        (Format.IQ2_S, torch.zeros(2, 82, dtype=torch.uint8)),
+    ],
+)
+def test_bytes_that_are_no_whole_blocks_are_refused(format: Format, data: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"format|bytes"):
+        Segment(format, data)
+
+
+def test_memory_that_c_cannot_read_is_refused(products: Products, tmp_path: Path) -> None:
+    matrix = PackedTensor.of(Format.Q4_0, torch.zeros(18, 4, dtype=torch.uint8).T)
+    with pytest.raises(ValueError, match="contiguous"):
+        products.dequantize(matrix)
