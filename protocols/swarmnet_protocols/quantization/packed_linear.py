@@ -16,8 +16,10 @@ def linear(
 ) -> torch.Tensor:
     """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]. Gradients flow to the inputs; weights are frozen."""
     if torch.is_grad_enabled() and inputs.requires_grad:
-        outputs: torch.Tensor = _Linear.apply(products, inputs, weight, bias)  # type: ignore[no-untyped-call]
-        return outputs
+        # Autograd forbids changes in place, such as LoRA's, to a view that a function returns.
+        flat = inputs.reshape(-1, weight.shape[1])
+        outputs: torch.Tensor = _Linear.apply(products, flat, weight, bias)  # type: ignore[no-untyped-call]
+        return outputs.view(*inputs.shape[:-1], -1)
     return products.linear(inputs, weight, bias)
 
 

@@ -84,7 +84,7 @@ class Products:
                 outputs += bias
         else:
             outputs = self._by_panels(flat, weight, bias)
-        return outputs.view(*inputs.shape[:-1], rows)
+        return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], rows)
 
     def back(self, gradients: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
         """``gradients`` [..., rows] at the outputs of ``linear``: [..., columns] at its inputs."""
