@@ -126,6 +126,18 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         "adapters": [],
         "steps": [],
         "head": [],
+        "products": [
+            Headline(
+                "one row times a 2048 x 2048 matrix, packed as Q4_1",
+                "x float32",
+                "",
+                lambda reports: [
+                    report["rows_1"]["packed_ms"] / report["rows_1"]["float32_ms"]
+                    for report in reports
+                    if report["format"] == "Q4_1"
+                ],
+            ),
+        ],
         "frame_cost": [
             Headline("what the resource account adds to a message", "us", "", key("difference_us")),
         ],
