@@ -156,7 +156,7 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="auto|float32|bfloat16",
-        help="Number format of the weights.",
+        help="Number format of the weights. auto: gguf as stored or float32 on a CPU, bfloat16 on an accelerator.",
         callback=_check_dtype,
     ),
 ]

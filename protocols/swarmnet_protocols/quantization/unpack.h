@@ -149,13 +149,21 @@ static inline void unpack_q5_k(const uint8_t *in, int64_t blocks, float *restric
 
 static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 210, out += 256) {
+        int8_t weights[256];
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *low = in + 64 * half, *high = in + 128 + 32 * half;
+            int8_t *to = weights + 128 * half;
+            for (int i = 0; i < 32; i++) {
+                to[i] = ((low[i] & 15) | (high[i] & 3) << 4) - 32;
+                to[i + 32] = ((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4) - 32;
+                to[i + 64] = (low[i] >> 4 | (high[i] >> 4 & 3) << 4) - 32;
+                to[i + 96] = (low[i + 32] >> 4 | high[i] >> 6 << 4) - 32;
+            }
+        }
         float scale = from_half(in + 208);
-        for (int j = 0; j < 16; j++) { /* groups of 16 weights with a scale each */
-            int half = j / 8, quarter = j % 8 / 2, first = j % 2 * 16;
-            const uint8_t *low = in + 64 * half + quarter % 2 * 32 + first, *high = in + 128 + 32 * half + first;
+        for (int j = 0; j < 16; j++) { /* groups with a scale each */
             float by = scale * (int8_t)in[192 + j];
-            for (int i = 0; i < 16; i++)
-                out[16 * j + i] = by * (int)(((low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4) - 32);
+            for (int i = 0; i < 16; i++) out[16 * j + i] = by * weights[16 * j + i];
         }
     }
 }
