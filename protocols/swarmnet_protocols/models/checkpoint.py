@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.models.hub_files import Known
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,14 @@ class ModelCheckpoint(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file of the model."""
+        """Every file of the model, those included that are not on disk yet."""
+
+    @property
+    def known(self) -> Known:
+        """Files whose size and hash their source has named. They may not be on disk yet."""
+
+    def fetch(self, files: Iterable[str]) -> None:
+        """Download those of these files that are not on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
 
     @property
     def tensor_names(self) -> tuple[str, ...]: ...

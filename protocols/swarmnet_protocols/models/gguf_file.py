@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
+from swarmnet_protocols.models.hub_files import Known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,6 +178,7 @@ class GgufCheckpoint:
         self.naming = _NAMING
         self.root = path.parent
         self.files = (path.name,)
+        self.known: Known = {}
         self._metadata_dir = metadata_dir
         self._architecture, self._tensors = read_header(path)
         self.tensor_names = tuple(self._tensors)
@@ -188,6 +190,9 @@ class GgufCheckpoint:
             "gguf_file": self.path.name,
             "local_files_only": True,
         }
+
+    def fetch(self, files: Iterable[str]) -> None:
+        """Nothing: the file is there."""
 
     def holders(self, names: Iterable[str]) -> set[str]:
         return set(self.files)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """A model on disk.
+    """A model on disk, or on the hub as far as it is not on disk yet: files are downloaded when a part is loaded that needs them.
 
     What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read: every method raises
     ``IntegrityError``, which names the file, if a file does not have the manifest's hash.
@@ -53,15 +53,29 @@ class LocalModel:
         """Positions that a sequence may have."""
         return int(self.config.max_position_embeddings)
 
+    def fetch(self) -> None:
+        """Download the files that are not on this machine. Raises as ``ModelCheckpoint.fetch``."""
+        self._checkpoint.fetch(file.path for file in self.manifest.files)
+
+    @property
+    def present_files(self) -> tuple[ManifestFile, ...]:
+        """The files that are on this machine, or should be: those that cannot be fetched from the hub."""
+        return tuple(
+            file
+            for file in self.manifest.files
+            if file.path not in self._checkpoint.known or (self._checkpoint.root / file.path).is_file()
+        )
+
     def verify(self, progress: Progress | None = None) -> None:
-        """Hash every file again."""
-        for file in self.manifest.files:
+        """Hash every file on this machine again."""
+        for file in self.present_files:
             self._check_file(file, progress)
 
     def _check(self, tensors: Sequence[str]) -> None:
-        """Hash the files that contain these tensors, and those that contain no tensors, once each."""
+        """Fetch the files that contain these tensors; hash them, and those that contain no tensors, once each."""
         weights = self._checkpoint.holders(self._checkpoint.tensor_names)
         wanted = self._checkpoint.holders(tensors)
+        self._checkpoint.fetch(wanted)
         for file in self.manifest.files:
             if file.path not in self._checked and (file.path in wanted or file.path not in weights):
                 self._check_file(file, self._progress)
@@ -163,7 +177,7 @@ class LocalModel:
 
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
-    """The manifest of a checkpoint. Hashes every file."""
+    """The manifest of a checkpoint. Hashes every file but those whose hashes are known."""
     from swarmnet_protocols.models.partial_model import architecture_of, base_class
 
     config = checkpoint.config()
@@ -175,13 +189,16 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
         architecture=architecture_of(config),
         blocks=blocks,
         hidden_size=hidden_size,
-        files=tuple(_describe_file(checkpoint.root, name, progress) for name in checkpoint.files),
+        files=tuple(_describe_file(checkpoint, name, progress) for name in checkpoint.files),
         tensors=_by_block(checkpoint, blocks),
     )
 
 
-def _describe_file(root: Path, name: str, progress: Progress | None) -> ManifestFile:
-    return ManifestFile(name, (root / name).stat().st_size, sha256_of(root / name, progress))
+def _describe_file(checkpoint: ModelCheckpoint, name: str, progress: Progress | None) -> ManifestFile:
+    if name in checkpoint.known:
+        return ManifestFile(name, *checkpoint.known[name])
+    path = checkpoint.root / name
+    return ManifestFile(name, path.stat().st_size, sha256_of(path, progress))
 
 
 def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,15 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
-from swarmnet_protocols.models.safetensors_file import HUB_PATTERNS, SafetensorsCheckpoint
+from swarmnet_protocols.models.safetensors_file import (
+    HUB_PATTERNS,
+    INDEX_NAME,
+    METADATA_PATTERNS,
+    SafetensorsCheckpoint,
+)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -43,26 +49,30 @@ def resolve(
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
-    path = _locate(name, cache_dir, progress, published=published)
-    return _open(name, path, cache_dir, progress)
+    path, hub = _locate(name, cache_dir, progress, published=published)
+    return _open(name, path, hub, cache_dir, progress)
 
 
-def _locate(name: str, cache_dir: Path, progress: Progress | None, *, published: bool) -> Path:
+def _locate(
+    name: str, cache_dir: Path, progress: Progress | None, *, published: bool
+) -> tuple[Path, HubFiles | None]:
+    """The model's file or directory, and what the hub has of it beside the files that are there."""
     if name == DEFAULT_MODEL:
-        return _default_model(cache_dir, progress)
+        return _default_model(cache_dir, progress), None
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
-        return path.resolve()
+        return path.resolve(), None
     match = _HUB_NAME.match(name)
     if match and not name.startswith(".") and path.suffix != ".gguf":
-        return _hub_snapshot(match[1], match[2])
+        return _hub_snapshot(match[1], match[2], cache_dir)
     raise ConfigError(
         f"there is no model {name!r}",
         hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision]",
     )
 
 
-def _hub_snapshot(repository: str, revision: str | None) -> Path:
+def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tuple[Path, HubFiles | None]:
+    """The hub's directory for a revision, with everything but the weights of a model in several files, if the hub names their hashes."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -74,7 +84,14 @@ def _hub_snapshot(repository: str, revision: str | None) -> Path:
 
     shown = repository if revision is None else f"{repository}@{revision}"
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(HUB_PATTERNS)))
+        small = [*METADATA_PATTERNS, INDEX_NAME]
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+        if (folder / INDEX_NAME).is_file():
+            hub = list_hub_files(repository, folder.name, cache_dir)
+            if hub is not None:
+                return folder, hub
+        whole = snapshot_download(repository, revision=folder.name, allow_patterns=list(HUB_PATTERNS))
+        return Path(whole), None
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ConfigError(
             f"the hub has no model {shown}", hint="check the name; a gated model needs `hf auth login`"
@@ -155,15 +172,18 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> LocalModel:
+def _open(
+    name: str, path: Path, hub: HubFiles | None, cache_dir: Path, progress: Progress | None
+) -> LocalModel:
     """The model at ``path``. Its manifest is cached until a file changes."""
     checkpoint: ModelCheckpoint
     if path.is_dir():
-        checkpoint = SafetensorsCheckpoint(path)
+        checkpoint = SafetensorsCheckpoint(path, hub)
     else:
         metadata = hashlib.sha256(json.dumps(_stamps(path.parent, (path.name,))).encode()).hexdigest()[:32]
         checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata)
-    stamps = _stamps(checkpoint.root, checkpoint.files)
+    stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))
+    stamps += [[each, size, digest.hex()] for each, (size, digest) in checkpoint.known.items()]
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     manifest = _cached_manifest(index, stamps)
     if manifest is None:
@@ -177,7 +197,7 @@ def _open(name: str, path: Path, cache_dir: Path, progress: Progress | None) -> 
 Stamps = list[list[str | int]]
 
 
-def _stamps(root: Path, files: tuple[str, ...]) -> Stamps:
+def _stamps(root: Path, files: Iterable[str]) -> Stamps:
     """Name, size, modification time and inode of each file: they change when a file does."""
     stamps: Stamps = []
     for name in files:

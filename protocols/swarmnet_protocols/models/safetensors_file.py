@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
+from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -111,23 +112,45 @@ def _is_no_path(key: str, value: object) -> bool:
 class SafetensorsCheckpoint:
     """``ModelCheckpoint`` of a directory. Raises ``IntegrityError`` if a file is missing or damaged."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, hub: HubFiles | None = None) -> None:
+        """``hub``: the directory belongs to a commit on the hub, and weight files that are not there are fetched when needed."""
         self.root = root
+        self._hub = hub
+        self.known: Known = {}
         self.naming = _NAMING
         if not (root / "config.json").is_file():
             raise ConfigError(
                 f"{root} has no config.json",
                 hint="give a directory in Hugging Face layout, or a .gguf file",
             )
-        weights, indexed = _weight_files(root)
+        weights, self._index = _weight_files(root)
+        if hub is not None:
+            self.known = {name: hub.known[name] for name in weights if name in hub.known}
         self._file_of: Mapping[str, str] = {
-            name: weight for weight in weights for name in read_header(root / weight)
+            name: weight for weight in weights for name in self._names_in(weight)
         }
-        if missing := indexed - self._file_of.keys():
+        if missing := self._index.keys() - self._file_of.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
+
+    def _names_in(self, weight: str) -> Iterable[str]:
+        """The tensors in a file: by its header, or by the index while it is not on disk."""
+        if weight in self.known and not (self.root / weight).is_file():
+            return [name for name, file in self._index.items() if file == weight]
+        return read_header(self.root / weight)
+
+    def fetch(self, files: Iterable[str]) -> None:
+        for file in sorted(files):
+            if self._hub is not None and file in self.known and not (self.root / file).is_file():
+                self._hub.fetch(file)
+                if missing := {name for name, at in self._index.items() if at == file} - set(
+                    read_header(self.root / file)
+                ):
+                    raise IntegrityError(
+                        f"{self.root / file} lacks tensor {min(missing)[:200]!r} of {INDEX_NAME}"
+                    )
 
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
@@ -213,19 +236,19 @@ class SafetensorsCheckpoint:
         }
 
 
-def _weight_files(root: Path) -> tuple[list[str], set[str]]:
-    """The safetensors files of a directory, and the tensors that its index lists."""
+def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
+    """The safetensors files of a directory, and the file of each tensor by its index."""
     index = root / INDEX_NAME
     if not index.is_file():
         if not (root / SINGLE_NAME).is_file():
             raise ConfigError(
                 f"{root} has no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )
-        return [SINGLE_NAME], set()
+        return [SINGLE_NAME], {}
     weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise IntegrityError(f"{index} has no weight_map")
     files = {file for file in weight_map.values() if isinstance(file, str)}
     if len(files) < len(set(map(str, weight_map.values()))) or any(Path(f).name != f for f in files):
         raise IntegrityError(f"{index} lists something that is not a file of this directory")
-    return sorted(files), set(weight_map)
+    return sorted(files), weight_map

@@ -36,6 +36,7 @@ def pull(
 ) -> None:
     """Fetch a model unless it is on this machine."""
     local = _resolve(model, cache_dir, quiet=as_json)
+    local.fetch()
     if as_json:
         print_json(_summary(local))
     else:
@@ -66,15 +67,17 @@ def show(
 def verify(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Read every file of a model again and compare it with the manifest."""
+    """Read every file of a model that is on this machine again and compare it with the manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
     with progress(quiet=as_json) as report:
         local.verify(report)
     if as_json:
         print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
     else:
-        count = counted(len(local.manifest.files), "file")
-        print_text(f"{local.name}: {count} read, as the manifest says")
+        count = counted(len(local.present_files), "file")
+        missing = len(local.manifest.files) - len(local.present_files)
+        rest = f"; {missing} not on this machine" if missing else ""
+        print_text(f"{local.name}: {count} read, as the manifest says{rest}")
 
 
 def _hub_models() -> list[dict[str, object]]:

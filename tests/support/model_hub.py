@@ -1,0 +1,119 @@
+"""A model hub on this machine that answers the requests of huggingface_hub for one repository."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub.constants
+import pytest
+
+from tests.support.dataset_hub import stand_in
+
+COMMIT = "0123456789" * 4
+NAME = "org/model"
+
+
+@dataclass
+class ModelHub:
+    """The hub of repository ``NAME``, whose files are those of ``folder``."""
+
+    folder: Path
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes by file."""
+    stop_after: dict[str, int] = field(default_factory=dict)
+    """Bytes after which the next answer with a file breaks off."""
+    damaged: set[str] = field(default_factory=set)
+    """Files whose last byte is sent with one bit flipped."""
+    is_closed: bool = False
+    """Whether every request is refused."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+
+    def tree(self) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = []
+        for path in sorted(self.folder.iterdir()):
+            size = path.stat().st_size
+            entry: dict[str, object] = {"type": "file", "oid": "0" * 40, "size": size, "path": path.name}
+            if path.suffix == ".safetensors":
+                entry["lfs"] = {"oid": _sha256(path), "size": size, "pointerSize": 134}
+            found.append(entry)
+        return found
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _handler(hub: ModelHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, *, with_body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            api = f"/api/models/{NAME}"
+            if hub.is_closed:
+                self._send(403, b"", {"x-error-message": "closed"})
+            elif path.startswith(f"{api}/tree/"):
+                self._send(200, json.dumps(hub.tree()).encode())
+            elif path.startswith(f"{api}/revision/") or path == api:
+                self._send(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": [], "tags": []}).encode())
+            elif (file := hub.folder / path.rpartition("/")[2]).is_file() and "/resolve/" in path:
+                self._send_file(file, with_body=with_body)
+            else:
+                self._send(404, b"", {"x-error-code": "EntryNotFound"})
+
+        def _send_file(self, file: Path, *, with_body: bool) -> None:
+            content = bytearray(file.read_bytes())
+            headers = {"x-repo-commit": COMMIT, "etag": f'"{_sha256(file)}"', "accept-ranges": "bytes"}
+            if not with_body:
+                self._send(200, b"", {**headers, "content-length": str(len(content))})
+                return
+            if file.name in hub.damaged:
+                content[-1] ^= 1
+            first = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+            part = bytes(content[first:])
+            if first:
+                headers["content-range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            stop = hub.stop_after.pop(file.name, len(part))
+            self.send_response(206 if first else 200)
+            for name, value in {**headers, "content-length": str(len(part))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(part[:stop])
+            hub.sent[file.name] = hub.sent.get(file.name, 0) + len(part[:stop])
+            self.close_connection = stop < len(part)
+
+        def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            own = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+            for name, value in own.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@contextmanager
+def model_hub(model: Path, folder: Path) -> Iterator[ModelHub]:
+    """Serve the files of ``model``; huggingface_hub keeps its cache in ``folder``."""
+    hub = ModelHub(model)
+    with stand_in(_handler(hub), folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+        yield hub
