@@ -40,7 +40,7 @@ class HubFiles:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        failures = (*_no_answer(), LocalEntryNotFoundError, OSError)
+        failures: tuple[type[Exception], ...] = (*_no_answer(), LocalEntryNotFoundError, OSError)
         if isinstance(try_to_load_from_cache(self.repository, name, revision=self.commit), str):
             return
         _check_free_space(name, self.known[name][0])
@@ -93,7 +93,7 @@ def _ask_hub(repository: str, commit: str) -> object | None:
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile
 
-    failures = (*_no_answer(), OfflineModeIsEnabled, OSError)
+    failures: tuple[type[Exception], ...] = (*_no_answer(), OfflineModeIsEnabled, OSError)
     try:
         entries = islice(HfApi().list_repo_tree(repository, revision=commit, recursive=True), MAX_LISTED)
         return {
