@@ -16,7 +16,7 @@ from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint
-from swarmnet_protocols.quantization.packed_linear import PackedLinear, install
+from swarmnet_protocols.quantization.packed_linear import PackedLinear, install, packed_bytes
 from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
 from tests.support.peft_oracle import random_tensors
@@ -152,7 +152,7 @@ def test_a_packed_matrix_of_another_shape_is_refused(tmp_path: Path, monkeypatch
         return {**found, name: found[name].select(torch.arange(3))}
 
     monkeypatch.setattr(checkpoint, "state_dict", shorter)
-    with pytest.raises(IntegrityError, match="no linear layer of shape"):
+    with pytest.raises(IntegrityError, match="no linear layer or embedding of shape"):
         model.load_span(0, 1, packed=True, **FLOAT32)
 
 
@@ -162,3 +162,16 @@ def test_the_default_model_is_held_in_the_bytes_of_its_file(native: NativeBacken
     file_bytes = 4 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576) * 20 // 32 + 4 * 2 * 576 * 4
     assert stage.has_decode_step
     assert stage.weight_bytes <= 1.01 * file_bytes
+
+
+def test_local_layers_stay_packed_and_share_tied_weights(native: NativeBackend) -> None:
+    model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
+    mine: Any = model.load_local_layers(lambda layers: nn.ModuleList(), packed=True, **FLOAT32)
+    theirs: Any = model.load_local_layers(lambda layers: nn.ModuleList(), **FLOAT32)
+    assert mine.lm_head.packed is mine.model.embed_tokens.packed
+    assert packed_bytes(mine) == 49152 * 576 * 34 // 32
+    ids = torch.tensor([[5, 49151, 0], [7, 7, 8]])
+    assert torch.equal(mine.model.embed_tokens(ids), theirs.model.embed_tokens(ids))
+    for rows in 1, 3, 200:
+        states = torch.randn(rows, 576, generator=torch.Generator().manual_seed(rows))
+        assert close(mine.lm_head(states), theirs.lm_head(states))

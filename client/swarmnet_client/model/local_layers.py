@@ -24,17 +24,29 @@ IMPLEMENTATION = "swarmnet_remote"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM."""
+    """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
+
+    ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or adapted.
+    """
 
     dtype: torch.dtype
     device: torch.device
     labels: int | None = None
+    packed: bool = False
 
     @classmethod
-    def picked(cls, dtype: str = "auto", device: str = "auto", labels: int | None = None) -> "LoadOptions":
-        """From command-line options. Raises ``ConfigError`` for an unknown device or precision."""
+    def picked(
+        cls,
+        dtype: str = "auto",
+        device: str = "auto",
+        labels: int | None = None,
+        *,
+        only_generates: bool = False,
+    ) -> "LoadOptions":
+        """From command-line options. ``only_generates``: nothing is trained. Raises ``ConfigError`` for an unknown device or precision."""
         place = pick_device(device)
-        return cls(pick_dtype(dtype, place), place, labels)
+        packed = only_generates and dtype == "auto" and place.type == "cpu"
+        return cls(pick_dtype(dtype, place), place, labels, packed)
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
@@ -48,6 +60,7 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
         dtype=options.dtype,
         device=options.device,
         labels=options.labels,
+        packed=options.packed,
     )
     model.config._attn_implementation = IMPLEMENTATION
     pack_head(model, local.cache_dir)

@@ -276,7 +276,7 @@ class GgufCheckpoint:
                 rows = raw.reshape(*tensor.shape[:-1], -1)
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
-                    if order is not None and (own_name := _linear_weight(model, hf_name)) is not None:
+                    if order is not None and (own_name := _packable(model, hf_name)) is not None:
                         parsed["tensors"][own_name] = matrix.select(order)
                         continue
                 try:
@@ -341,15 +341,15 @@ def _row_order(
     return hf_names[result.name], torch.from_numpy(order[:, 0].astype(np.int64))
 
 
-def _linear_weight(model: "PreTrainedModel", hf_name: str) -> str | None:
-    """The name in ``model`` of the weight of a plain linear module, which may lack the base model's prefix; None for other tensors."""
-    from torch import nn
+def _packable(model: "PreTrainedModel", hf_name: str) -> str | None:
+    """The name in ``model`` of the weight of a module that can be packed, which may lack the base model's prefix; None for other tensors."""
+    from swarmnet_protocols.quantization.packed_linear import can_be_packed
 
     own = hf_name
     if model.base_model is model:
         own = hf_name.removeprefix(f"{model.base_model_prefix}.")
     path = own.removesuffix(".weight")
-    return own if path != own and type(dict(model.named_modules()).get(path)) is nn.Linear else None
+    return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 
 
 def _hash_of(folder: Path) -> str:

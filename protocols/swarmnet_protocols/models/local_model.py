@@ -124,15 +124,18 @@ class LocalModel:
         dtype: "torch.dtype",
         device: "torch.device",
         labels: int | None = None,
+        packed: bool = False,
     ) -> "PreTrainedModel":
         """The architecture's CausalLM with embeddings, norm and head, whose layers are those that ``stand_ins`` returns.
 
         ``stand_ins`` is called with the model's own layers on the meta device. With ``labels`` it is the architecture's sequence classifier
-        of ``labels`` classes; a head that the checkpoint lacks is initialised. Raises ``ConfigError`` if transformers has no such class.
+        of ``labels`` classes; a head that the checkpoint lacks is initialised. ``packed`` as in ``load_span``: such embeddings and heads have no
+        ``weight`` and cannot be trained. Raises ``ConfigError`` if transformers has no such class.
         """
         from torch import nn
 
         from swarmnet_protocols.models.partial_model import build_local_layers
+        from swarmnet_protocols.quantization.products import load_products
 
         config = self.config
         if labels is not None:
@@ -145,9 +148,10 @@ class LocalModel:
             layers = built
 
         model: Any = build_local_layers(config, take, labels=labels).load(
-            lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model),
+            lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model, packed=packed),
             dtype=dtype,
             device=device,
+            products=load_products(self.cache_dir) if packed else None,
         )
         model.base_model.layers = stand_ins(layers)
         self._set_generation_config(model)

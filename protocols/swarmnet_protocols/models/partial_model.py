@@ -203,6 +203,14 @@ def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
 
 
 def _install_packed(model: Any, *, weights: Mapping[str, PackedTensor], products: Products) -> None:
+    """Replace modules by packed ones; of two with tied weights both, on the same memory."""
+    weights = dict(weights)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for target, source in list(tied.items()):
+        shared = weights.get(source, weights.get(target))
+        if shared is not None:
+            weights[source] = weights[target] = shared
+            del tied[target]
     try:
         install(model, weights, products)
     except ValueError as error:
@@ -233,7 +241,7 @@ class ModelBuilder:
     ) -> nn.Module:
         """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
 
-        Linear modules whose weights it returns as ``PackedTensor`` become ``PackedLinear``, which compute with ``products``.
+        Linear modules and embeddings whose weights it returns as ``PackedTensor`` become packed ones, which compute with ``products``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
         with _META, _SkipInitialisation():

@@ -1,7 +1,7 @@
 """Modules with packed weights in place of ``nn.Linear`` and ``nn.Embedding``, and their gradients."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -52,21 +52,45 @@ class PackedLinear(nn.Linear):
         return linear(self._products, input, self.packed, self.bias)
 
 
-def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:
-    """Replace the linear modules of ``model`` whose weights have these names by ``PackedLinear``. Biases are to be loaded afterwards.
+class PackedEmbedding(nn.Module):
+    """An embedding whose table is packed. It is no ``nn.Embedding``: transformers would initialise its ``weight``, which it does not have."""
 
-    Raises ``ValueError`` for a weight that is no linear module's, or that has another shape.
+    def __init__(self, products: Products, packed: PackedTensor) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = packed.shape
+        self.packed = packed
+        self._products = products
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Ids [...] to embeddings [..., columns], float32."""
+        return self._products.dequantize(self.packed.select(input.flatten())).view(*input.shape, -1)
+
+
+def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:
+    """Replace the linear modules and embeddings of ``model`` whose weights have these names. Biases are to be loaded afterwards.
+
+    Raises ``ValueError`` for a weight that is no such module's, or that has another shape.
     """
     for name, packed in weights.items():
         path = name.removesuffix(".weight")
         module = model.get_submodule(path)
-        if type(module) is not nn.Linear or (module.out_features, module.in_features) != packed.shape:
-            raise ValueError(f"{name} is no linear layer of shape {tuple(packed.shape)}")
+        if not can_be_packed(module) or module.weight.shape != packed.shape:
+            raise ValueError(f"{name} is no linear layer or embedding of shape {tuple(packed.shape)}")
         parent, _, child = path.rpartition(".")
-        replacement = PackedLinear(products, packed, has_bias=module.bias is not None)
+        replacement = (
+            PackedLinear(products, packed, has_bias=module.bias is not None)
+            if isinstance(module, nn.Linear)
+            else PackedEmbedding(products, packed)
+        )
         setattr(model.get_submodule(parent), child, replacement.train(module.training))
 
 
+def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embedding]:
+    """Whether a module is a plain linear layer or embedding: subclasses may compute something else."""
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of the packed weights in a model."""
-    return sum(module.packed.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    """Bytes of the packed weights in a model. Those that modules share count once."""
+    packed = (each.packed for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
+    return sum(matrix.nbytes for matrix in {id(matrix): matrix for matrix in packed}.values())

@@ -124,7 +124,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if not raw:
         prepare_rendering()
     with (
-        _open(model, network, dtype, cache_dir, quiet=as_json) as opened,
+        _open(model, network, dtype, cache_dir, is_adapted=adapter is not None, quiet=as_json) as opened,
         _adapted(opened, adapter) as answering,
     ):
         said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
@@ -167,7 +167,7 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 @contextmanager
 def _open(
-    name: str, network: Network, dtype: str, cache_dir: Path | None, *, quiet: bool
+    name: str, network: Network, dtype: str, cache_dir: Path | None, *, is_adapted: bool, quiet: bool
 ) -> Iterator["SwarmModel"]:
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
@@ -175,7 +175,7 @@ def _open(
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
 
-        options = LoadOptions.picked(dtype)
+        options = LoadOptions.picked(dtype, only_generates=not is_adapted)
         model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), options=options)
     with model:
         yield model

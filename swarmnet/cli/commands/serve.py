@@ -205,7 +205,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     if serving.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
-    options = LoadOptions.picked(serving.dtype, serving.device)
+    options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))
