@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import LocalModel, Manifest, resolve
+from swarmnet_protocols.models import LocalModel, Manifest, Progress, local_model, resolve
 from swarmnet_protocols.models.safetensors_file import read_header
 from tests.support.tiny_models import FAMILIES, REFUSED, flip_last_byte, save_tiny
 
@@ -200,6 +201,38 @@ def test_files_are_hashed_once_until_they_change(model: LocalModel, tmp_path: Pa
     (model.path / "config.json").touch()
     resolve(str(model.path), cache_dir=tmp_path / "cache", progress=progress)
     assert "checking config.json" in heard
+
+
+def test_a_file_that_was_verified_is_hashed_again_when_it_changes(
+    model: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    real = local_model.sha256_of
+
+    def counting(path: Path, progress: Progress | None) -> bytes:
+        hashed.append(path.name)
+        return real(path, progress)
+
+    monkeypatch.setattr(local_model, "sha256_of", counting)
+    file = "model-00002-of-00003.safetensors"
+
+    def load_all() -> int:
+        hashed.clear()
+        load(model.path, tmp_path).load_span(0, 5, **FLOAT32)
+        return hashed.count(file)
+
+    assert load_all() == 1
+    assert load_all() == 1  # it has just been written: a change might not show in its times
+    monkeypatch.setattr(local_model, "SETTLED_NS", -1)
+    assert load_all() == 1
+    assert load_all() == 0
+    times = (model.path / file).stat()
+    flip_last_byte(model.path / file)
+    os.utime(model.path / file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(IntegrityError, match=file):
+        model.load_span(0, 5, **FLOAT32)
+    with pytest.raises(IntegrityError, match=file):
+        model.verify()
 
 
 def test_a_damaged_cache_entry_is_made_again(model: LocalModel, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """Models on disk: loads blocks, local layers or the whole with transformers, and checks hashes before a file is read."""
 
+import contextlib
 import copy
+import hashlib
+import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
 
@@ -15,12 +21,15 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+SETTLED_NS = 2_000_000_000
+"""Age of a file's last change from which its times show the next one."""
+
 
 class LocalModel:
     """A model on disk, or on the hub as far as it is not on disk yet: files are downloaded when a part is loaded that needs them.
 
-    What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read: every method raises
-    ``IntegrityError``, which names the file, if a file does not have the manifest's hash.
+    What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read, once until it changes: every
+    method raises ``IntegrityError``, which names the file, if a file does not have the manifest's hash.
     """
 
     def __init__(
@@ -69,7 +78,7 @@ class LocalModel:
     def verify(self, progress: Progress | None = None) -> None:
         """Hash every file on this machine again."""
         for file in self.present_files:
-            self._check_file(file, progress)
+            self._check_file(file, progress, again=True)
 
     def _check(self, tensors: Sequence[str]) -> None:
         """Fetch the files that contain these tensors; hash them, and those that contain no tensors, once each."""
@@ -80,12 +89,17 @@ class LocalModel:
             if file.path not in self._checked and (file.path in wanted or file.path not in weights):
                 self._check_file(file, self._progress)
 
-    def _check_file(self, file: ManifestFile, progress: Progress | None) -> None:
+    def _check_file(self, file: ManifestFile, progress: Progress | None, *, again: bool = False) -> None:
+        """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: in any case."""
         path = self._checkpoint.root / file.path
-        if sha256_of(path, progress) != file.sha256:
-            raise IntegrityError(
-                f"{path} does not have the hash in its manifest", hint="delete it and fetch the model again"
-            )
+        mark = self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + file.sha256).hexdigest()[:32]
+        if again or not _is_marked(mark, path):
+            if sha256_of(path, progress) != file.sha256:
+                raise IntegrityError(
+                    f"{path} does not have the hash in its manifest",
+                    hint="delete it and fetch the model again",
+                )
+            _mark(mark, path)
         self._checked.add(file.path)
 
     def _state_dict(
@@ -178,6 +192,35 @@ class LocalModel:
         stored = self._checkpoint.generation_config()
         if stored is not None:
             model.generation_config = stored
+
+
+def _is_marked(mark: Path, path: Path) -> bool:
+    """Whether the file has been verified and is as it was then."""
+    try:
+        return bool(json.loads(mark.read_bytes()) == _stamp(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _mark(mark: Path, path: Path) -> None:
+    """Note that the file was verified, if a change from now on would be seen: times of files are coarse."""
+    stamp = _stamp(path)
+    if time.time_ns() - max(stamp["modified_ns"], stamp["changed_ns"]) > SETTLED_NS:
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk or a read-only one: the file is hashed again next time
+            write_whole(mark, json.dumps(stamp).encode(), durable=False)
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    """Numbers that change when the file does. No program can set the time of change."""
+    stat = path.stat()
+    return {
+        "size": stat.st_size,
+        "modified_ns": stat.st_mtime_ns,
+        "changed_ns": stat.st_ctime_ns,
+        "inode": stat.st_ino,
+    }
 
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
