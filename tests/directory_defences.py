@@ -78,4 +78,4 @@ def a_small_record_of(topic: str) -> None:
     from tests.unit import test_records
 
     with pytest.MonkeyPatch.context() as patch:
-        test_records.test_what_many_publish_side_by_side_is_smaller(topic, patch)
+        test_records.test_records_published_together_are_smaller(topic, patch)

@@ -66,7 +66,7 @@ FILES = (
     Defence(
         "one process uses an identity",
         replacing(fcntl, "flock", nothing),
-        lambda folder: test_identity_lock.test_who_is_dialled_has_an_identity_alone(
+        lambda folder: test_identity_lock.test_a_dialled_peer_shares_its_identity_with_no_other(
             test_identity_lock.made_in(folder), "alone", second=True
         ),
     ),
@@ -140,11 +140,11 @@ HASHES = (
     Defence(
         "cached tokens are hashed",
         replacing(data, "_digest", lambda _: "0"),
-        lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("tokens", folder),
+        lambda folder: test_flipped_bits.test_derived_files_are_made_again("tokens", folder),
     ),
     Defence(
         "cached manifests are hashed",
         replacing(resolver, "_digest", lambda *_: "0"),
-        lambda folder: test_flipped_bits.test_what_we_made_ourselves_is_made_anew("a manifest", folder),
+        lambda folder: test_flipped_bits.test_derived_files_are_made_again("a manifest", folder),
     ),
 )

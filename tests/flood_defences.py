@@ -61,7 +61,7 @@ FLOODS = (
     Defence(
         "a peer far over its rate makes no DHT calls",
         replacing(Scope, "check_rate", nothing),
-        lambda _: test_dht_rpc.test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed(),
+        lambda _: test_dht_rpc.test_endless_calls_are_delayed_before_they_are_parsed(),
     ),
     Defence(
         "DHT calls have a size limit",
@@ -171,7 +171,7 @@ FLOODS = (
     Defence(
         "reports are sent at a limited rate",
         replacing(Scope, "charge", lambda *_: 0.0),
-        lambda _: test_node_reports.test_who_asks_too_often_waits_and_a_report_is_made_once_for_all(),
+        lambda _: test_node_reports.test_frequent_requests_wait_and_share_one_report(),
     ),
     Defence(
         "a follower does not use up exchange numbers",

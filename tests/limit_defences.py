@@ -69,7 +69,9 @@ def count_only(patch: Patch) -> None:
 
 
 def of_all_peers(_: Path) -> None:
-    test_resources.test_what_one_scope_refuses_is_held_in_none_and_says_where_and_for_how_long("all peers")
+    test_resources.test_a_reservation_that_one_scope_refuses_is_held_in_none_and_names_scope_and_wait(
+        "all peers"
+    )
 
 
 def of_a_host(test: Callable[[Reference], object]) -> Callable[[Path], object]:
@@ -137,17 +139,17 @@ LIMITS = (
     Defence(
         "a refused stream that stays open is closed",
         replacing(framed_stream, "LINGER_S", 1e9),
-        lambda _: test_framed_stream.test_who_was_refused_and_does_not_close_is_not_waited_for(),
+        lambda _: test_framed_stream.test_a_refused_peer_that_does_not_close_is_not_waited_for(),
     ),
     Defence(
         "a refused stream is read to a limit",
         replacing(pipe, "LINGER_BYTES", 1 << 40),
-        lambda _: test_framed_stream.test_who_goes_on_speaking_is_not_listened_to_for_ever(),
+        lambda _: test_framed_stream.test_a_refused_peer_that_goes_on_sending_is_read_to_a_limit(),
     ),
     Defence(
         "a served stream that stays open is closed",
         replacing(framed_stream, "MAX_IN_FLIGHT_MIB", 1e9),
-        lambda _: test_framed_stream.test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds(),
+        lambda _: test_framed_stream.test_the_time_to_receive_what_was_sent_is_bounded(),
     ),
     Defence(
         "positions of a step are bounded",

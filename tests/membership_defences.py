@@ -166,6 +166,6 @@ ISSUER = (
     Defence(
         "a revoked peer gets no certificate",
         replacing(Revocations, "find_revocation", nothing),
-        of_an_issuer(test_issuer.test_who_is_revoked_gets_no_certificate),
+        of_an_issuer(test_issuer.test_revoked_peers_get_no_certificate),
     ),
 )

@@ -1,1 +1,1 @@
-"""What a volunteer's machine runs: the engine, the caches, hosting, control."""
+"""The program on a volunteer's machine: the engine, the caches, hosting, control."""

@@ -173,7 +173,7 @@ class Node:
         return self._host
 
     def status(self) -> NodeStatus:
-        """What the node is doing now."""
+        """The status of the node."""
         engine, host = self._engine, self._host
         return NodeStatus(
             peer_id=self._dependencies.transport.peer_id,
@@ -189,8 +189,8 @@ class Node:
             cache_bytes=engine.cache_bytes if engine else 0,
             cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
             weight_bytes=engine.stage.weight_bytes if engine else 0,
-            tokens=engine.tokens if engine else 0,
-            forwards=engine.forwards if engine else 0,
+            tokens=engine.counters.positions if engine else 0,
+            forwards=engine.counters.forwards if engine else 0,
             version=self._hosting.version,
             swarm=self._hosting.swarm_name,
             warning=self._dependencies.warning(),

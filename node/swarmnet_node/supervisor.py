@@ -43,7 +43,7 @@ class Machine(Protocol):
     """The owner's machine."""
 
     def observe(self, limits: Limits) -> Observed:
-        """What ``limits`` depend on at this moment. May take seconds: called on another thread."""
+        """The facts on which ``limits`` depend at this moment. May take seconds: called on another thread."""
 
     def usage(self) -> Usage: ...
 
@@ -130,7 +130,7 @@ class Supervisor:
         return self._node.report()
 
     def status(self) -> NodeStatus:
-        """What the node is doing now."""
+        """The status of the node."""
         return replace(
             self._node.status(),
             state="paused" if self._reason else self._node.status().state,

@@ -1,1 +1,1 @@
-"""What two peers must agree on: identity, transport, records, models, decisions and conversations."""
+"""The code that all peers share: identity, transport, records, models, decisions and conversations."""

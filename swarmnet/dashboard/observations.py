@@ -1,4 +1,4 @@
-"""What the observer knows: a ``Snapshot`` of the swarm at one moment, and the ``PeerTracker`` that keeps one peer's part of it."""
+"""The observer's knowledge: a ``Snapshot`` of the swarm at one moment, and the ``PeerTracker`` that keeps one peer's part of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +56,7 @@ class TimedReport:
 
 @dataclass(frozen=True)
 class PeerObservation:
-    """What is known of one peer. Times are Unix times."""
+    """The facts about one peer. Times are Unix times."""
 
     peer: PeerId
     first_seen_s: float

@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ObserverDependencies:
-    """What an observer needs from the process in which it runs."""
+    """The dependencies of an observer."""
 
     transport: Transport
     directory: Directory

@@ -29,7 +29,7 @@ def _bucket(per_minute: int) -> TokenBucket:
 
 
 class _Usage:
-    """What one key uses."""
+    """The use of one key."""
 
     def __init__(self, quota: Quota) -> None:
         self.running = 0

@@ -75,7 +75,7 @@ def _digest(secret: str) -> bytes:
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Who may use an endpoint.
+    """The users of an endpoint.
 
     ``host_names``: names the server is reached by, besides IP addresses and localhost. ``origins``: web origins whose pages may
     use it, such as ``https://example.org``. ``public_paths`` need no key. ``basic_auth``: a key is also accepted as the password

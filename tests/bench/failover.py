@@ -26,6 +26,8 @@ from tests.support.wan import Uplink, WanSwarm, wan_swarm
 
 SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24
+CUT_TOKENS = 160
+"""Enough that the answer lasts until the host that computes is found and cut off."""
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
 """Without the replay."""
 
@@ -57,7 +59,7 @@ def computing(nodes: Iterable[NodeProcess]) -> str:
 
 def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int], float]:
     """The same for a run whose middle hop is cut off once the answer has begun, and how long its first token took."""
-    with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
+    with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
         run.wait("token")
         used = computing(node for name, node in lab.swarm.nodes.items() if name.startswith("10-20"))
         lab.hosts[used].cut()
@@ -104,7 +106,7 @@ def on_loopback(folder: Path, arguments: argparse.Namespace) -> None:
 def on_emulated_links(folder: Path, arguments: argparse.Namespace) -> None:
     prompt = "Once upon a time " * (arguments.prompt_tokens // 4)
     with wan_swarm(folder / "wan", folder / "cache", Uplink(delay_s=0.0025), *SPANS) as lab:
-        with RunProcess(lab.swarm, prompt, TOKENS, lab.client) as run:
+        with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
             _, undisturbed = run.finish()
         cuts = [cut_off(lab, prompt) for _ in range(arguments.runs)]
         first_s = [undisturbed["first_token_s"], *(seconds for *_, seconds in cuts)]

@@ -208,7 +208,7 @@ def test_strangers_are_told_that_they_are_none_of_us(private: PrivateSwarm) -> N
     assert "host" in mere_client.stdout
 
 
-def test_who_is_invited_is_in_and_who_is_revoked_is_out(private: PrivateSwarm) -> None:
+def test_invited_peers_are_admitted_and_revoked_peers_are_not(private: PrivateSwarm) -> None:
     wanted = private.reference.greedy(PROMPT[0].tolist(), TOKENS)
 
     def answer(model: Any) -> list[int]:

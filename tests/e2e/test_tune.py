@@ -293,7 +293,7 @@ def test_an_interrupt_after_a_checkpoint_saves_nothing_twice(
     assert (events[-1]["event"], events[-1]["step"]) == ("stopped", saved[-1])
 
 
-def test_what_is_done_is_kept_when_the_swarm_is_gone(
+def test_finished_work_is_kept_when_the_swarm_is_unreachable(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     with served(reference, monkeypatch) as running:
@@ -351,7 +351,7 @@ def test_bad_rows_are_refused_before_anything_is_sent(
     [("--rank", "257"), ("--method", "deep-prompt", "--virtual-tokens", "513"), ("--max-length", "1025")],
     ids=" ".join,
 )
-def test_what_no_host_takes_is_refused_before_anything_is_sent(
+def test_requests_that_no_host_accepts_are_refused_before_anything_is_sent(
     reference: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -179,7 +179,7 @@ def test_gradients_may_be_asked_for_twice(calm: TinySwarm) -> None:
     assert_near(twice, once)
 
 
-def test_what_cannot_be_differentiated_is_said(calm: TinySwarm) -> None:
+def test_operations_without_gradients_are_named(calm: TinySwarm) -> None:
     model = calm.model
     embedded = model.get_input_embeddings()(torch.tensor(TEXTS[:1])).requires_grad_()
     with pytest.raises(ValueError, match="position_ids"):

@@ -48,7 +48,7 @@ def test_addresses_people_use(address: str) -> None:
         "/ip4/127.0.0.1/tcp/1" + "/x" * 300,
     ],
 )
-def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+def test_invalid_addresses_are_refused_with_an_example(address: str) -> None:
     for check, suffix in ((check_listen_address, ""), (check_peer_address, f"/p2p/{PEER_ID}")):
         with pytest.raises(ConfigError) as caught:
             check(address + suffix)
@@ -95,6 +95,6 @@ def test_a_peer_listens_on_its_former_ports_unless_they_are_taken(tmp_path: Path
 @pytest.mark.parametrize(
     "content", [b"\xff", b"", b"/ip4/127.0.0.1/tcp/99999/p2p/me\n", b"/ip4/127.0.0.1/tcp/"]
 )
-def test_what_is_no_address_of_ours_is_passed_over(tmp_path: Path, content: bytes) -> None:
+def test_addresses_of_other_peers_are_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "addresses").write_bytes(content)
     assert usual_listen(tmp_path) == ANY_PORT

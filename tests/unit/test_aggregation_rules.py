@@ -155,7 +155,7 @@ def test_a_row_far_longer_than_the_median_is_named() -> None:
     )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_values_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="krum"):
         aggregate("krum", random_contributions(), torch.ones(16))
     for weights in (torch.ones(15), torch.zeros(16), torch.full((16,), math.nan)):

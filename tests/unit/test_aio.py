@@ -9,7 +9,7 @@ from tests.support.virtual_time import VirtualLoop, run
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_what_came_while_the_process_was_held_up_came_in_time(turns: int) -> None:
+def test_messages_that_arrived_while_the_process_was_stopped_are_in_time(turns: int) -> None:
     """The loop sees that time is over, and only so many turns later, as the order of its work may be, what came."""
 
     async def main() -> bytes:
@@ -32,7 +32,7 @@ def test_what_came_while_the_process_was_held_up_came_in_time(turns: int) -> Non
     assert run(main()) == b"here"
 
 
-def test_what_does_not_come_is_not_waited_for() -> None:
+def test_missing_messages_are_not_waited_for() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
             await until(5.0, asyncio.Event().wait)

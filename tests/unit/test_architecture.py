@@ -77,7 +77,7 @@ def test_deploy_has_no_code_of_ours() -> None:
         ("swarmnet_node", "class C:\n    def __del__(self): pass"),
     ],
 )
-def test_what_is_forbidden_is_found(package: str, code: str) -> None:
+def test_forbidden_names_are_found(package: str, code: str) -> None:
     assert list(violations(package, ast.parse(code)))
 
 
@@ -90,5 +90,5 @@ def test_what_is_forbidden_is_found(package: str, code: str) -> None:
         ("swarmnet", "import os\nos.environ.setdefault('A', 'B')"),
     ],
 )
-def test_what_is_allowed_is_not(package: str, code: str) -> None:
+def test_allowed_names_are_not_reported(package: str, code: str) -> None:
     assert list(violations(package, ast.parse(code))) == []

@@ -199,7 +199,7 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("typed", "code", "wrong", "remedy"), BAD, ids=[typed for typed, *_ in BAD])
-def test_what_is_wrong_is_said_with_a_next_step_and_nothing_is_done(
+def test_errors_come_with_a_next_step_and_nothing_is_done(
     typed: str,
     code: int,
     wrong: str,

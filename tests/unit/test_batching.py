@@ -142,7 +142,7 @@ def test_penalties_and_biases_are_openais() -> None:
     assert torch.equal(scores, before)
 
 
-def test_what_an_answer_has_is_counted_only_where_it_is_asked() -> None:
+def test_parts_of_an_answer_are_counted_only_where_requested() -> None:
     for sampling, counted in ((Sampling(), {}), (Sampling(presence_penalty=0.1), {5: 2, 6: 1})):
         answer = Answer(Request((1,), 9, sampling))
         for token in (5, 6, 5):

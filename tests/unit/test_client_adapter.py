@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True.*")
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_hosts_cannot_do_is_refused(case: str, model: Any) -> None:
+def test_requests_that_hosts_cannot_serve_are_refused(case: str, model: Any) -> None:
     make, message = REFUSED[case]
     make(model)
     with pytest.raises(ConfigError, match=message):
@@ -194,7 +194,7 @@ def test_copies_of_blocks_modules_are_refused(model: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"init_lora_weights": "olora"}, {"use_dora": True}], ids=["OLoRA", "DoRA"]
 )
-def test_what_needs_the_blocks_weights_is_refused(options: dict[str, Any], model: Any) -> None:
+def test_methods_that_need_the_weights_of_blocks_are_refused(options: dict[str, Any], model: Any) -> None:
     with pytest.raises(ConfigError, match="hosts"):
         get_peft_model(model, config(**options))
 

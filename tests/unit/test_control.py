@@ -66,7 +66,7 @@ def test_a_socket_left_by_a_killed_node_is_no_node_and_in_nobodys_way(tmp_path: 
     assert asyncio.run(main()) == STATUS
 
 
-def test_what_an_earlier_call_found_is_not_what_the_next_one_finds(tmp_path: Path) -> None:
+def test_calls_do_not_share_results(tmp_path: Path) -> None:
     """gRPC keeps a connection that failed for as long as it would wait before another try, for every caller with the same address."""
     _leave_a_socket(tmp_path / control.SOCKET_NAME)
 

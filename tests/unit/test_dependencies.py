@@ -87,7 +87,7 @@ def licences(found: Distribution) -> set[str]:
     }
 
 
-def test_whatever_is_brought_in_is_pinned_at_the_version_that_is_tested() -> None:
+def test_every_dependency_is_pinned_at_the_tested_version() -> None:
     pinned = pins()
     wrong = {
         name: (found.version, pinned.get(name))

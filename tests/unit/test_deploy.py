@@ -148,7 +148,7 @@ def test_only_the_swarms_own_port_is_open_to_others() -> None:
     assert {name for name, ports in published.items() if ports} == {"bootstrap"}
 
 
-def test_what_compose_mounts_and_waits_for_is_there() -> None:
+def test_files_and_services_that_compose_refers_to_exist() -> None:
     whole = compose()
     for service in whole["services"].values():
         for volume in service["volumes"]:

@@ -97,7 +97,7 @@ def test_a_broken_rule_is_found(break_it: Callable[[str], str], complaint: str) 
     assert complaint in complaints(broken)
 
 
-def test_what_is_copied_is_there_and_is_let_through() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignore = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
     for word, rest in instructions(CONTAINERFILE):
         if word == "COPY" and not rest.startswith("--from"):

@@ -36,7 +36,7 @@ class World:
         return Contacts(Publisher(identity, swarm, self.clock), lambda: self.reached_at)
 
 
-def test_what_a_peer_says_of_itself_is_known_and_passed_on() -> None:
+def test_the_reports_of_a_peer_are_kept_and_passed_on() -> None:
     world = World()
     alice, bob, third = (world.contacts(each) for each in (ALICE, BOB, MALLORY))
     bob.learn([alice.mine()], only=ALICE.peer_id)

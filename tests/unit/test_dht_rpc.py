@@ -163,7 +163,7 @@ def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
     with_guard(talk)
 
 
-def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> None:
+def test_endless_calls_are_delayed_before_they_are_parsed() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         handshakes.finished.set()
         refused = 0
@@ -177,7 +177,7 @@ def test_who_calls_without_end_is_told_to_wait_before_its_calls_are_parsed() -> 
     with_guard(talk)
 
 
-def test_what_a_stranger_sends_is_not_parsed() -> None:
+def test_messages_of_strangers_are_not_parsed() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         handshakes.finished.set()
         handshakes.admits = False

@@ -102,7 +102,7 @@ def test_bytes_under_one_key_are_limited(clock: Time) -> None:
     assert store.store_subkey(2, b"b", bytes(60), 1020.0)
 
 
-def test_what_expires_soonest_makes_room(clock: Time) -> None:
+def test_the_record_that_expires_first_makes_room(clock: Time) -> None:
     store = storage(clock, total_bytes=100)
     assert store.store_subkey(1, b"a", bytes(40), 1030.0)
     assert store.store_subkey(2, b"b", bytes(40), 1010.0)
@@ -124,7 +124,7 @@ def test_replacing_many_times_does_not_leak(clock: Time) -> None:
     assert store.get(1) is None
 
 
-def test_what_a_reader_does_to_its_answer_does_not_change_the_storage(clock: Time) -> None:
+def test_a_reader_that_changes_its_answer_does_not_change_the_storage(clock: Time) -> None:
     store = storage(clock)
     store.store_subkey(1, b"a", b"x", 1010.0)
     store.get(1).value.store(b"b", b"smuggled", 1010.0)

@@ -51,7 +51,7 @@ def test_the_readme_names_every_command() -> None:
     assert [name for name in every_command() if len(name) == 1 and f"swarmnet {name[0]}" not in text] == []
 
 
-def test_what_every_command_prints_as_json_is_told() -> None:
+def test_the_json_of_every_command_is_documented() -> None:
     groups = {name[0] for name in every_command() if len(name) == 2}
     text = (ROOT / "docs" / "json.md").read_text()
     commands = [

@@ -120,7 +120,7 @@ def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) 
     run(scenario)
 
 
-def test_who_has_no_duplicate_looks_seldom_before_long() -> None:
+def test_a_peer_without_a_duplicate_soon_looks_seldom() -> None:
     async def scenario(machines: Machines) -> None:
         looked: list[float] = []
 
@@ -137,7 +137,7 @@ def test_who_has_no_duplicate_looks_seldom_before_long() -> None:
     run(scenario)
 
 
-def test_what_the_status_warns_of_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_the_status_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(machines: Machines) -> None:
         one, other = machines.watch(1, SlowDirectory), machines.watch(2)
         living = asyncio.gather(live(one, 3 * TWO_LOOKS_S), live(other, 3 * TWO_LOOKS_S))
@@ -151,7 +151,7 @@ def test_what_the_status_warns_of_is_in_the_log(caplog: pytest.LogCaptureFixture
     run(scenario)
 
 
-def test_who_was_started_again_is_no_duplicate() -> None:
+def test_a_restarted_peer_is_no_duplicate() -> None:
     async def scenario(machines: Machines) -> None:
         for _ in range(4):
             watch = machines.watch(1)

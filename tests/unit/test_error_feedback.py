@@ -96,7 +96,7 @@ def test_fragments_have_parts_of_one_error() -> None:
     assert torch.equal(feedback.send(2, SIZE, vector(2)), lost[1] + vector(2))
 
 
-def test_what_is_not_finite_and_so_never_sent_does_not_stay() -> None:
+def test_residuals_that_are_not_finite_are_dropped() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, torch.full((SIZE,), torch.nan))
     feedback.acknowledge(0, ())

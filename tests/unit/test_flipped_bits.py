@@ -221,7 +221,7 @@ MADE_ANEW = {
 
 
 @pytest.mark.parametrize("name", MADE_ANEW)
-def test_what_we_made_ourselves_is_made_anew(name: str, tmp_path: Path) -> None:
+def test_derived_files_are_made_again(name: str, tmp_path: Path) -> None:
     kept = MADE_ANEW[name](tmp_path)
     whole, made = kept.read(), kept.path.read_bytes()
     for _ in flipped(kept.path):

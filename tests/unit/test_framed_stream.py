@@ -20,7 +20,7 @@ SOCKET_BYTES = 1 << 20
 """More than a socket and one read of it ever hold."""
 
 
-def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
+def test_a_stream_closes_when_its_messages_have_been_received() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):
             await one.stream.send(Message(b"the answer"))
@@ -42,7 +42,7 @@ def test_who_has_said_something_closes_when_it_has_been_heard() -> None:
     run(main())
 
 
-def test_who_is_refused_is_told_so_although_it_goes_on_speaking() -> None:
+def test_a_refused_peer_gets_the_reason_although_it_goes_on_sending() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):
             await other.stream.send(Message(b"unread", bytes(50_000)))
@@ -71,7 +71,7 @@ def test_two_who_end_it_at_the_same_time_do_not_wait_for_each_other() -> None:
     run(main())
 
 
-def test_who_has_said_nothing_closes_at_once() -> None:
+def test_a_stream_without_sent_messages_closes_at_once() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, theirs):
             end.stream.close()
@@ -82,7 +82,7 @@ def test_who_has_said_nothing_closes_at_once() -> None:
     run(main())
 
 
-def test_who_waits_for_a_message_is_told_at_once_that_the_stream_was_closed() -> None:
+def test_a_pending_receive_ends_at_once_when_the_stream_is_closed() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, _):
             await end.stream.send(Message(b"hello"))
@@ -117,7 +117,7 @@ def test_half_a_message_is_followed_by_nothing() -> None:
     run(main())
 
 
-def test_who_was_refused_and_does_not_close_is_not_waited_for() -> None:
+def test_a_refused_peer_that_does_not_close_is_not_waited_for() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, _):
             end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))
@@ -146,15 +146,15 @@ async def waited_for_s(said_mib: int) -> float:
         return loop.time() - ended_at
 
 
-def test_who_was_served_has_the_time_that_a_slow_line_takes() -> None:
+def test_a_served_peer_has_the_time_that_a_slow_link_takes() -> None:
     assert run(waited_for_s(3)) >= 3 * Timing().chunk_s
 
 
-def test_who_was_sent_a_lot_has_no_more_time_than_a_line_holds() -> None:
+def test_the_time_to_receive_what_was_sent_is_bounded() -> None:
     assert run(waited_for_s(40)) <= 17.5 * Timing().chunk_s
 
 
-def test_who_goes_on_speaking_is_not_listened_to_for_ever() -> None:
+def test_a_refused_peer_that_goes_on_sending_is_read_to_a_limit() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, theirs):
             end.stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "no", 2.0))

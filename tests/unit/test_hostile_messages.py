@@ -127,7 +127,7 @@ def test_nor_is_any_later_one_for_long() -> None:
 
 
 @pytest.mark.parametrize("why", ["another stream of it is in use", "it is served"])
-def test_who_is_at_work_with_us_and_held_up_is_waited_for(why: str) -> None:
+def test_a_stopped_worker_of_the_same_round_is_waited_for(why: str) -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:

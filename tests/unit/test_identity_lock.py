@@ -52,7 +52,7 @@ def another_process(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("first", "second"), [("alone", True), ("alone", False), ("shared", True)])
-def test_who_is_dialled_has_an_identity_alone(path: Path, first: str, second: bool) -> None:
+def test_a_dialled_peer_shares_its_identity_with_no_other(path: Path, first: str, second: bool) -> None:
     with another_process(path, first) as other:
         with (
             pytest.raises(ConfigError, match=re.escape(str(path))) as info,

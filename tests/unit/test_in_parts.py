@@ -25,7 +25,7 @@ class Called:
         self.names.append(item.name)
 
 
-def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     tests, file = tmp_path / "test_some.py", tmp_path / "done"
     tests.write_text(TESTS)

@@ -68,7 +68,7 @@ def test_an_invite_is_one_string_that_survives_a_mail_program() -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "swn1", "swn1!", "swn1AAAA", "x" * 10_000])
-def test_what_is_no_invite_says_so(damage: str) -> None:
+def test_text_that_is_no_invite_is_refused(damage: str) -> None:
     with pytest.raises(ConfigError, match="damaged"):
         read_invite(damage, now=NOW)
 
@@ -97,7 +97,7 @@ def test_an_invite_that_ended_names_the_clock() -> None:
 @pytest.mark.parametrize(
     "terms", [replace(TERMS, roles=frozenset()), replace(TERMS, uses=0), replace(TERMS, uses=MAX_USES + 1)]
 )
-def test_what_no_invite_can_say_is_not_made(terms: Terms) -> None:
+def test_invites_with_impossible_content_are_not_made(terms: Terms) -> None:
     with pytest.raises(ValueError, match="invite"):
         make_invite(terms, swarm=SWARM, key=AUTHORITY, bootstrap=[])
 
@@ -128,7 +128,7 @@ def test_uses_are_counted_across_restarts(tmp_path: Path) -> None:
     assert (tmp_path / ISSUED_NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_who_comes_back_when_its_certificate_has_ended_uses_nothing_up(tmp_path: Path) -> None:
+def test_a_member_that_returns_after_its_certificate_expired_uses_up_no_invite(tmp_path: Path) -> None:
     rules = replace(RULES, certificate_lifetime_s=HOUR_S)
     shown = invite(replace(TERMS, uses=1, not_after=int(NOW) + 24 * HOUR_S))
     with IssuedCertificates.open(tmp_path) as ledger:
@@ -190,7 +190,7 @@ def revoked(named: RevokedIds) -> Revocations:
     )
 
 
-def test_who_is_revoked_gets_no_certificate(issuer: Issuer) -> None:
+def test_revoked_peers_get_no_certificate(issuer: Issuer) -> None:
     shown = invite()
     sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NO_REVOCATIONS, NOW)
     for out in (RevokedIds(frozenset({ALICE})), RevokedIds(invites=frozenset({shown.grant.id}))):
@@ -269,7 +269,7 @@ def test_so_does_one_whose_invite_it_signed(tmp_path: Path) -> None:
         open_certificate(sealed, rules=replace(RULES, keys={HONEST.public_key: math.inf}), now=NOW)
 
 
-def test_who_was_let_in_by_another_key_stays_though_the_stolen_one_renewed_it(tmp_path: Path) -> None:
+def test_members_admitted_by_another_key_stay_although_a_stolen_key_renewed_them(tmp_path: Path) -> None:
     renewed = renewed_by(STOLEN, certificate_by(HONEST), tmp_path)
     renewed = renewed_by(HONEST, renewed, tmp_path)
     without = replace(RULES, keys={HONEST.public_key: math.inf})

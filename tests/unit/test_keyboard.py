@@ -91,7 +91,7 @@ def test_messages_of_one_line_and_of_several(tmp_path: Path) -> None:
         assert process.wait(timeout=30) == 0
 
 
-def test_what_was_typed_comes_back_in_the_next_chat(tmp_path: Path) -> None:
+def test_typed_lines_come_back_in_the_next_chat(tmp_path: Path) -> None:
     history = tmp_path / "state" / "history"
     with reader(history) as (typist, process):
         typist.see("> ")

@@ -104,7 +104,7 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
 
 
-def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+def test_imported_objects_are_excluded_from_garbage_collection() -> None:
     run(KEPT)
 
 

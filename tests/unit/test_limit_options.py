@@ -23,7 +23,7 @@ def test_rates_are_read(text: str, bytes_per_s: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "20", "20m", "mbit", "-1mbit", "0mbit", "1e3mbit", "20mbit/h", "5MB"])
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a "):
         units.parse_rate_bytes_per_s(text)
 
@@ -34,7 +34,7 @@ def test_shares_are_read(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["0%", "101%", "x", "%", "-1%"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_invalid_shares_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a "):
         units.parse_share(text)
 
@@ -61,7 +61,7 @@ def test_the_options_of_the_issue_are_read() -> None:
     assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while the machine")
 
 
-def test_what_cannot_be_is_named_by_its_option() -> None:
+def test_impossible_values_are_named_by_their_option() -> None:
     with pytest.raises(typer.BadParameter) as caught:
         read_options({"up": "fast"})
     assert caught.value.param_hint == "'--up'"

@@ -62,7 +62,7 @@ def test_a_schedule_follows_the_clock_on_the_wall_when_it_changes(hour: str) -> 
     "text",
     ["", "mon", "7-9", "25:00-26:00", "10:61-11:00", "10:00-10:00", "24:00-07:00", "foo 10:00-11:00", "mon fri 10:00-11:00", "10:00-11:00;", "1" * 300],
 )  # fmt: skip
-def test_what_is_no_schedule_is_refused(text: str) -> None:
+def test_invalid_schedules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="schedule"):
         Limits(schedule=text)
 

@@ -122,7 +122,9 @@ def _say(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
         ("nonsense", None),
     ],
 )
-def test_what_logind_says_of_people(monkeypatch: pytest.MonkeyPatch, said: str, idle: float | None) -> None:
+def test_sessions_of_people_are_read_from_logind(
+    monkeypatch: pytest.MonkeyPatch, said: str, idle: float | None
+) -> None:
     _say(monkeypatch, said)
     assert idle_s(lambda: NOVEMBER) == idle
 

@@ -144,7 +144,9 @@ def test_a_clock_further_off_is_named() -> None:
     ("roles", "lifetime_s"),
     [(frozenset(), DAY_S), (CLIENT, MIN_LIFETIME_S - 1), (CLIENT, MAX_LIFETIME_S + 1), (CLIENT, math.nan)],
 )
-def test_what_no_certificate_can_say_is_not_issued(roles: frozenset[Role], lifetime_s: float) -> None:
+def test_certificates_with_impossible_content_are_not_issued(
+    roles: frozenset[Role], lifetime_s: float
+) -> None:
     with pytest.raises(ValueError, match="certificate"):
         issue(Admittance(ALICE, roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=lifetime_s)
 
@@ -259,7 +261,7 @@ def test_a_list_says_everything_once_and_dates_all_of_it_or_nothing(change: dict
         learned(seal(b"swarmnet-revocations-1", message, AUTHORITY))
 
 
-def test_what_was_revoked_long_ago_leaves_the_list_and_may_be_revoked_again() -> None:
+def test_old_revocations_leave_the_list_and_may_be_repeated() -> None:
     old = RevokedIds(frozenset({ALICE}), invites=frozenset({bytes(16)})).still_needed(
         NOW, peers_for_ever=False
     )

@@ -74,7 +74,7 @@ def test_the_time_a_person_thinks_is_nobodys() -> None:
     assert total(numbers.token_times) == 0.0
 
 
-def test_what_took_the_place_of_another_begins_without_a_time() -> None:
+def test_a_replacement_begins_without_a_measured_time() -> None:
     assert cumulative_counts(steps((5.0, 17, 1, 1)).token_times)[-1] == 0
 
 
@@ -93,7 +93,7 @@ def asked(describe: Callable[[], report_pb2.NodeReport], scenario: Callable[[Any
     run(world())
 
 
-def test_who_asks_too_often_waits_and_a_report_is_made_once_for_all() -> None:
+def test_frequent_requests_wait_and_share_one_report() -> None:
     made: list[float] = []
 
     def describe() -> report_pb2.NodeReport:
@@ -127,7 +127,7 @@ def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
 
 
 @pytest.mark.parametrize("report", [host_report(), worker_report()], ids=["host", "worker"])
-def test_what_can_be_true_is_taken(report: report_pb2.NodeReport) -> None:
+def test_possible_values_are_accepted(report: report_pb2.NodeReport) -> None:
     check(report)
 
 
@@ -151,7 +151,7 @@ HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
 
 
 @pytest.mark.parametrize("lie", HOST_LIES)
-def test_what_cannot_be_is_refused(lie: str) -> None:
+def test_impossible_values_are_refused(lie: str) -> None:
     report = host_report()
     HOST_LIES[lie](report)
     with pytest.raises(ProtocolViolation):
@@ -230,7 +230,7 @@ class Unread:
         await asyncio.get_running_loop().create_future()
 
 
-def test_who_never_reads_keeps_no_place() -> None:
+def test_peers_that_never_read_keep_no_slot() -> None:
     async def main() -> float:
         stream = Unread()
         await Reporter(host_report).handle(cast("Stream", stream))

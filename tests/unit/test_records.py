@@ -101,7 +101,7 @@ def test_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("topic", ["hosts/00", "train/00", "identity/00"])
-def test_what_many_publish_side_by_side_is_smaller(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_published_together_are_smaller(topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = replace(RECORD, topic=topic, body=bytes(3900))
     assert opened(seal(ALICE, largest)) == largest
     oversized = replace(largest, body=bytes(4096))

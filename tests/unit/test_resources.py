@@ -34,7 +34,7 @@ def paced(in_all: RateLimit | None, each_peer: RateLimit | None) -> ResourceMana
     return resources
 
 
-def test_what_is_held_counts_in_every_scope_and_is_given_back() -> None:
+def test_a_reservation_counts_in_every_scope_until_it_is_released() -> None:
     resources = limited(10, 10)
     peer = resources.peer("alice", 0.0)
     session = peer.child("session", {})
@@ -47,7 +47,7 @@ def test_what_is_held_counts_in_every_scope_and_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("where", ["session", "alice", "all peers"])
-def test_what_one_scope_refuses_is_held_in_none_and_says_where_and_for_how_long(where: str) -> None:
+def test_a_reservation_that_one_scope_refuses_is_held_in_none_and_names_scope_and_wait(where: str) -> None:
     resources = limited(2 if where == "all peers" else 9, 2 if where == "alice" else 9)
     peer = resources.peer("alice", 0.0)
     session = peer.child("session", {Resource.SESSIONS: 2} if where == "session" else {})
@@ -122,7 +122,7 @@ def test_a_burst_is_free_and_what_is_owed_is_waited_for() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 300)), min_size=1, max_size=50))
-def test_who_waits_as_told_never_gets_more_than_the_rate(uses: list[tuple[float, int]]) -> None:
+def test_clients_that_wait_as_told_never_exceed_the_rate(uses: list[tuple[float, int]]) -> None:
     rate = RateLimit(per_s=100.0, burst=50.0)
     alice, now, used = paced(None, rate).peer("alice", 0.0), 0.0, 0.0
     for pause_s, amount in uses:

@@ -90,7 +90,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--name", "../x", *JOIN], 3, "name"),
     ],
 )
-def test_what_systemd_would_try_in_vain_is_refused(
+def test_units_that_systemd_could_not_start_are_refused(
     arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.execute(["service", "install", "--dry-run", *arguments]) == code

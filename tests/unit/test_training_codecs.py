@@ -154,7 +154,7 @@ def test_scales_and_means_at_their_bounds_are_taken() -> None:
         ("topk", 2.0**99, 2.0**-100),
     ],
 )
-def test_what_is_too_large_is_clamped_and_what_is_too_small_is_zero(
+def test_values_too_large_are_clamped_and_values_too_small_are_zero(
     name: str, largest: float, tiny: float
 ) -> None:
     codec = get_codec(name)

@@ -55,7 +55,7 @@ def test_a_pace_begins_and_ends_when_it_says(start_s: float, seconds: float, siz
         assert size_bytes / MAX_PARTS <= pace.part_bytes < size_bytes / MAX_PARTS + 1
 
 
-def test_what_has_no_time_is_sent_at_once_in_large_parts() -> None:
+def test_messages_without_a_deadline_are_sent_at_once_in_large_parts() -> None:
     pace = Pace(5.0, 5.0, 1 << 20)
     assert (pace.part_bytes, pace.due_s(1 << 20)) == (MAX_PART_BYTES, 5.0)
     assert Pace(5.0, 1.0, 1 << 20).due_s(1 << 20) == 5.0

@@ -66,7 +66,7 @@ def test_a_template_of_no_method_names_those_there_are() -> None:
         ("sequence_length = 256", "", "[data]", "'sequence_length' in \\[data\\] is missing", ""),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(old: str, new: str, at: str, words: str, hint: str) -> None:
+def test_errors_name_their_line(old: str, new: str, at: str, words: str, hint: str) -> None:
     assert old in DILOCO
     text = DILOCO.replace(old, new, 1)
     section = "[method]" if at == "[method]" else ""
@@ -105,7 +105,7 @@ def test_a_section_that_is_missing_or_no_table_is_refused(section: str) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xff\xfe", b"[" * 5000, b"a = " + b"[" * 5000, b"a" * (jobs.MAX_JOB_BYTES + 1)]
 )
-def test_what_is_no_job_file_is_refused(data: bytes) -> None:
+def test_files_that_are_no_job_are_refused(data: bytes) -> None:
     with pytest.raises(ConfigError):
         parse_job(data)
 
@@ -256,7 +256,7 @@ def test_the_tokenizer_of_model_files_travels_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"[" * 10_000, b"\xff", b" " * (jobs.MAX_JOB_BYTES + 1)])
-def test_what_is_no_sealed_job_is_refused(data: bytes) -> None:
+def test_invalid_sealed_jobs_are_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         open_job(data)
 

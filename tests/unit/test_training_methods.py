@@ -345,7 +345,7 @@ def test_outer_state_without_what_is_another_workers_own_is_enough() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_method_was_given_or_gave_does_not_change(name: str) -> None:
+def test_arguments_and_results_of_a_method_stay_unchanged(name: str) -> None:
     """Newcomers fetch the state of a round while the next ones go on."""
     method = get_method(name, SETTINGS[name])
     start = torch.arange(8.0)

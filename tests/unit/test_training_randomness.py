@@ -66,7 +66,7 @@ def test_any_part_is_the_same_bits_as_the_whole() -> None:
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_what_is_added_is_the_scaled_direction_rounded_once() -> None:
+def test_the_scaled_direction_is_added_with_one_rounding() -> None:
     start = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     moved, scale = start.clone(), 0.1
     add_signs(moved, scale, 5, (6, 7), 3)
@@ -102,7 +102,7 @@ def test_signs_are_even_and_streams_do_not_correlate() -> None:
         (0, (0, 0), 1 << 64),
     ],
 )
-def test_what_would_wrap_around_is_refused(number: int, stream: tuple[int, int], start: int) -> None:
+def test_numbers_that_would_wrap_around_are_refused(number: int, stream: tuple[int, int], start: int) -> None:
     untouched = torch.zeros(1)
     with pytest.raises(ValueError, match=r"out of range|no elements"):
         add_signs(untouched, 1.0, number, stream, start)
@@ -139,14 +139,14 @@ class TestLog8:
         error = self.codec.decode(self.codec.encode(values), len(values)) / values - 1
         assert 0.05 < error.abs().max() < 0.06
 
-    def test_what_is_too_large_is_clipped(self) -> None:
+    def test_large_values_are_clipped(self) -> None:
         assert self.codec.decode(self.codec.encode(torch.tensor([1e30, -1e30])), 2).tolist() == [2048, -2048]
 
     def test_it_takes_one_byte_a_value(self) -> None:
         assert self.codec.max_bytes(100) == len(self.codec.encode(torch.ones(100))) == 100
         assert self.codec.decode(b"", 0).shape == (0,)
 
-    def test_what_is_no_payload_is_refused(self) -> None:
+    def test_invalid_payloads_are_refused(self) -> None:
         for payload, count in ((b"\x80", 1), (b"\x01\x01", 1), (b"", 1)):
             with pytest.raises(ProtocolViolation):
                 self.codec.decode(payload, count)

@@ -25,7 +25,7 @@ def truthful(rates: dict[PeerId, float]) -> dict[PeerId, dict[PeerId, float]]:
     return {me: {peer: rate for peer, rate in rates.items() if peer != me} for me in rates}
 
 
-def test_what_was_measured_lately_counts_most() -> None:
+def test_recent_measurements_count_most() -> None:
     rates = ArrivalRates()
     me, other = peers(2)
     rates.add([Arrival(me, MIN_BYTES, 1.0), Arrival(other, MIN_BYTES, 4.0)])

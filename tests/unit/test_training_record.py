@@ -101,7 +101,7 @@ def test_a_line_that_a_crash_tore_costs_only_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"x" * 5000, b"[" * 900, b'{"loss": "high"}', b"[1]", b"\xff"])
-def test_what_is_no_point_of_a_history_is_passed_over(tmp_path: Path, line: bytes) -> None:
+def test_invalid_points_of_a_history_are_ignored(tmp_path: Path, line: bytes) -> None:
     (tmp_path / HISTORY_FILE).write_bytes(line + b'\n{"loss": 1.0}\n')
     assert list(read_history(tmp_path))[-1:] == [{"loss": 1.0}]
 

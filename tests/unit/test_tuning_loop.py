@@ -109,7 +109,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
     assert all(torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num()) for name in ours)
 
 
-def test_what_is_raised_within_a_step_leaves_the_last_one(
+def test_an_error_within_a_step_leaves_the_last_state(
     place: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tuner(place, dataset, settings())
@@ -135,7 +135,9 @@ def test_what_is_raised_within_a_step_leaves_the_last_one(
     assert not run.is_whole
 
 
-def test_what_is_not_finite_ends_the_run_before_the_parameters_are(place: Path, dataset: Dataset) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_reaches_the_parameters(
+    place: Path, dataset: Dataset
+) -> None:
     run = tuner(place, dataset, settings(learning_rate=1e37, warmup=0.0))
     with pytest.raises(SwarmnetError, match="the loss is not finite in step 2") as caught:
         list(run.run(evaluate_every=100))

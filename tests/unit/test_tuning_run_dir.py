@@ -66,7 +66,7 @@ def test_two_runs_are_not_at_work_in_one_directory(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_crash_left_is_not_in_the_way(tmp_path: Path) -> None:
+def test_files_of_a_crashed_process_are_ignored(tmp_path: Path) -> None:
     (tmp_path / f"{UNFINISHED}abc").write_bytes(b"torn")
     (tmp_path / f"{UNFINISHED}def").mkdir()
     assert RunDir(tmp_path, ABOUT, force=False).unfinished is None

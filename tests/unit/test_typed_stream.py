@@ -95,7 +95,7 @@ def test_a_refusal_is_raised_with_its_reason(wait_s: float) -> None:
     between(serve, use)
 
 
-def test_what_is_no_message_of_the_protocol_is_a_violation() -> None:
+def test_bytes_that_are_no_message_are_a_violation() -> None:
     async def serve(host: Host) -> None:
         with pytest.raises(ProtocolViolation):
             await host.receive()

@@ -169,16 +169,6 @@ class Engine:
             engine.graph_cache.shrink(0)
 
     @property
-    def forwards(self) -> int:
-        """Forwards and passes computed, from ``counters``."""
-        return self.counters.forwards
-
-    @property
-    def tokens(self) -> int:
-        """Positions computed, from ``counters``."""
-        return self.counters.positions
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes of all KV caches, including those that are about to be allocated."""
         return self._system.used[Resource.CACHE]

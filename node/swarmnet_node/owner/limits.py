@@ -24,7 +24,7 @@ ONE_CLIENT = 0.25
 
 @dataclass(frozen=True)
 class Limits:
-    """What a node may use of its machine, and when. None: no limit."""
+    """Limits of a node on its machine, and their times. None: no limit."""
 
     max_ram_bytes: int | None = None
     """Resident memory of the node and p2pd together."""

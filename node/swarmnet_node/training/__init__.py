@@ -1,1 +1,1 @@
-"""What a training worker does on its own machine: data, inner steps, checkpoints."""
+"""A training worker on its own machine: data, inner steps, checkpoints."""

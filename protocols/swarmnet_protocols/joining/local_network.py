@@ -56,7 +56,7 @@ RETRY_S = 5.0
 CHECK_S = 3.0
 """Period at which the addresses of this machine are compared with the announced ones."""
 FIRST_S = 4.0
-"""How long a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
+"""Time that a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
 FIND_S = 12.0
 """The same for a command that can do nothing without a peer. A responder repeats a record at most once a second, and packets get lost."""
 SETTLE_S = 3.0

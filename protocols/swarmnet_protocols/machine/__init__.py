@@ -1,1 +1,1 @@
-"""What belongs to this machine and not to the network: files, clocks, devices, threads, compiled code."""
+"""Parts of this machine, not of the network: files, clocks, devices, threads, compiled code."""

@@ -1,1 +1,1 @@
-"""Who is in a swarm, as what, and how that is shown, ended and refused."""
+"""Membership: the peers of a swarm, their roles, and how both are proved, ended and refused."""

@@ -58,7 +58,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Admittance:
-    """What an issuer decided: the content of a certificate before it is signed."""
+    """The decision of an issuer: the content of a certificate before it is signed."""
 
     peer: PeerId
     roles: frozenset[Role]

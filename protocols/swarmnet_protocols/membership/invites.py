@@ -43,7 +43,7 @@ _PROOF = b"swarmnet-redeem-1"
 
 @dataclass(frozen=True)
 class Terms:
-    """What an invite grants. ``not_after``: Unix time in seconds; ``peer``: the only peer that may redeem it; None: any."""
+    """The grant of an invite. ``not_after``: Unix time in seconds; ``peer``: the only peer that may redeem it; None: any."""
 
     roles: frozenset[Role]
     not_after: int

@@ -121,7 +121,7 @@ class IssuedCertificates:
 
 @dataclass(frozen=True)
 class IssuerConfig:
-    """What makes a peer an issuer: a key that the rules trust, the folder of its records, and the swarm file that it hands out."""
+    """The means of an issuer: a key that the rules trust, the folder of its records, and the swarm file that it hands out."""
 
     key: Signer
     folder: Path

@@ -1,4 +1,4 @@
-"""Who is a member: the decision over any peer, and the membership of this peer with its certificate and revocation lists."""
+"""Membership of peers: the decision over any peer, and the membership of this peer with its certificate and revocation lists."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ class Member:
 
 
 class Membership:
-    """What this peer shows to others, and what it checks others against.
+    """The proof of this peer's membership, and the rules for that of others.
 
     With a ``folder``, certificate and revocation lists outlive the process.
     """

@@ -1,4 +1,4 @@
-"""What the swarm file says about membership: admission mode, trusted keys, roles, models and quotas."""
+"""The swarm file's rules of membership: admission mode, trusted keys, roles, models and quotas."""
 
 import math
 from collections.abc import Mapping

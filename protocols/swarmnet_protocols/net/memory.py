@@ -65,7 +65,7 @@ class _Link:
     def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
         self.profile = profile
         self.in_flight: deque[Callable[[], None]] = deque()
-        """What has been sent and not delivered, in order: timers of equal deadlines may fire in any order."""
+        """Messages that were sent and not delivered, in order: timers of equal deadlines may fire in any order."""
         self.due = 0
         """How many of them are due, and wait only for the path to open again."""
         self._rng = rng

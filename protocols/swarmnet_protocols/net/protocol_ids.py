@@ -111,7 +111,7 @@ TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
 """Served by DHT nodes: hivemind's calls, one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
-"""What a peer may speak before it is known to be a member: these need no role."""
+"""Protocols that a peer may use before it is known to be a member: they need no role."""
 REACHABILITY = (PROBE, RELAY, PUNCH)
 """How peers that cannot be dialled are reached."""
 ALL: tuple[ProtocolSpec, ...] = (

@@ -31,7 +31,7 @@ MIN_SWEEP = 256
 
 
 class Resource(StrEnum):
-    """What is reserved and released."""
+    """Resources that are reserved and released."""
 
     MEMORY = "memory_bytes"
     """Messages being read, waiting, or being sent."""
@@ -83,7 +83,7 @@ class Resource(StrEnum):
 
 
 class Rate(StrEnum):
-    """What is used up and recovers with time."""
+    """Resources that are used up and recover with time."""
 
     FRAMES = "frames"
     """Messages, and other work counted as a number of messages."""

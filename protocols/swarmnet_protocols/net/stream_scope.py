@@ -29,7 +29,7 @@ MAX_WAIT_S = 1.0
 
 
 class StreamScope:
-    """What one stream reserves and uses of its peer's scope: the stream itself, the message being read or handled, and rates.
+    """The reservations of one stream in its peer's scope: the stream itself, the message being read or handled, and rates.
 
     Made with the stream, by ``inbound`` or ``outbound``.
     """

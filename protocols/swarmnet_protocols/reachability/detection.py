@@ -23,7 +23,7 @@ MAX_ASKED = 3
 ASK_S = 6.0
 """Timeout for one of them, connecting included."""
 FIRST_RESERVATION_S = 5.0
-"""How long the start waits for the first reservation."""
+"""Time that the start waits for the first reservation."""
 CHECK_S = 2.0
 """Period at which the addresses of this machine and its forwarded ports are compared with those before."""
 UNKNOWN_S = 60.0
@@ -40,7 +40,7 @@ def judge(answers: Sequence[Probed]) -> bool | None:
 
 
 class Reachability:
-    """What is known of the reach of this peer."""
+    """The reach of this peer, as far as it is known."""
 
     def __init__(
         self,

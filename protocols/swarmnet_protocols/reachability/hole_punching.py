@@ -223,7 +223,7 @@ class HolePunching:
 def describe(
     reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
 ) -> Reach:
-    """What the parts of this room know together."""
+    """The reach of this peer, from all parts of this room."""
     counters = punching.counters
     return Reach(
         kind=reachability.kind,

@@ -32,9 +32,9 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.3
-"""How long direct addresses are tried before a relay is asked, too."""
+"""Time in which direct addresses are tried before a relay is asked, too."""
 PUNCH_WAIT_S = 1.5
-"""How long a stream that lasts waits for a direct connection that is being made."""
+"""Time that a stream that lasts waits for a direct connection that is being made."""
 ACCEPT_S = 5.0
 """Timeout for each message of the handshake of a circuit that comes in."""
 MAX_OBSERVERS = 4

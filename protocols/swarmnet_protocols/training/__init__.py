@@ -1,4 +1,4 @@
-"""What the workers of a training job agree on: the job, the roster of a round, the average of their contributions, the shared state.
+"""The agreement among the workers of a training job: the job, the roster of a round, the average of their contributions, the shared state.
 
 Two numbers are easily confused:
 

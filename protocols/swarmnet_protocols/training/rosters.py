@@ -35,7 +35,7 @@ class Candidate(Member):
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a follower sends to its leader: itself, its position (round and state), and the rates that it measured."""
+    """The request of a follower to its leader: itself, its position (round and state), and the rates that it measured."""
 
     member: Candidate
     round: int

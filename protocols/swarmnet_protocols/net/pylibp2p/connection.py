@@ -49,7 +49,7 @@ STREAM_ERRORS = (
     trio.ClosedResourceError,
     trio.TooSlowError,
 )
-"""What py-libp2p raises for a stream or connection that has ended."""
+"""Exceptions of py-libp2p for a stream or connection that has ended."""
 
 
 class BufferedTcp(ReadWriteCloser):  # type: ignore[misc]

@@ -37,7 +37,7 @@ class ErrorFeedback:
         self._in_flight: dict[int, _InFlight] = {}
 
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
-        """What to contribute to ``round`` instead of ``values``, float32 [n], the values from index ``start`` on.
+        """The contribution to ``round`` instead of ``values``, float32 [n], the values from index ``start`` on.
 
         Contributions in flight to this round or a later one count as not delivered: the round is being repeated.
         """

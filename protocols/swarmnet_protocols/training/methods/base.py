@@ -51,7 +51,7 @@ class Method(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What is contributed."""
+        """The values of a contribution."""
 
     @property
     def name(self) -> str:

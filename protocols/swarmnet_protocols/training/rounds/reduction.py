@@ -92,7 +92,7 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Verification:
-    """What makes a round verifiable: a reducer can leave contributions out, and change nothing else.
+    """The signatures that make a round verifiable: a reducer can leave contributions out, and change nothing else.
 
     ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members, a majority of those that train, so
     that a reducer cannot leave out all but its accomplices'.
@@ -119,7 +119,7 @@ class SliceTerms:
         return self.codec.sparse or self.verification is not None
 
     def signed_bytes(self, contribution: "Contribution") -> bytes:
-        """What the author of a contribution to this slice signs in a verifiable round."""
+        """The bytes that the author of a contribution to this slice signs in a verifiable round."""
         job = b"" if self.verification is None else self.verification.job
         signed = _SIGNED.pack(self.exchange_number, self.index, contribution.weight)
         return _SIGNATURE_DOMAIN + job + signed + contribution.hash

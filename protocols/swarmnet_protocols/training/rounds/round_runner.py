@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What a round needs from its ``Averager``. ``spawn`` starts a task that is cancelled when the averager closes."""
+    """The services of an ``Averager`` that a round uses. ``spawn`` starts a task that is cancelled when the averager closes."""
 
     transport: Transport
     timing: RoundTiming

@@ -472,7 +472,7 @@ def propose(
     majority: int,
     majority_suffices: bool,
 ) -> Hashes | None:
-    """What the coordinator proposes, given reports from a majority; None: nothing yet.
+    """The proposal of the coordinator, given reports from a majority; None: nothing yet.
 
     The vote of the latest attempt among the reports must be proposed again (Paxos). Otherwise COMMIT once all live members hold all
     results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and without one it is DISCARD.

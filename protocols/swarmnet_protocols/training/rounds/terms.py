@@ -42,7 +42,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all members of one averaging round agree on. Made by :meth:`of`.
+    """The terms of one averaging round, on which all members agree. Made by :meth:`of`.
 
     Members are numbered in the order of their peer ids, slices in the order of the vector. ``reducers[i]`` is the member that reduces
     ``slices[i]``; members with an empty slice reduce none.
