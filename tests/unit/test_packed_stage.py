@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import quantize
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from swarmnet.paths import default_cache_dir
@@ -175,3 +176,32 @@ def test_local_layers_stay_packed_and_share_tied_weights(native: NativeBackend) 
     for rows in 1, 3, 200:
         states = torch.randn(rows, 576, generator=torch.Generator().manual_seed(rows))
         assert close(mine.lm_head(states), theirs.lm_head(states))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama-tied", "llama-untied", "qwen2", "qwen3", "gemma2", "mixtral"])
+def test_matrices_of_16_bits_stay_so_and_compute_as_float32(
+    family: str, dtype: torch.dtype, native: NativeBackend, tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path / "model", hidden_size=64)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = resolve(str(folder), cache_dir=tmp_path / "cache")
+    mine, theirs = (
+        Stage.load(model, 1, 4, backend=native, packed=packed, **FLOAT32) for packed in (True, False)
+    )
+    assert mine.weight_bytes < 0.75 * theirs.weight_bytes or family == "mixtral"
+    assert mine.has_decode_step == theirs.has_decode_step
+    inputs = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for stage in (mine, theirs):
+        sequence = stage.new_sequence()
+        outputs.append(torch.cat([stage.forward([(sequence, part)])[0] for part in inputs.split([97, 1, 2])]))
+    assert close(*outputs)
+    ends: list[Any] = [
+        model.load_local_layers(lambda layers: nn.ModuleList(), packed=packed, **FLOAT32)
+        for packed in (True, False)
+    ]
+    ids = torch.tensor([[3, 0, 7]])
+    assert torch.equal(*(each.get_input_embeddings()(ids) for each in ends))
+    assert close(*(each.get_output_embeddings()(inputs) for each in ends))

@@ -82,7 +82,7 @@ class ModelCheckpoint(Protocol):
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
-        ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised weights of its linear modules and
+        ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised and 16-bit weights of its linear modules and
         embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values.
         """
 

@@ -263,6 +263,8 @@ class GgufCheckpoint:
             get_gguf_hf_weights_map,
         )
 
+        from swarmnet_protocols.quantization.packed_linear import packable_weight
+
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
@@ -276,7 +278,7 @@ class GgufCheckpoint:
                 rows = raw.reshape(*tensor.shape[:-1], -1)
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
-                    if order is not None and (own_name := _packable(model, hf_name)) is not None:
+                    if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
                         parsed["tensors"][own_name] = matrix.select(order)
                         continue
                 try:
@@ -339,17 +341,6 @@ def _row_order(
     if not np.array_equal(np.sort(order, 0), numbers):
         return "", None
     return hf_names[result.name], torch.from_numpy(order[:, 0].astype(np.int64))
-
-
-def _packable(model: "PreTrainedModel", hf_name: str) -> str | None:
-    """The name in ``model`` of the weight of a module that can be packed, which may lack the base model's prefix; None for other tensors."""
-    from swarmnet_protocols.quantization.packed_linear import can_be_packed
-
-    own = hf_name
-    if model.base_model is model:
-        own = hf_name.removeprefix(f"{model.base_model_prefix}.")
-    path = own.removesuffix(".weight")
-    return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 
 
 def _hash_of(folder: Path) -> str:

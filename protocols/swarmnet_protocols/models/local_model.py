@@ -113,7 +113,7 @@ class LocalModel:
     ) -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
-        Reads only the tensors of those blocks. ``packed``: quantised weights of linear modules stay as they are stored, in ``PackedLinear``.
+        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules stay as they are stored, in ``PackedLinear``.
         Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span

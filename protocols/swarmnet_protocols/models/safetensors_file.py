@@ -221,19 +221,33 @@ class SafetensorsCheckpoint:
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
     ) -> dict[str, Any]:
-        """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice."""
+        """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
+
+        ``packed``: matrices of 16-bit numbers are read at once, and stay as they are.
+        """
+        import torch
         from safetensors import SafetensorError, safe_open
 
+        from swarmnet_protocols.quantization.packed_linear import packable_weight
+        from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+
+        formats = {"BF16": Format.BF16, "F16": Format.F16}
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
                 opened[file] = safe_open(self.root / file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise IntegrityError(f"{self.root / file} cannot be read: {error}") from error
-        return {
-            _NAMING.renumbered(name, first_block): opened[self._file_of[name]].get_slice(name)
-            for name in names
-        }
+        found: dict[str, Any] = {}
+        for name in names:
+            file, hf_name = opened[self._file_of[name]], _NAMING.renumbered(name, first_block)
+            tensor = file.get_slice(name)
+            own_name = packable_weight(model, hf_name) if packed else None
+            if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
+                found[own_name] = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+            else:
+                found[hf_name] = tensor
+        return found
 
 
 def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:

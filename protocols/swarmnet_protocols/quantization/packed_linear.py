@@ -1,7 +1,7 @@
 """Modules with packed weights in place of ``nn.Linear`` and ``nn.Embedding``, and their gradients."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -9,6 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def linear(
@@ -88,6 +91,16 @@ def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Pro
 def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embedding]:
     """Whether a module is a plain linear layer or embedding: subclasses may compute something else."""
     return type(module) in (nn.Linear, nn.Embedding)
+
+
+def packable_weight(model: "PreTrainedModel", name: str) -> str | None:
+    """The name in ``model`` of the weight of a module that can be packed; None for other tensors.
+
+    ``name`` is the one that transformers uses for the whole model: here it may lack the prefix of the base model.
+    """
+    own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
+    path = own.removesuffix(".weight")
+    return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 
 
 def packed_bytes(model: nn.Module) -> int:
