@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24
 CUT_TOKENS = 160
 """Enough that the answer lasts until the host that computes is found and cut off."""
+LOOK_S, LOOKS = 0.2, 5
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
 """Without the replay."""
 
@@ -49,11 +51,15 @@ def faulted(
 
 
 def computing(nodes: Iterable[NodeProcess]) -> str:
-    """The one of them that computes now; one that was cut off before may have an old session, and late steps of it."""
-    before = [(node, node.status.tokens) for node in nodes]
+    """The one of them that computes the answer: tokens are added in each of several looks. The witness of an audit computes once."""
+    before = {node: node.status.tokens for node in nodes}
+    looks = dict.fromkeys(before, 0)
     while True:
-        for node, tokens in before:
-            if node.status.tokens > tokens + 1:
+        time.sleep(LOOK_S)
+        for node, tokens in before.items():
+            before[node] = node.status.tokens
+            looks[node] = looks[node] + 1 if before[node] > tokens else 0
+            if looks[node] == LOOKS:
                 return node.name
 
 
