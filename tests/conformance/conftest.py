@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-import uvloop
 
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
@@ -27,6 +26,7 @@ from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support import virtual_time
+from tests.support.loop_thread import LoopThread
 from tests.support.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -87,9 +87,9 @@ class GuardedLab:
 class P2pdLab:
     """Its two p2pd processes serve all tests of a module."""
 
-    def __init__(self, runner: asyncio.Runner, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
+    def __init__(self, loop: LoopThread, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
         self.link = LinkLimiter()
-        self._runner = runner
+        self.loop = loop
         self._directory = directory
         self._listen = listen
         self._stack = contextlib.AsyncExitStack()
@@ -108,17 +108,17 @@ class P2pdLab:
         async def main() -> None:
             await scenario(*await self.pair())
 
-        self._runner.run(main())
+        self.loop.run(main())
 
     def close(self) -> None:
-        self._runner.run(self._stack.aclose())
+        self.loop.run(self._stack.aclose())
 
 
 class PyLibp2pLab(P2pdLab):
     """Both peers over py-libp2p, or the one named."""
 
-    def __init__(self, runner: asyncio.Runner, directory: Path, names: str = "ab") -> None:
-        super().__init__(runner, directory)
+    def __init__(self, loop: LoopThread, directory: Path, names: str = "ab") -> None:
+        super().__init__(loop, directory)
         self._names = names
 
     async def _peer(self, name: str, link: LinkLimiter) -> P2pdTransport:
@@ -169,7 +169,7 @@ class CircuitLab(P2pdLab):
             await scenario(a, b)
             assert not await a.direct.is_connected(b.peer_id)
 
-        self._runner.run(main())
+        self.loop.run(main())
 
     _trio: tuple[RoutedTransport, RoutedTransport, Relay] | None = None
 
@@ -198,8 +198,8 @@ async def peer_process(
 
 @pytest.fixture(scope="module")
 def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as nodes do
-        lab = P2pdLab(runner, tmp_path_factory.mktemp("p2pd"))
+    with LoopThread() as loop:
+        lab = P2pdLab(loop, tmp_path_factory.mktemp("p2pd"))
         try:
             yield lab
         finally:
@@ -208,8 +208,8 @@ def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
 
 @pytest.fixture(scope="module")
 def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        lab = P2pdLab(runner, tmp_path_factory.mktemp("quic"), LOOPBACK_QUIC)
+    with LoopThread() as loop:
+        lab = P2pdLab(loop, tmp_path_factory.mktemp("quic"), LOOPBACK_QUIC)
         try:
             yield lab
         finally:
@@ -219,8 +219,8 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
 def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
     if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
         pytest.skip("py-libp2p is optional")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        lab = PyLibp2pLab(runner, tmp_path_factory.mktemp("libp2p"), names)
+    with LoopThread() as loop:
+        lab = PyLibp2pLab(loop, tmp_path_factory.mktemp("libp2p"), names)
         try:
             yield lab
         finally:
@@ -244,8 +244,8 @@ def p2pd_to_libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyL
 
 @pytest.fixture(scope="module")
 def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        lab = CircuitLab(runner, tmp_path_factory.mktemp("circuit"))
+    with LoopThread() as loop:
+        lab = CircuitLab(loop, tmp_path_factory.mktemp("circuit"))
         try:
             yield lab
         finally:

@@ -26,7 +26,7 @@ def run(lab: CircuitLab, scenario: object) -> None:
     async def main() -> None:
         await scenario(*await lab.trio())  # type: ignore[operator]
 
-    lab._runner.run(main())
+    lab.loop.run(main())
 
 
 async def echo(stream: Stream) -> None:

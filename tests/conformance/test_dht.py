@@ -26,6 +26,7 @@ from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from tests.support.loop_thread import LoopThread
 
 from .conftest import LOOPBACK
 
@@ -106,26 +107,26 @@ async def join_five(directory: Path, rules: Rules) -> AsyncIterator[list[Peer]]:
 
 
 class Five:
-    def __init__(self, runner: asyncio.Runner, peers: list[Peer]) -> None:
-        self._runner = runner
+    def __init__(self, loop: LoopThread, peers: list[Peer]) -> None:
+        self._loop = loop
         self._peers = peers
 
     def run(self, scenario: Callable[[list[Peer]], Awaitable[None]]) -> None:
         async def main() -> None:
             await scenario(self._peers)
 
-        self._runner.run(main())
+        self._loop.run(main())
 
 
 @pytest.fixture(scope="module", params=[OPEN, PRIVATE], ids=["open", "private"])
 def five(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
-    with asyncio.Runner() as runner:
+    with LoopThread() as loop:
         context = join_five(tmp_path_factory.mktemp("dht"), request.param)
-        peers = runner.run(context.__aenter__())
+        peers = loop.run(context.__aenter__())
         try:
-            yield Five(runner, peers)
+            yield Five(loop, peers)
         finally:
-            runner.run(context.__aexit__(None, None, None))
+            loop.run(context.__aexit__(None, None, None))
 
 
 def rules_of(peers: list[Peer]) -> Rules:

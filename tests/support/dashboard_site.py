@@ -1,7 +1,6 @@
 """Dashboards of recorded swarms, served in this process, and a browser that looks at them."""
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from swarmnet.dashboard import server
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
+from tests.support.loop_thread import LoopThread
 from tests.support.recorded_swarm import RecordedSwarm, recorded_history
 
 T = TypeVar("T")
@@ -64,22 +64,23 @@ class Site:
 
 
 class Sites:
-    """Dashboards by the kind of their swarm, started at first use, on an event loop in a thread."""
+    """Dashboards by the kind of their swarm, started at first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sites: dict[str, Site] = {}
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="dashboards")
-        self._ready = threading.Event()
+        self._loop = LoopThread(asyncio.new_event_loop)
+        self._open = AsyncExitStack()
 
     def __enter__(self) -> "Sites":
-        self._thread.start()
-        self._ready.wait()
+        self._loop.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
+        try:
+            self.run(self._open.aclose())
+        finally:
+            self._loop.__exit__()
 
     def __getitem__(self, kind: str) -> Site:
         if kind not in self._sites:
@@ -88,13 +89,7 @@ class Sites:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the dashboards' loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        async with AsyncExitStack() as self._open:
-            self._ready.set()
-            await self._over.wait()
+        return self._loop.run(coroutine)
 
     async def _started(self, kind: str) -> Site:
         now_s = [NOW_S]
