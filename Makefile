@@ -37,6 +37,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 # Their many processes would each compile what they import of ours, where the environment has Python keep no bytecode.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -1,6 +1,5 @@
 """Default folders of this user, and the lock that lets one process use a data directory."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ import platformdirs
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.machine.platform import lock
 
 _APP = "swarmnet"
 
@@ -37,7 +37,7 @@ def locked_data_dir(data_dir: Path) -> Iterator[Path]:
     """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process ends."""
     try:
         make_private(data_dir)
-        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(
             f"cannot use the data directory {data_dir}: {error.strerror}",
@@ -45,7 +45,7 @@ def locked_data_dir(data_dir: Path) -> Iterator[Path]:
         ) from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError as error:
             raise ConfigError(
                 f"another command already runs with the data directory {data_dir}",

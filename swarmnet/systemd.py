@@ -198,7 +198,7 @@ def _one_line(text: str) -> str:
 def _notify(message: str) -> None:
     """Send a datagram to systemd. Does nothing if systemd did not start this process."""
     address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
+    if sys.platform != "linux" or not address.startswith(("/", "@")):
         return
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
         channel.connect(address.replace("@", "\0", 1) if address.startswith("@") else address)

@@ -4,10 +4,13 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from swarmnet.swarm_file import entry
 from swarmnet.swarm_file.content import Authority, SwarmFile
 from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint
+from swarmnet_node.owner import local_channel
 from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
 from swarmnet_protocols.directory import duplicate_identity, records
@@ -20,6 +23,7 @@ from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations
 from tests.properties import test_records as record_mutations
 from tests.unit import (
+    test_control,
     test_duplicate_identity,
     test_flipped_bits,
     test_identity_lock,
@@ -32,7 +36,18 @@ def refused_bits(name: str) -> Callable[[Path], object]:
     return lambda folder: test_flipped_bits.test_a_file_with_a_flipped_bit_is_refused(name, folder)
 
 
+def refuses_wrong_tokens(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_channel, "HAS_UNIX_SOCKETS", False)
+        test_control.refuses_a_wrong_token(folder)
+
+
 FILES = (
+    Defence(
+        "a node answers at a port of its machine only to those who have its token",
+        replacing(local_channel.hmac, "compare_digest", yes),
+        refuses_wrong_tokens,
+    ),
     Defence(
         "a swarm file is signed",
         replacing(SwarmFile, "is_signed_by_authority", yes),

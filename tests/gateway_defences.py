@@ -63,6 +63,11 @@ def timed(folder: Path) -> None:
         )
 
 
+def watched(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_chat_template.test_a_template_is_stopped_without_limits_of_the_kernel("memory", folder, patch)
+
+
 def without_secrets(folder: Path) -> None:
     del folder
     with pytest.MonkeyPatch.context() as patch:
@@ -101,6 +106,11 @@ GATEWAY = (
         lambda _: test_chat_template.test_a_template_is_stopped_at_its_memory_limit(),
     ),
     Defence("a chat template has a time limit", rendering_in_process, timed),
+    Defence(
+        "a chat template is limited where the kernel limits nothing",
+        replacing(chat_template, "_kill_beyond", nothing),
+        watched,
+    ),
     Defence(
         "a chat template has an output limit",
         rendering_in_process,

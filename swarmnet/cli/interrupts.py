@@ -2,17 +2,18 @@
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from threading import Thread
 from typing import Any, Self, TextIO
+
+from swarmnet_protocols.machine.platform import new_event_loop, on_stop_signals
 
 
 def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
-    """Run ``command`` on a uvloop event loop. Raises ``KeyboardInterrupt`` when ``Interrupts`` cancelled it."""
-    import uvloop
-
+    """Run ``command`` on the system's fastest event loop. Raises ``KeyboardInterrupt`` when ``Interrupts`` cancelled it."""
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(command)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -32,8 +33,7 @@ class Interrupts:
         if task is None:
             raise RuntimeError("not running as a task")
         interrupts = cls(task.cancel)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, interrupts)
+        on_stop_signals(interrupts)
         return interrupts
 
     def catch_end_of(self, stdin: TextIO) -> None:
@@ -41,11 +41,13 @@ class Interrupts:
         loop, number = asyncio.get_running_loop(), stdin.fileno()
 
         def read() -> None:
-            if not os.read(number, 4096):
-                loop.remove_reader(number)
-                self()
+            while os.read(number, 4096):
+                pass
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self)
 
-        loop.add_reader(number, read)
+        # A daemon thread, which does not delay the end of the process. Not every event loop can watch a pipe.
+        Thread(target=read, name="stdin", daemon=True).start()
 
     def __call__(self) -> None:
         action, self.first = self.first, self._cancel

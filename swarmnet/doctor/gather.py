@@ -20,6 +20,7 @@ from swarmnet.reach import advice, describe
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
 if TYPE_CHECKING:
     from swarmnet.swarm_file.entry import Entry
@@ -182,7 +183,9 @@ def secret_files(data_dir: Path) -> list[facts.SecretFile]:
     for path in [data_dir, *sorted(data_dir.rglob("*.key"))[:MAX_KEY_FILES]]:
         with suppress(OSError):
             status = path.stat()
-            found.append(facts.SecretFile(path, status.st_mode & 0o777, status.st_uid == os.getuid()))
+            found.append(
+                facts.SecretFile(path, status.st_mode & 0o700 | mode_for_others(status), is_ours(status))
+            )
     return found
 
 

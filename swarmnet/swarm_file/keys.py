@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.machine.platform import mode_for_others
 
 if TYPE_CHECKING:
     from swarmnet_protocols.net.identity import Identity
@@ -47,7 +48,7 @@ def load_key(path: Path) -> "Identity":
 
     try:
         with path.open("rb") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
+            status = os.fstat(stream.fileno())
             pem = stream.read(_MAX_KEY_BYTES)
         key = serialization.load_pem_private_key(pem, password=None)
     except OSError as error:
@@ -56,7 +57,7 @@ def load_key(path: Path) -> "Identity":
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not a key", hint="restore it from your backup") from error
-    if stat.S_IMODE(mode) & 0o077:
+    if mode_for_others(status):
         raise ConfigError(f"the key {path} can be read by others", hint=f"chmod 600 {path}")
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key", hint="restore it from your backup")
@@ -67,12 +68,12 @@ def read_secret(path: Path, max_bytes: int) -> str:
     """The text in ``path``. Raises ``ConfigError`` if all users of the machine can read it, or it is longer than ``max_bytes``."""
     try:
         with path.open("rb") as stream:
-            mode = os.fstat(stream.fileno()).st_mode
+            status = os.fstat(stream.fileno())
             text = stream.read(max_bytes + 1)
         if len(text) > max_bytes:
             raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
         # The group may read: stat shows the access list of a systemd credential as group permissions.
-        if stat.S_IMODE(mode) & stat.S_IRWXO and not path.resolve().is_relative_to(_MOUNTED):
+        if mode_for_others(status, stat.S_IRWXO) and not path.resolve().is_relative_to(_MOUNTED):
             raise ConfigError(
                 f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"
             )

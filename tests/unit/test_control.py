@@ -1,20 +1,30 @@
 """A node answers its owner over a socket that only the owner can use."""
 
 import asyncio
+import json
 import socket
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
-from swarmnet_node.owner import control
+from swarmnet_node.owner import control, local_channel
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits
-from swarmnet_protocols.errors import ConfigError, Unreachable
+from swarmnet_node.owner.local_channel import OPTIONS, PORT_NAME, SOCKET_NAME
+from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.wire import control_pb2
 from tests.support.fake_node import NO_CORES, STATUS, FakeNode
+
+
+@pytest.fixture
+def without_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.setattr(local_channel, "HAS_UNIX_SOCKETS", False)
 
 
 def test_status_and_finish_reach_the_node(tmp_path: Path) -> None:
@@ -32,7 +42,7 @@ def test_status_and_finish_reach_the_node(tmp_path: Path) -> None:
 def test_only_the_owner_may_use_the_socket(tmp_path: Path) -> None:
     async def main() -> int:
         async with control.serve(FakeNode(), tmp_path):
-            return stat.S_IMODE((tmp_path / control.SOCKET_NAME).stat().st_mode)
+            return stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode)
 
     assert asyncio.run(main()) == 0o600
 
@@ -48,13 +58,63 @@ def test_the_socket_is_gone_when_the_node_is(tmp_path: Path) -> None:
         control.status(tmp_path)
 
 
+@pytest.mark.usefixtures("without_unix_sockets")
+def test_without_unix_sockets_a_port_of_loopback_takes_their_place(tmp_path: Path) -> None:
+    test_status_and_finish_reach_the_node(tmp_path)
+    test_the_socket_is_gone_when_the_node_is(tmp_path)
+
+
+def call_with_token(folder: Path, change: Callable[[str], str]) -> None:
+    """Call a node whose token was changed for the caller."""
+
+    async def main() -> None:
+        async with control.serve(FakeNode(), folder):
+            fields = json.loads((folder / PORT_NAME).read_text())
+            assert stat.S_IMODE((folder / PORT_NAME).stat().st_mode) == 0o600
+            write_whole(folder / PORT_NAME, json.dumps(fields | {"token": change(fields["token"])}).encode())
+            await asyncio.to_thread(control.status, folder)
+
+    asyncio.run(main())
+
+
+def refuses_a_wrong_token(folder: Path) -> None:
+    for change in (lambda _: "", lambda token: token[:-1], lambda token: token.swapcase()):
+        with pytest.raises(SwarmnetError, match="the token is wrong"):
+            call_with_token(folder, change)
+
+
+@pytest.mark.usefixtures("without_unix_sockets")
+def test_a_port_answers_only_those_who_know_the_token(tmp_path: Path) -> None:
+    call_with_token(tmp_path, lambda token: token)
+    refuses_a_wrong_token(tmp_path)
+
+
+@pytest.mark.usefixtures("without_unix_sockets")
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b'{"port": "1", "token": "a"}', b'{"port": 1, "token": "\\n"}', b"\xff"]
+)
+def test_a_damaged_port_file_is_no_node(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / PORT_NAME).write_bytes(content)
+    with pytest.raises(Unreachable, match="no node is running"):
+        control.status(tmp_path)
+
+
+@pytest.mark.usefixtures("without_unix_sockets")
+def test_the_port_of_a_killed_node_is_no_node(tmp_path: Path) -> None:
+    with socket.socket() as left:
+        left.bind(("127.0.0.1", 0))
+        (tmp_path / PORT_NAME).write_text(json.dumps({"port": left.getsockname()[1], "token": "left"}))
+        with pytest.raises(Unreachable, match="no node is running"):
+            control.status(tmp_path)
+
+
 def _leave_a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
 
 
 def test_a_socket_left_by_a_killed_node_is_no_node_and_in_nobodys_way(tmp_path: Path) -> None:
-    _leave_a_socket(tmp_path / control.SOCKET_NAME)
+    _leave_a_socket(tmp_path / SOCKET_NAME)
     with pytest.raises(Unreachable, match="no node is running") as caught:
         control.status(tmp_path)
     assert "swarmnet join" in caught.value.hint
@@ -68,15 +128,13 @@ def test_a_socket_left_by_a_killed_node_is_no_node_and_in_nobodys_way(tmp_path: 
 
 def test_calls_do_not_share_results(tmp_path: Path) -> None:
     """gRPC keeps a connection that failed for as long as it would wait before another try, for every caller with the same address."""
-    _leave_a_socket(tmp_path / control.SOCKET_NAME)
+    _leave_a_socket(tmp_path / SOCKET_NAME)
 
     async def main() -> NodeStatus:
         async with control.serve(FakeNode(), tmp_path):
             return await asyncio.to_thread(control.status, tmp_path)
 
-    with grpc.insecure_channel(
-        f"unix:{tmp_path}/{control.SOCKET_NAME}", options=control._OPTIONS
-    ) as lingering:
+    with grpc.insecure_channel(f"unix:{tmp_path}/{SOCKET_NAME}", options=OPTIONS) as lingering:
         failed = threading.Event()
         lingering.subscribe(
             lambda state: failed.set() if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE else None,
@@ -92,7 +150,7 @@ def test_a_path_too_long_for_a_socket_address_works_all_the_same(tmp_path: Path)
 
     async def main() -> NodeStatus:
         async with control.serve(FakeNode(), directory):
-            assert (directory / control.SOCKET_NAME).is_socket()
+            assert (directory / SOCKET_NAME).is_socket()
             return await asyncio.to_thread(control.status, directory)
 
     assert asyncio.run(main()) == STATUS

@@ -12,6 +12,7 @@ import torch
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
 from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.platform import new_event_loop
 from swarmnet_protocols.machine.threads import stay_serial
 
 T = TypeVar("T")
@@ -66,10 +67,8 @@ class Runtime:
         self.close()
 
     def _main(self) -> None:
-        import uvloop
-
         stay_serial()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(self._stay())
 
     async def _stay(self) -> None:

@@ -1,6 +1,5 @@
 """The directory of a tuning run: its checkpoint until it is done, then the adapter and ``tune.json``."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from swarmnet_client.tuning.adapter_dir import (
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, TuneCheckpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.platform import FOLDER_LOCK, lock, open_to_lock
 
 CURVE_FILE = "loss.png"
 
@@ -31,12 +31,12 @@ def alone(path: Path) -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = open_to_lock(path)
     except OSError as error:
         raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError as error:
             raise ConfigError(
                 f"another run is at work in {path}", hint="wait for it, or choose another --out"
@@ -60,7 +60,7 @@ class RunDir:
         try:
             for torn in path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
-            held = {file.name for file in path.iterdir()}
+            held = {file.name for file in path.iterdir()} - {FOLDER_LOCK}
         except OSError as error:
             raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
         if force:

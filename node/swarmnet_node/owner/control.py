@@ -1,14 +1,9 @@
-"""Control of a node by its owner: gRPC on a unix socket in the node's data directory.
+"""Control of a node by its owner: gRPC between processes of this machine (``local_channel.py``)."""
 
-A process that may write into the directory may control the node; there is no other check.
-"""
-
-import asyncio
 import json
 import math
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +11,7 @@ from typing import Any, Protocol
 import grpc
 
 from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.local_channel import dialling, serving
 from swarmnet_protocols.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -24,23 +20,16 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES
 from swarmnet_protocols.net import Reach, ReachKind
 from swarmnet_protocols.wire import control_pb2
 
-SOCKET_NAME = "control.sock"
 MAX_GRACE_S = 24 * 3600.0
 _ANSWER_TIMEOUT_S = 5.0
-_MAX_MESSAGE_BYTES = 1 << 20
 _SERVICE: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfResources,
 }
-_OPTIONS = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise a call reuses the failed connection of an earlier one
-)
 
 
 @dataclass(frozen=True)
@@ -91,10 +80,7 @@ class Controlled(Protocol):
 
 @asynccontextmanager
 async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
-    """Serve the control socket of ``node`` while the context is open.
-
-    The caller holds the lock of ``data_dir``, so a socket that exists there is left over from a dead process, and is replaced.
-    """
+    """Let the owner control ``node`` while the context is open. The caller holds the lock of ``data_dir``."""
 
     async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> control_pb2.NodeStatus:
         return control_pb2.NodeStatus(**asdict(node.status()))
@@ -126,7 +112,6 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
             await context.abort(code, json.dumps([str(error), error.hint]))
         return control_pb2.Limits(**asdict(node.limits()))
 
-    server = grpc.aio.server(options=_OPTIONS)
     methods = {
         "Status": _method(answer_status, control_pb2.StatusRequest),
         "Finish": _method(answer_finish, control_pb2.FinishRequest),
@@ -135,26 +120,8 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
         "GetLimits": _method(answer_limits, control_pb2.GetLimitsRequest),
         "SetLimits": _method(answer_set_limits, control_pb2.Limits),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
-    socket = data_dir / SOCKET_NAME
-    with _bindable(data_dir) as directory:
-        socket.unlink(missing_ok=True)
-        previous = os.umask(0o177)
-        try:
-            server.add_insecure_port(f"unix:{directory}/{SOCKET_NAME}")
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot create {socket}", hint="choose a --data-dir on a local disk"
-            ) from error
-        finally:
-            os.umask(previous)
-        await server.start()
-        try:
-            yield
-        finally:
-            # Answers already under way, such as the one to `finish` itself, still reach their callers.
-            await asyncio.shield(server.stop(grace=1.0))
-            socket.unlink(missing_ok=True)
+    async with serving(grpc.method_handlers_generic_handler(_SERVICE, methods), data_dir):
+        yield
 
 
 def status(data_dir: Path) -> NodeStatus:
@@ -228,19 +195,17 @@ def _call(data_dir: Path, method: str, request: Any, reply: Any) -> Any:
         f"no node is running in {data_dir}",
         hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir",
     )
-    if not (data_dir / SOCKET_NAME).is_socket():
-        raise no_node
-    with (
-        _bindable(data_dir) as directory,
-        grpc.insecure_channel(f"unix:{directory}/{SOCKET_NAME}", options=_OPTIONS) as channel,
-    ):
+    with dialling(data_dir) as found:
+        if found is None:
+            raise no_node
+        channel, token = found
         call = channel.unary_unary(
             f"/{_SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=reply.FromString,
         )
         try:
-            return call(request, timeout=_ANSWER_TIMEOUT_S)
+            return call(request, timeout=_ANSWER_TIMEOUT_S, metadata=token)
         except grpc.RpcError as error:
             raise _explain(error, data_dir, no_node) from error
 
@@ -263,22 +228,3 @@ def _explain(error: Any, data_dir: Path, no_node: SwarmnetError) -> SwarmnetErro
         message, hint = json.loads(error.details())
         return _REFUSALS[code](message, hint=hint)
     return SwarmnetError(f"the node in {data_dir} refused: {error.details()}")
-
-
-@contextmanager
-def _bindable(data_dir: Path) -> Iterator[str]:
-    """A path of ``data_dir`` that is short enough for the address of a unix socket."""
-    path = str(data_dir.absolute())
-    if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES:
-        yield path
-        return
-    if not Path("/proc/self/fd").is_dir():
-        raise ConfigError(
-            f"the path of the data directory {path} is too long for a socket",
-            hint="choose a shorter --data-dir",
-        )
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)

@@ -27,7 +27,7 @@ from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.machine.files import sync
+from swarmnet_protocols.machine.platform import sync
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoint import sha256_of
 from swarmnet_protocols.net import PeerId

@@ -14,13 +14,13 @@ holder without a sign of life is waited for ``STOPPED_S``, once.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
 import socket
 import stat
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -42,6 +42,7 @@ from typing import IO, Protocol
 import platformdirs
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.platform import is_ours, lock, unlock
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class FileCoreLock:
     twice in a row while another waits.
     """
 
-    def __init__(self, queue: "_FileLock", cores: "_FileLock", last: int) -> None:
+    def __init__(self, queue: "_FileLock", cores: "_FileLock", last: IO[bytes]) -> None:
         """See ``open``."""
         self._queue = queue
         self._cores = cores
@@ -111,27 +112,27 @@ class FileCoreLock:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700, exist_ok=True)
                 status = folder.lstat()
-                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                if not stat.S_ISDIR(status.st_mode) or not is_ours(status):
                     raise PermissionError("it belongs to another user")
                 queue, cores = (
                     stack.enter_context(_FileLock.open(folder / name)) for name in ("queue", "cores")
                 )
-                last = stack.enter_context((folder / "last").open("w+"))
+                last = stack.enter_context((folder / "last").open("w+b", buffering=0))
             except OSError as error:
                 raise ConfigError(
                     f"cannot use {folder}: {error}", hint="set XDG_CACHE_HOME to a folder of yours"
                 ) from None
-            yield cls(queue, cores, last.fileno())
+            yield cls(queue, cores, last)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        async with self._held(fcntl.LOCK_EX):
+        async with self._held(shared=False):
             self._exchange_last()
             yield
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[bool]:
-        async with self._held(fcntl.LOCK_SH):
+        async with self._held(shared=True):
             self._exchange_last()
             yield time.monotonic() - self._others_at < RECENT_S
 
@@ -141,23 +142,25 @@ class FileCoreLock:
             yield
 
     @asynccontextmanager
-    async def _held(self, kind: int) -> AsyncIterator[None]:
+    async def _held(self, *, shared: bool) -> AsyncIterator[None]:
         async with self._queue.held() as is_next, AsyncExitStack() as stack:
             if is_next:
-                await stack.enter_async_context(self._cores.held(kind))
+                await stack.enter_async_context(self._cores.held(shared=shared))
             held = stack.pop_all()
         async with held:
             yield
 
     def _exchange_last(self) -> None:
         """Read which process held the lock last, and write this one."""
-        entry = os.pread(self._last, _ENTRY.size, 0)
+        self._last.seek(0)
+        entry = self._last.read(_ENTRY.size)
         if len(entry) == _ENTRY.size:
             name, at = _ENTRY.unpack(entry)
             if name != self._name:
                 self._others_at = at
         with suppress(OSError):  # with a full disk, the others do not learn of this process
-            os.pwrite(self._last, _ENTRY.pack(self._name, time.monotonic()), 0)
+            self._last.seek(0)
+            self._last.write(_ENTRY.pack(self._name, time.monotonic()))
 
 
 def default_folder() -> Path:
@@ -168,7 +171,10 @@ def default_folder() -> Path:
 
 @contextmanager
 def open_core_lock(folder: Path | None = None) -> Iterator[CoreLock]:
-    """The core lock of this user's processes; ``NO_CORE_LOCK`` and a warning if the folder cannot be used."""
+    """The core lock of this user's processes; ``NO_CORE_LOCK`` on Windows, and with a warning if the folder cannot be used."""
+    if sys.platform == "win32":  # its locks have neither sharers that wait nor a wait without polling
+        yield NO_CORE_LOCK
+        return
     with ExitStack() as stack:
         core_lock: CoreLock = NO_CORE_LOCK
         try:
@@ -201,9 +207,9 @@ class _FileLock:
                 waiter.close()
 
     @asynccontextmanager
-    async def held(self, kind: int = fcntl.LOCK_EX) -> AsyncIterator[bool]:
+    async def held(self, *, shared: bool = False) -> AsyncIterator[bool]:
         """Hold the lock while the context is open; yields False without it if its holder is stopped."""
-        locked = await self._acquire(kind)
+        locked = await self._acquire(shared)
         if locked is None:
             yield False
             return
@@ -212,14 +218,14 @@ class _FileLock:
             yield True
         finally:
             self._sign_timer.cancel()
-            fcntl.flock(locked, fcntl.LOCK_UN)
+            unlock(locked.fileno())
 
     @contextmanager
     def held_briefly(self) -> Iterator[None]:
         """Share the lock while the context is open, or go without it after ``BRIEF_WAIT_S``."""
         locked: IO[str] | None = self._file
-        if not _try_lock(self._file, fcntl.LOCK_SH):
-            request = self._waiter.request(fcntl.LOCK_SH)
+        if not _try_lock(self._file, shared=True):
+            request = self._waiter.request(shared=True)
             with suppress(TimeoutError):
                 request.result(BRIEF_WAIT_S)
             locked = None if request.cancel() else self._waiter.file
@@ -229,19 +235,19 @@ class _FileLock:
             yield
         finally:
             if locked is not None:
-                fcntl.flock(locked, fcntl.LOCK_UN)
+                unlock(locked.fileno())
 
     def _sign(self) -> None:
         os.utime(self._file.fileno())
         self._sign_timer = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
-    async def _acquire(self, kind: int) -> IO[str] | None:
+    async def _acquire(self, shared: bool) -> IO[str] | None:
         """The file that is locked; None if the holder is stopped."""
-        if _try_lock(self._file, kind):
+        if _try_lock(self._file, shared=shared):
             return self._file
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
-        request = self._waiter.request(kind)
+        request = self._waiter.request(shared=shared)
         request.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
         try:
             last, last_at = 0, loop.time()
@@ -257,7 +263,7 @@ class _FileLock:
                         await done.wait()
         except asyncio.CancelledError:
             if not request.cancel():
-                fcntl.flock(self._waiter.file, fcntl.LOCK_UN)
+                unlock(self._waiter.file.fileno())
             raise
         return None if request.cancel() else self._waiter.file
 
@@ -268,13 +274,13 @@ class _LockWaiter:
     def __init__(self, file: IO[str]) -> None:
         """``file`` is opened for this thread alone: the lock of a cancelled request may come when the process holds another."""
         self.file = file
-        self._requests: SimpleQueue[tuple[int, Future[None]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[bool, Future[None]] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def request(self, kind: int) -> "Future[None]":
+    def request(self, *, shared: bool) -> "Future[None]":
         """Done when ``file`` is locked. If it can be cancelled, it will not be locked."""
         request: Future[None] = Future()
-        self._requests.put((kind, request))
+        self._requests.put((shared, request))
         if self._thread is None:
             # A daemon thread, which does not delay the end of the process: the holder may be stopped for good.
             self._thread = Thread(target=self._run, name="core lock", daemon=True)
@@ -291,23 +297,23 @@ class _LockWaiter:
     def _run(self) -> None:
         with self.file:
             while (next_request := self._requests.get()) is not None:
-                kind, request = next_request
+                shared, request = next_request
                 if request.cancelled():
                     continue
                 try:
-                    fcntl.flock(self.file, kind)
+                    lock(self.file.fileno(), shared=shared, wait=True)
                 except OSError:  # a file system without locks
                     request.cancel()
                     continue
                 if request.set_running_or_notify_cancel():
                     request.set_result(None)
                 else:
-                    fcntl.flock(self.file, fcntl.LOCK_UN)
+                    unlock(self.file.fileno())
 
 
-def _try_lock(file: IO[str], kind: int) -> bool:
+def _try_lock(file: IO[str], *, shared: bool) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        lock(file.fileno(), shared=shared)
     except BlockingIOError:
         return False
     return True

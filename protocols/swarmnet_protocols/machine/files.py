@@ -1,14 +1,14 @@
-"""Atomic writes, private and scratch folders, and the limit on open files."""
+"""Atomic writes, and private and scratch folders."""
 
-import fcntl
 import os
-import resource
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from swarmnet_protocols.machine.platform import is_ours, lock, sync
 
 MAX_SOCKET_PATH_BYTES = 100
 """Longest path of a unix socket in bytes: Linux takes 107, macOS 103."""
@@ -63,10 +63,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=parent))
     try:
         fresh = folder / (_LOCK_NAME + ".new")
-        with fresh.open("wb") as lock:
+        with fresh.open("wb") as file:
             # Renamed only once it is locked: a file of this name without a lock belongs to a process that has ended.
             with suppress(OSError):  # a file system without locks: the folder stays if the process is killed
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file.fileno())
                 fresh.rename(folder / _LOCK_NAME)
             yield folder
     finally:
@@ -78,25 +78,8 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(_SCRATCH_PREFIX + "*"):
         with suppress(OSError):
             info = folder.lstat()
-            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            if not stat.S_ISDIR(info.st_mode) or not is_ours(info):
                 continue
-            with (folder / _LOCK_NAME).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (folder / _LOCK_NAME).open("rb") as file:
+                lock(file.fileno())
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk. Raises ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def allow_open_files(count: int) -> None:
-    """Raise the limit on open files of this process and its children to ``count``, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,12 +1,13 @@
 """A lock on the identity file: one process at a time is reachable under an identity. Two would share one peer's messages."""
 
-import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.platform import lock
 
 _LOCKS = Path("/proc/locks")
 
@@ -19,14 +20,14 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
     holder where the system tells it, if the lock is held by another process in a way that excludes this one.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(
             f"cannot use the identity file {path}: {error.strerror}", hint="choose another --data-dir"
         ) from error
     try:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            lock(descriptor, shared=not alone)
         except BlockingIOError as error:
             holders = ", ".join(f"pid {pid}" for pid in _holders(descriptor))
             raise ConfigError(
@@ -44,7 +45,9 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
 
 
 def _holders(descriptor: int) -> list[int]:
-    """The processes that hold a lock on a file, if the system tells."""
+    """The processes that hold a lock on a file, if the system tells: Linux does."""
+    if sys.platform != "linux":
+        return []
     info = os.fstat(descriptor)
     file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     try:

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarmnet_protocols.machine.platform import is_ours, mode_for_others
+
 _log = logging.getLogger(__name__)
 
 COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
@@ -40,7 +42,7 @@ def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -
     openmp = _openmp_of_torch()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not is_ours(status) or mode_for_others(status, 0o022):
         raise _Unavailable(f"others can write into {folder}")
     texts = [each.read_text() for each in (source, *headers)]
     key = [*texts, *COMPILE, *LINK, path, str(openmp), *_processor()]

@@ -7,18 +7,22 @@ and can be killed.
 import atexit
 import contextlib
 import json
+import math
 import os
-import selectors
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.chat_template_process import LENGTH
+from swarmnet_protocols.machine.platform import APART
+from swarmnet_protocols.models.chat_template_process import LENGTH, MEMORY_BYTES, memory_limit
 
 MAX_CHARS = 8 << 20
 """Characters of a rendered conversation at most, by default."""
@@ -29,7 +33,10 @@ START_S = 120.0
 RENDER_S = 30.0
 """Seconds that one rendering may take by the wall clock. ``CPU_S``, the limit of processor time, is usually reached first."""
 _PROGRAM = Path(__file__).with_name("chat_template_process.py")
-_PART_BYTES = 1 << 16
+_EXTRA_BYTES = 1 << 16
+"""Bytes of a reply beside its text."""
+_WATCH_S = 0.02
+"""Period at which the use of processor and memory is checked."""
 _ESCAPED_BYTES = 12
 """Bytes of one character in the reply at most: the reply is JSON in ASCII."""
 
@@ -72,7 +79,7 @@ def render_chat(
         "cpu_s": CPU_S,
     }
     answer = _renderer.request(
-        json.dumps(request, default=str).encode(), max_chars * _ESCAPED_BYTES + _PART_BYTES
+        json.dumps(request, default=str).encode(), max_chars * _ESCAPED_BYTES + _EXTRA_BYTES
     )
     if "refused" in answer:
         raise TemplateRefused(f"the model's chat template refuses these messages: {answer['refused']}")
@@ -99,12 +106,14 @@ class _Renderer:
             try:
                 process = self._process or self._start()
                 self._wait_until_ready(process)
-                answer = _exchange(process, LENGTH.pack(len(request)) + request, RENDER_S, max_bytes)
+                limits = _Limits(RENDER_S, CPU_S, memory_limit(len(request)))
+                answer = _exchange(process, LENGTH.pack(len(request)) + request, limits, max_bytes)
             except BaseException as error:
                 # A late reply would be taken for the reply to the next request.
                 self._stop()
                 if isinstance(error, _ProcessFailed):
-                    failed = f"it takes more than {CPU_S} s of processor time, or ended the process that renders it"
+                    most = f"{CPU_S} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
+                    failed = f"it takes more than {most}, or ended the process that renders it"
                     return {"failed": failed}
                 raise
             if "failed" in answer:
@@ -130,7 +139,7 @@ class _Renderer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # so that Ctrl-C does not reach it
+            **APART,
         )
         return self._process
 
@@ -138,7 +147,7 @@ class _Renderer:
         if self._is_ready:
             return
         try:
-            _exchange(process, b"", START_S, _PART_BYTES)
+            _exchange(process, b"", _Limits(START_S), _EXTRA_BYTES)
         except _ProcessFailed as error:
             raise TemplateFailed(
                 f"the process that renders chat templates did not start: {error}",
@@ -157,47 +166,77 @@ class _Renderer:
 
 
 class _ProcessFailed(Exception):
-    """The process ended, took too long, or sent something invalid."""
+    """The process ended, was killed at a limit, or sent something invalid."""
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What the process may use for one request: seconds by the wall clock and of the processor, and bytes of memory."""
+
+    wall_s: float
+    cpu_s: float = math.inf
+    memory_bytes: float = math.inf
 
 
 def _exchange(
-    process: subprocess.Popen[bytes], request: bytes, limit_s: float, max_bytes: int
+    process: subprocess.Popen[bytes], request: bytes, limits: "_Limits", max_bytes: int
 ) -> dict[str, str]:
     """Write ``request`` and read the reply, which is not trusted: a template may have taken the process over."""
-    deadline = time.monotonic() + limit_s
-    unsent, received = memoryview(request), bytearray()
-    source, sink = _pipe(process.stdout).fileno(), _pipe(process.stdin).fileno()
-    os.set_blocking(sink, False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(source, selectors.EVENT_READ)
-        if unsent:
-            selector.register(sink, selectors.EVENT_WRITE)
-        while True:
-            if not (ready := selector.select(max(0.0, deadline - time.monotonic()))):
-                raise _ProcessFailed("it takes too long")
-            for key, _ in ready:
-                if key.fd == source:
-                    part = os.read(source, _PART_BYTES)
-                    if not part:
-                        raise _ProcessFailed("it ended")
-                    received += part
-                else:
-                    try:
-                        unsent = unsent[os.write(sink, unsent[:_PART_BYTES]) :]
-                    except BrokenPipeError as error:
-                        raise _ProcessFailed("it ended") from error
-                    if not unsent:
-                        selector.unregister(sink)
-            if len(received) < LENGTH.size:
-                continue
-            (size,) = LENGTH.unpack_from(received)
-            if size > max_bytes or len(received) > LENGTH.size + size:
-                raise _ProcessFailed("its reply is too long")
-            if len(received) == LENGTH.size + size:
-                return _parsed(received[LENGTH.size :])
+    ended, watch = threading.Event(), psutil.Process(process.pid)
+    watcher = threading.Thread(target=_kill_beyond, args=(process, watch, limits, ended), daemon=True)
+    watcher.start()
+    try:
+        sink, source = _pipe(process.stdin), _pipe(process.stdout)
+        sink.write(request)
+        sink.flush()
+        head = source.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            raise _ProcessFailed("it ended")
+        (size,) = LENGTH.unpack(head)
+        if size > max_bytes:
+            raise _ProcessFailed("its reply is too long")
+        body = source.read(size)
+        if len(body) < size:
+            raise _ProcessFailed("it ended")
+    except (BrokenPipeError, OSError) as error:
+        raise _ProcessFailed("it ended") from error
+    finally:
+        ended.set()
+        watcher.join()
+    return _parsed(body)
 
 
-def _parsed(body: bytearray) -> dict[str, str]:
+def _kill_beyond(
+    process: subprocess.Popen[bytes], watch: psutil.Process, limits: "_Limits", ended: threading.Event
+) -> None:
+    """Kill ``process`` when it goes beyond ``limits``, unless ``ended`` comes first.
+
+    The process limits itself where the kernel can (``chat_template_process.py``): that is exact. This holds on every system.
+    """
+    deadline = time.monotonic() + limits.wall_s
+    used_s, used_bytes = _usage(watch)
+    while not ended.wait(_WATCH_S):
+        now_s, now_bytes = _usage(watch)
+        if (
+            time.monotonic() > deadline
+            or now_s - used_s > limits.cpu_s
+            or now_bytes - used_bytes > limits.memory_bytes
+        ):
+            process.kill()
+            return
+
+
+def _usage(process: psutil.Process) -> tuple[float, int]:
+    """Processor seconds and resident bytes so far; zeros after its end."""
+    try:
+        with process.oneshot():
+            times = process.cpu_times()
+            return times.user + times.system, int(process.memory_info().rss)
+    except psutil.Error:
+        return 0.0, 0
+
+
+def _parsed(body: bytes) -> dict[str, str]:
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:

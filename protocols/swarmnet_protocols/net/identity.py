@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.machine.platform import mode_for_others
 from swarmnet_protocols.net import PeerId
 
 KEY_BYTES = 32
@@ -125,9 +125,9 @@ def _create_key_file(path: Path) -> None:
 
 def _read_key_file(path: Path) -> Identity:
     with path.open("rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+        status = os.fstat(file.fileno())
         data = file.read(_FILE_BYTES + 1)
-    if stat.S_IMODE(mode) & 0o077:
+    if mode_for_others(status):
         raise ConfigError(f"the identity file {path} can be read by others", hint=f"chmod 600 {path}")
     corrupt = ConfigError(
         f"the identity file {path} is not an Ed25519 key", hint="move it away to get a new identity"

@@ -6,6 +6,7 @@ the socket when the other side, having read everything, has closed its own.
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import cast
 
@@ -82,3 +83,13 @@ class Pipe(asyncio.StreamReaderProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         super().connection_lost(exc)
+
+
+async def adopt(ours: socket.socket) -> Pipe:
+    """The pipe of this process's end of a socket pair, which is closed if this fails."""
+    try:
+        _, pipe = await asyncio.get_running_loop().create_connection(Pipe, sock=ours)
+    except BaseException:
+        ours.close()
+        raise
+    return pipe

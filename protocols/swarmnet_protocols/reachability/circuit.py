@@ -21,7 +21,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.framing import LINGER_S
 from swarmnet_protocols.net.identity import Identity, public_key_of, verify
-from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.pipe import Pipe, adopt
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.wire import relay_pb2 as pb
 
@@ -124,10 +124,10 @@ class CircuitEnd:
 
 async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, Any, None]]:
     """The pipe for the plain bytes of a circuit over ``stream``, and a coroutine that encrypts and decrypts until either side closes."""
-    loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
-    _, pipe = await loop.create_unix_connection(Pipe, sock=ours)
-    _, plain = await loop.create_unix_connection(Pipe, sock=theirs)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    pipe, plain = await adopt(ours), await adopt(theirs)
     return pipe, _carry(stream, end, plain)
 
 

@@ -10,6 +10,8 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
+from swarmnet_protocols.machine.platform import share_port
+
 _CHUNK_BYTES = 64 << 10
 
 
@@ -21,8 +23,7 @@ async def simultaneous_open(
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
         end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        share_port(end)
         end.bind(("", local_port))
         async with asyncio.timeout(within_s):
             await asyncio.get_running_loop().sock_connect(end, (host, port))

@@ -64,21 +64,14 @@ class Keyboard:
 
 @contextmanager
 def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
-    """A keyboard on the terminal, or else on stdin. A terminal completes ``words`` and stores input in the file ``history`` (mode 0600)."""
+    """A keyboard on the terminal, or else on stdin. A terminal completes ``words`` and stores input in the file ``history`` (mode 0600).
+
+    Windows' terminal edits lines by itself, and keeps no history.
+    """
     if not sys.stdin.isatty():
         yield Keyboard(is_terminal=False)
         return
-    import readline
-
-    readline.set_completer_delims(" ")
-    readline.set_completer(
-        lambda typed, number: dict(enumerate(word for word in words if word.startswith(typed))).get(number)
-    )
-    readline.parse_and_bind("tab: complete")
-    readline.clear_history()
-    if history is not None:
-        with suppress(OSError):  # no history yet, or an unreadable one: a chat needs none
-            readline.read_history_file(history)
+    _prepare(history, words)
     try:
         yield Keyboard(is_terminal=True)
     finally:
@@ -86,14 +79,36 @@ def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
             _keep(history)
 
 
-def _keep(history: Path) -> None:
-    import readline
+if sys.platform == "win32":
 
-    readline.set_history_length(_HISTORY_LINES)
-    try:
-        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        history.touch(mode=0o600)
-        history.chmod(0o600)
-        readline.write_history_file(history)
-    except OSError as error:
-        note(f"the history cannot be stored: {history}: {error.strerror}")
+    def _prepare(history: Path | None, words: Sequence[str]) -> None: ...
+
+    def _keep(history: Path) -> None: ...
+else:
+
+    def _prepare(history: Path | None, words: Sequence[str]) -> None:
+        import readline
+
+        readline.set_completer_delims(" ")
+        readline.set_completer(
+            lambda typed, number: dict(enumerate(word for word in words if word.startswith(typed))).get(
+                number
+            )
+        )
+        readline.parse_and_bind("tab: complete")
+        readline.clear_history()
+        if history is not None:
+            with suppress(OSError):  # no history yet, or an unreadable one: a chat needs none
+                readline.read_history_file(history)
+
+    def _keep(history: Path) -> None:
+        import readline
+
+        readline.set_history_length(_HISTORY_LINES)
+        try:
+            history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            history.touch(mode=0o600)
+            history.chmod(0o600)
+            readline.write_history_file(history)
+        except OSError as error:
+            note(f"the history cannot be stored: {history}: {error.strerror}")

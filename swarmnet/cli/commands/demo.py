@@ -25,6 +25,7 @@ from swarmnet.units import counted
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.platform import APART
 from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
@@ -246,7 +247,7 @@ async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequ
             stdout=PIPE,
             stderr=stderr,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the demo, which stops its nodes itself
+            **APART,  # Ctrl-C is for the demo, which stops its nodes itself
         )
     running.append(process)
     return _Child(name, process, log)

@@ -34,8 +34,8 @@ from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.files import allow_open_files
 from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.chat_template import prepare_rendering
 

@@ -9,16 +9,20 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import tempfile
+import types
 import warnings
 from collections.abc import AsyncIterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
 from swarmnet_protocols.machine.aio import until
-from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, allow_open_files, scratch_folder
+from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, scratch_folder
 from swarmnet_protocols.machine.lean_imports import prepare_package
+from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.process import (
     OPEN_FILES,
@@ -44,6 +48,10 @@ _P2P_CODE = b"\xa5\x03"  # of the multicodec table
 def prepare_hivemind() -> None:
     """Import the parts of hivemind that are used, and keep it from writing to the terminal."""
     prepare_package("hivemind")
+    try:
+        import_module("uvloop")
+    except ImportError:  # on Windows; hivemind imports it for functions that are not used here
+        sys.modules["uvloop"] = types.ModuleType("uvloop")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from torch.jit at import
         from hivemind.utils.logging import use_hivemind_log_handler

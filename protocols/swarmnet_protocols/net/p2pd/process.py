@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.machine.platform import APART, keep_port
 from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
 
 _log = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def check_free(address: str) -> None:
         socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
     ) as probe:
         if kind == "tcp":
-            # Connections in TIME_WAIT do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keep_port(probe)
         if family == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
@@ -106,7 +106,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
             stderr=asyncio.subprocess.STDOUT,
             env=os.environ
             | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_memory_bytes * _GO_SHARE))},
-            start_new_session=True,  # Ctrl-C must not reach p2pd before this process has closed its streams
+            **APART,  # Ctrl-C would reach p2pd before this process has closed its streams
         )
     except OSError as error:
         raise SwarmnetError(

@@ -85,6 +85,8 @@ def _traffic(connection: _TcpSocket) -> Traffic:
 
 def _tcp_sockets(family: int) -> Iterator[_TcpSocket]:
     """The TCP sockets of this network namespace. Raises ``OSError`` when the kernel does not list them."""
+    if sys.platform != "linux":
+        raise OSError("only Linux counts the bytes of sockets")
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 0, _ANY_STATE)
     header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:

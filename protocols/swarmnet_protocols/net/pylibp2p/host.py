@@ -24,11 +24,12 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
+from swarmnet_protocols.machine.platform import keep_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
 from swarmnet_protocols.net.p2pd.process import check_free
-from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.pipe import Pipe, adopt
 from swarmnet_protocols.net.pylibp2p.connection import (
     MAX_STREAMS,
     PIECE_BYTES,
@@ -385,16 +386,6 @@ class PyLibp2p(P2pd):
         return [each for peers in list(self._connections.values()) for each in list(peers)]
 
 
-async def adopt(ours: socket.socket, on_accept: Callable[[Pipe], None] | None = None) -> Pipe:
-    """The pipe of this process's end of a socket pair."""
-    try:
-        _, pipe = await asyncio.get_running_loop().create_connection(lambda: Pipe(on_accept), sock=ours)
-    except BaseException:
-        ours.close()
-        raise
-    return pipe
-
-
 async def _carry(stream: YamuxStream, theirs: socket.socket) -> None:
     """Carry bytes between a stream and a socket until both directions have ended."""
     local = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
@@ -475,7 +466,7 @@ def _listener(address: str) -> socket.socket:
             raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
     listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep_port(listener)
         if family == "ip6":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, int(port)))

@@ -6,24 +6,20 @@ import socket
 from collections.abc import AsyncIterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from google.protobuf import descriptor_pool
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.machine.files import allow_open_files
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.machine.lean_imports import prepare_package
+from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.daemon import pack_multiaddr, prepare_hivemind
 from swarmnet_protocols.net.p2pd.process import OPEN_FILES, DaemonConfig
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-
-if TYPE_CHECKING:
-    pass
-
+from swarmnet_protocols.net.pipe import adopt
 
 _PACKAGES = ("libp2p", "libp2p.security", "libp2p.transport")
 """Packages whose ``__init__`` imports what is not used: TLS, QUIC, WebSocket, pubsub, relays."""
@@ -57,7 +53,7 @@ class PyLibp2pTransport(P2pdTransport):
         """As ``P2pdTransport.create``. Listens on TCP only: other addresses of ``config.listen`` are left out."""
         prepare_hivemind()
         prepare_libp2p()
-        from swarmnet_protocols.net.pylibp2p.host import PyLibp2p, adopt
+        from swarmnet_protocols.net.pylibp2p.host import PyLibp2p
 
         identity = Identity.load_or_create(config.identity_path)
         for address in (*config.listen, *config.announce):

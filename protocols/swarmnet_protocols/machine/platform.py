@@ -1,0 +1,170 @@
+"""What differs between Linux, macOS and Windows: files and their locks, limits on open files, ports, signals, event loops, child processes.
+
+Other modules ask here; they import neither ``fcntl`` nor ``resource``, and branch on ``sys.platform`` only for what they alone do.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+if sys.platform == "win32":
+    import msvcrt
+    import random
+    import subprocess
+else:
+    import fcntl  # noqa: TID251
+    import resource  # noqa: TID251
+
+HAS_UNIX_SOCKETS = sys.platform != "win32"
+"""Whether asyncio and gRPC have unix sockets here."""
+LOCK_START = 1 << 30
+"""Where the bytes begin that a lock holds on Windows: behind the end of the file, since no other process may read locked bytes."""
+LOCK_BYTES = 64
+"""Processes that can share a lock on Windows: each holds one of these bytes, and a process that is alone holds all."""
+FOLDER_LOCK = ".lock"
+_POLL_S = 0.05
+"""Period at which a lock is tried on Windows, which has no wait without a limit."""
+
+APART: Mapping[str, Any]
+if sys.platform == "win32":
+    APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+else:
+    APART = {"start_new_session": True}
+"""Arguments of ``subprocess.Popen`` for a child that Ctrl-C does not reach: its parent ends it."""
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file until ``unlock``, its close, or the end of the process; ``shared``: beside others that share it.
+
+    Raises ``BlockingIOError`` if the lock is held, unless ``wait``, and ``OSError`` on a file system without locks.
+    """
+    if sys.platform == "win32":
+        while not _try_lock_bytes(descriptor, shared):
+            if not wait:
+                raise BlockingIOError("another process has locked the file")
+            time.sleep(_POLL_S)
+    else:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+
+
+def unlock(descriptor: int) -> None:
+    """Release a lock that is held alone, or on a system with flock(2)."""
+    if sys.platform == "win32":
+        os.lseek(descriptor, LOCK_START, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, LOCK_BYTES)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+if sys.platform == "win32":
+
+    def _try_lock_bytes(descriptor: int, shared: bool) -> bool:
+        """Windows' C library locks ranges of bytes, for one process each: a sharer takes any byte, one that is alone takes all."""
+        starts = random.sample(range(LOCK_BYTES), LOCK_BYTES) if shared else [0]
+        for start in starts:
+            os.lseek(descriptor, LOCK_START + start, os.SEEK_SET)
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1 if shared else LOCK_BYTES)
+            except PermissionError:
+                continue
+            return True
+        return False
+
+
+def open_to_lock(folder: Path) -> int:
+    """A descriptor by which ``folder`` can be locked: of itself, on Windows of the file ``FOLDER_LOCK`` in it. Raises ``OSError``."""
+    if sys.platform == "win32":
+        return os.open(folder / FOLDER_LOCK, os.O_RDWR | os.O_CREAT)
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the disk; Windows does so for folders by itself. Raises ``OSError``."""
+    if sys.platform == "win32":
+        if path.is_dir():
+            return
+        flags = os.O_RDWR  # flushing needs the right to write
+    else:
+        flags = os.O_RDONLY
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Whether a file belongs to the user of this process. Windows: True; there, access lists of the folders above decide."""
+    if sys.platform == "win32":
+        return True
+    return status.st_uid == os.geteuid()
+
+
+def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IRWXO) -> int:
+    """The permission bits of a file in ``mask``, by default those of all other users. Windows: 0, since modes say nothing there."""
+    return 0 if sys.platform == "win32" else stat.S_IMODE(status.st_mode) & mask
+
+
+# ---- ports --------------------------------------------------------------------------------------------
+
+
+def keep_port(end: socket.socket) -> None:
+    """Let a socket listen on a port whose connections have ended a moment ago, but on none at which another socket listens."""
+    if sys.platform == "win32":  # SO_REUSEADDR would take the port of another process
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    else:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def share_port(end: socket.socket) -> None:
+    """Let several sockets of this user have one port, if each of them asks for it."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform != "win32":
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+# ---- the process and its children ---------------------------------------------------------------------
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit on open files of this process and its children to ``count``, as far as the hard limit allows.
+
+    Windows limits no sockets, and streams are sockets.
+    """
+    if sys.platform != "win32":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest event loop of the system."""
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: TID251
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def on_stop_signals(action: Callable[[], object]) -> None:
+    """Call ``action`` on the running loop at SIGINT (Ctrl-C), SIGTERM and, on Windows, Ctrl-Break. Needs the main thread."""
+    loop = asyncio.get_running_loop()
+    if sys.platform == "win32":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK):
+            signal.signal(number, lambda _number, _frame: loop.call_soon_threadsafe(action))
+    else:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, action)
