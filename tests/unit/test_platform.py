@@ -85,7 +85,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, open_core_lock
 from swarmnet_protocols.machine.files import scratch_folder, write_whole
 from swarmnet_protocols.machine.identity_lock import identity_in_use
-from swarmnet_protocols.machine.platform import open_to_lock, sync
+from swarmnet_protocols.machine.platform import folder_descriptor, sync
 from swarmnet_protocols.net.identity import Identity
 folder = Path(sys.argv[1])
 with locked_data_dir(folder / "data"):
@@ -97,7 +97,7 @@ with locked_data_dir(folder / "data"):
 write_whole(folder / "file", b"whole")
 with scratch_folder(folder) as scratch:
     (scratch / "file").touch()
-os.close(open_to_lock(folder))
+os.close(folder_descriptor(folder))
 sync(folder)
 with open_core_lock(folder) as lock:
     assert lock is NO_CORE_LOCK

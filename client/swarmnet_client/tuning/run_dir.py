@@ -18,7 +18,7 @@ from swarmnet_client.tuning.adapter_dir import (
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, TuneCheckpoint, replacing
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.platform import FOLDER_LOCK, lock, open_to_lock
+from swarmnet_protocols.machine.platform import FOLDER_LOCK, folder_descriptor, lock
 
 CURVE_FILE = "loss.png"
 
@@ -31,7 +31,7 @@ def alone(path: Path) -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = open_to_lock(path)
+        descriptor = folder_descriptor(path)
     except OSError as error:
         raise ConfigError(f"cannot use {path}: {error.strerror}", hint="choose another --out") from error
     try:

@@ -82,7 +82,7 @@ if sys.platform == "win32":
         return False
 
 
-def open_to_lock(folder: Path) -> int:
+def folder_descriptor(folder: Path) -> int:
     """A descriptor by which ``folder`` can be locked: of itself, on Windows of the file ``FOLDER_LOCK`` in it. Raises ``OSError``."""
     if sys.platform == "win32":
         return os.open(folder / FOLDER_LOCK, os.O_RDWR | os.O_CREAT)
