@@ -112,27 +112,27 @@ class Worker:
         self.codec: Codec = get_codec(job.exchange.codec or self.method.codec)
         self._feedback = self._no_error()
 
-    def contribute(self, round_number: int, slot: int) -> tuple[bytes, torch.Tensor]:
+    def contribute(self, round: int, slot: int) -> tuple[bytes, torch.Tensor]:
         """The payload, and the values that all workers decode from it."""
         if self.method.kind == "gradients":
-            current, _ = self.trainer.gradient(round_number, 0, slot)
+            current, _ = self.trainer.gradient(round, 0, slot)
         else:
             current = self.trainer.parameters()
-        values = self.method.contribution(round_number, current)
+        values = self.method.contribution(round, current)
         if self._feedback is not None:
-            values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
+            values = self._feedback.send(round, self.method.range(round)[0], values)
         payload = self.codec.encode(values)
         return payload, self.codec.decode(payload, len(values))
 
-    def apply(self, round_number: int, average: Average) -> None:
+    def apply(self, round: int, average: Average) -> None:
         if self._feedback is not None:
-            self._feedback.acknowledge(round_number, [(0, len(average.values))])
+            self._feedback.acknowledge(round, [(0, len(average.values))])
         if self.method.kind == "gradients":
-            gradient = self.method.apply(round_number, average.values, average)
-            self.trainer.apply_gradient(round_number, 0, gradient)
+            gradient = self.method.apply(round, average.values, average)
+            self.trainer.apply_gradient(round, 0, gradient)
             self.method.begin(self.trainer.parameters())
         else:
-            self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
+            self.trainer.load(self.method.apply(round, self.trainer.parameters(), average))
 
     def heal(self, donor: "Worker") -> None:
         """Come back with the state of ``donor``; a gradient's worker needs its optimizer's as well."""
@@ -175,30 +175,30 @@ class Simulation:
         steps, overlap = self.method.steps_per_round, self.method.overlap_steps
         pending: Pending = {}
         self._measure(0, step_s)
-        for round_number in range(self.job.job.rounds):
-            present = self._return(round_number)
+        for round in range(self.job.job.rounds):
+            present = self._return(round)
             first = 0
             if pending and overlap < steps:
-                self._steps(present, round_number, 0, overlap)
-                pending, first = self._apply(present, round_number - 1, pending), overlap
-            self._steps(present, round_number, first, steps)
-            averages, traffic = self._exchange(present, round_number)
+                self._steps(present, round, 0, overlap)
+                pending, first = self._apply(present, round - 1, pending), overlap
+            self._steps(present, round, first, steps)
+            averages, traffic = self._exchange(present, round)
             self._account(traffic, step_s)
-            self._apply(present, round_number - 1, pending)
+            self._apply(present, round - 1, pending)
             pending = averages
             if overlap == 0:
-                pending = self._apply(present, round_number, pending)
-            done = (round_number + 1) * steps
-            if round_number + 1 == self.job.job.rounds:
-                self._apply(present, round_number, pending)
+                pending = self._apply(present, round, pending)
+            done = (round + 1) * steps
+            if round + 1 == self.job.job.rounds:
+                self._apply(present, round, pending)
                 self._measure(done, step_s)
             elif done // eval_every > (done - steps) // eval_every:
                 self._measure(done, step_s)
         return self.curve
 
-    def _return(self, round_number: int) -> list[Worker]:
+    def _return(self, round: int) -> list[Worker]:
         """The workers that are present for a whole round. Returning workers take the state of one that stayed."""
-        start = round_number * self.method.steps_per_round
+        start = round * self.method.steps_per_round
         end = start + self.method.steps_per_round
         gone = {each.worker for each in self._trace if each.start < end and start < each.end}
         donor = next(worker for worker in self.workers if not worker.away)
@@ -208,22 +208,20 @@ class Simulation:
             worker.away = number in gone
         return [worker for worker in self.workers if not worker.away]
 
-    def _steps(self, present: Sequence[Worker], round_number: int, first: int, end: int) -> None:
+    def _steps(self, present: Sequence[Worker], round: int, first: int, end: int) -> None:
         if self.method.kind == "parameters":
             for worker in present:
                 slot = self.workers.index(worker)
-                worker.trainer.steps(round_number, slot, end - first, first=first)
+                worker.trainer.steps(round, slot, end - first, first=first)
 
-    def _exchange(self, present: Sequence[Worker], round_number: int) -> tuple[Pending, Traffic]:
+    def _exchange(self, present: Sequence[Worker], round: int) -> tuple[Pending, Traffic]:
         """Every worker's average, and the traffic of the busiest."""
-        sent = {
-            worker.name: worker.contribute(round_number, self.workers.index(worker)) for worker in present
-        }
+        sent = {worker.name: worker.contribute(round, self.workers.index(worker)) for worker in present}
         roster = sorted(sent)
         averages: dict[str, Average] = {}
         busiest = Traffic()
         for worker in present:
-            group = worker.method.partners(round_number, roster, worker.name)
+            group = worker.method.partners(round, roster, worker.name)
             if group[0] in averages:
                 averages[worker.name] = averages[group[0]]
                 continue
@@ -243,11 +241,11 @@ class Simulation:
             busiest = max(busiest, traffic, key=lambda each: each.size_bytes)
         return averages, busiest
 
-    def _apply(self, present: Sequence[Worker], round_number: int, averages: Pending) -> Pending:
+    def _apply(self, present: Sequence[Worker], round: int, averages: Pending) -> Pending:
         """Nothing is pending any more. Who came back meanwhile takes what the first of the others takes."""
         for worker in present if averages else ():
             average = averages.get(worker.name) or next(iter(averages.values()))
-            worker.apply(round_number, average)
+            worker.apply(round, average)
         return {}
 
     def _account(self, traffic: Traffic, step_s: float) -> None:

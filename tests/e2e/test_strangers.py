@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from swarmnet.swarm_file import load_valid
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.directory.records import Record, seal

@@ -13,7 +13,7 @@ from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
 from swarmnet_protocols.routing.chain_search import Hop

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION

@@ -11,7 +11,7 @@ import torch
 from swarmnet_client.chain.failures import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, Stream
