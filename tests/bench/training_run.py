@@ -28,7 +28,7 @@ MEGABIT = 1e6 / 8
 
 @dataclass(frozen=True)
 class Link:
-    """Of every worker, to all others."""
+    """The link from every worker to all others."""
 
     name: str
     up_bytes_per_s: float
@@ -45,7 +45,7 @@ LINKS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker sends, and as much receives, in one exchange of ``trips`` one-way delays."""
+    """The bytes that one worker sends, and the same number that it receives, in one exchange of ``trips`` one-way delays."""
 
     size_bytes: float = 0.0
     trips: int = 0
@@ -242,7 +242,7 @@ class Simulation:
         return averages, busiest
 
     def _apply(self, present: Sequence[Worker], round: int, averages: Pending) -> Pending:
-        """Nothing is pending any more. Who came back meanwhile takes what the first of the others takes."""
+        """Apply the pending averages; nothing is pending afterwards. A worker that has returned meanwhile applies the average of the first group."""
         for worker in present if averages else ():
             average = averages.get(worker.name) or next(iter(averages.values()))
             worker.apply(round, average)

@@ -40,7 +40,7 @@ class RunningNode:
     ready: dict[str, Any]
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        """What ``run`` answers, in this process: another would import torch for longer than it runs."""
+        """The answer of ``run``, in this process: a new process would spend most of its time importing torch."""
         with redirect_stdout(io.StringIO()) as out:
             code = execute(["run", MODEL, *arguments, *self.where, "--json"])
         assert code == 0, out.getvalue()

@@ -60,7 +60,7 @@ from tests.support.stream_scopes import new_scope
 from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
 
 MAX_RSS_MIB = 3000
-"""Of the whole process, torch and the fuzzer's corpus included."""
+"""Limit on the memory of the whole process, torch and the fuzzer's corpus included."""
 MAX_INPUT_S = 5
 HIDDEN = 8
 NOW = 1_800_000_000.0

@@ -232,7 +232,7 @@ def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) ->
 
 
 def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
-    """Who merely knows the hash does not learn, by using it, what it does."""
+    """A client that knows only the hash of an adapter cannot use it."""
     data = part_of()
     digest = hashlib.sha256(data).digest()
 

@@ -67,7 +67,7 @@ async def session_reply(stream: Stream) -> pb.SessionReply:
 
 
 async def assert_ends(stream: Stream) -> None:
-    """The other side closes the stream at once, whatever it says before."""
+    """The other side closes the stream at once; earlier messages are ignored."""
 
     async def drain() -> None:
         while True:

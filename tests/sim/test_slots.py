@@ -38,7 +38,7 @@ class Attacker:
         return Stranger(self.lab, await self._stack.enter_async_context(self.lab.network.transport(peer)))
 
     def drain(self, stream: Stream) -> asyncio.Task[Refused | None]:
-        """Read, and beat, until the stream ends; what it was refused with."""
+        """Read and send heartbeats until the stream ends; returns the refusal."""
 
         async def read() -> Refused | None:
             try:

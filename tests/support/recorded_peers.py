@@ -84,7 +84,7 @@ class Host:
         self.before, self.newest = self.newest, TimedReport(node, now_s)
 
     def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
-        """What an observer that started at ``began_s`` knows of the host."""
+        """The observation of the host by an observer that started at ``began_s``."""
         announced = Announcement(
             self.model.manifest,
             *self.span,

@@ -1,4 +1,4 @@
-"""Codecs: the format is pinned, everything malformed is refused, and error feedback makes up for what is lost."""
+"""Codecs: the format is pinned, malformed payloads are refused, and error feedback makes up for the losses."""
 
 import hashlib
 import struct
@@ -262,7 +262,7 @@ def drifting(name: str) -> torch.Tensor:
 
 
 def delivered(feedback: ErrorFeedback, codec: Codec, round: int, values: torch.Tensor) -> torch.Tensor:
-    """What the others decode of a contribution that arrives whole."""
+    """The values that other workers decode of a contribution that arrives whole."""
     wanted = feedback.send(round, 0, values)
     feedback.acknowledge(round, [(0, len(values))])
     return codec.decode(codec.encode(wanted), len(values))

@@ -1,4 +1,4 @@
-"""Training methods against the published equations, and what they promise when rounds, partners or workers go away."""
+"""Training methods against the published equations, and with discarded rounds, absent partners and restarted workers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class Swarm:
         self._steps = 0
 
     def round(self, round: int) -> np.ndarray:
-        """One round: the parameters [W, N] that the workers have at its end."""
+        """Run one round; returns the workers' parameters [W, N] at its end."""
         steps, overlap = self.methods[0].steps_per_round, self.methods[0].overlap_steps
         for step in range(steps):
             if step == overlap:
@@ -76,7 +76,7 @@ class Swarm:
         self.methods = fresh
 
     def _sent(self, round: int, worker: int, values: torch.Tensor) -> torch.Tensor:
-        """What the others decode of a contribution, with error feedback."""
+        """The values that other workers decode of a contribution, with error feedback."""
         start, _ = self.methods[worker].range(round)
         wanted = self._feedback[worker].send(round, start, values)
         self._feedback[worker].acknowledge(round, () if round in self._discarded else [(0, len(wanted))])

@@ -1,4 +1,4 @@
-"""What is kept of a worker's training: totals that survive restarts, a history that stays small, and its curves."""
+"""The record of a worker's training: totals that survive restarts, a history of bounded size, and curves."""
 
 import json
 import sys
