@@ -1,9 +1,9 @@
-"""One training method, all its workers in one process, the network only accounted for.
+"""One training method with all its workers in one process. The network is not simulated; its traffic is computed.
 
-Trainers, methods, codecs and error feedback are the real ones. An exchange is a butterfly, as ``averaging.Exchange`` does it: a
-worker sends every other its slice of the contribution, and every other the result of its own slice, which is the encoded
-mean, or all contributions to it where the codec is sparse. Only payloads are counted. All workers compute at one speed and
-have the same link.
+Replicas are the real ones, with their trainers, methods, codecs and error feedback. An exchange is a butterfly, as in
+``rounds.averaging``: a worker sends to every other worker that worker's slice of its contribution, and to all the result of its own slice,
+which is the encoded mean, or all contributions to it if the codec is sparse. Only payloads are counted. All workers compute at one speed
+and have the same link.
 """
 
 import random
@@ -15,12 +15,12 @@ import torch
 
 from swarmnet_node.training.data import Corpus, open_corpus
 from swarmnet_node.training.model import build_model
+from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec, result_codec
+from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.jobs import Job
-from swarmnet_protocols.training.methods import Average, Method
-from swarmnet_protocols.training.methods.base import OWN
+from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
 
 MEGABIT = 1e6 / 8
@@ -94,61 +94,32 @@ class Curve:
 
 
 class Worker:
-    """A trainer with its method and the error that it feeds back."""
+    """The replica of one worker, and whether the worker is away."""
 
     def __init__(self, name: str, job: Job, corpus: Corpus, cache_dir: Path) -> None:
         self.name = name
-        self.method: Method = job.make_method()
-        model = build_model(job.model, job.job.seed, cache_dir)
-        self.trainer = Trainer(
+        self.away = False
+        trainer = Trainer(
             job,
             corpus,
-            model,
-            steps_per_round=self.method.steps_per_round,
+            build_model(job.model, job.job.seed, cache_dir),
+            steps_per_round=job.make_method().steps_per_round,
             device=torch.device("cpu"),
         )
-        self.method.begin(self.trainer.parameters())
-        self.away = False
-        self.codec: Codec = get_codec(job.exchange.codec or self.method.codec)
-        self._feedback = self._no_error()
+        self.replica = Replica(job, trainer)
 
     def contribute(self, round: int, slot: int) -> tuple[bytes, torch.Tensor]:
         """The payload, and the values that all workers decode from it."""
-        if self.method.kind == "gradients":
-            current, _ = self.trainer.gradient(round, 0, slot)
-        else:
-            current = self.trainer.parameters()
-        values = self.method.contribution(round, current)
-        if self._feedback is not None:
-            values = self._feedback.send(round, self.method.range(round)[0], values)
-        payload = self.codec.encode(values)
-        return payload, self.codec.decode(payload, len(values))
+        values, _ = self.replica.contribution(round, slot)
+        payload = bytes(self.replica.codec.encode(values))
+        return payload, self.replica.codec.decode(payload, len(values))
 
     def apply(self, round: int, average: Average) -> None:
-        if self._feedback is not None:
-            self._feedback.acknowledge(round, [(0, len(average.values))])
-        if self.method.kind == "gradients":
-            gradient = self.method.apply(round, average.values, average)
-            self.trainer.apply_gradient(round, 0, gradient)
-            self.method.begin(self.trainer.parameters())
-        else:
-            self.trainer.load(self.method.apply(round, self.trainer.parameters(), average))
+        self.replica.apply(round, average, [(0, len(average.values))])
 
     def heal(self, donor: "Worker") -> None:
-        """Come back with the state of ``donor``; a gradient's worker needs its optimizer's as well."""
-        agreed = donor.method.agreed().clone()
-        shared = {name: values for name, values in donor.method.state().items() if not name.startswith(OWN)}
-        self.method.begin(agreed)
-        self.method.restore(shared)
-        self.trainer.load(agreed)
-        if self.method.kind == "gradients":
-            self.trainer.load_optimizer_state(donor.trainer.optimizer_state())
-        self._feedback = self._no_error()
-
-    def _no_error(self) -> ErrorFeedback | None:
-        if not self.codec.biased:
-            return None
-        return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
+        """Return with the shared state of ``donor``."""
+        self.replica.load_shared(bytearray(b"".join(donor.replica.pack_shared())))
 
 
 Pending = Mapping[str, Average]
@@ -161,11 +132,11 @@ class Simulation:
         corpus = open_corpus(job.data, cache_dir)
         self.job = job
         self.workers = [Worker(f"worker-{number:03}", job, corpus, cache_dir) for number in range(workers)]
-        self.method = self.workers[0].method
+        self.method = self.workers[0].replica.method
         if self.method.kind == "scalars":
             raise ConfigError(f"{self.method.name} is for fine-tuning: it is not measured here")
-        self.codec = self.workers[0].codec
-        self.curve = Curve(label, self.workers[0].trainer.parameter_count)
+        self.codec = self.workers[0].replica.codec
+        self.curve = Curve(label, self.workers[0].replica.trainer.parameter_count)
         self._trace = trace
         self._size_bytes = 0.0
         self._waited_s = dict.fromkeys((link.name for link in LINKS), 0.0)
@@ -212,7 +183,7 @@ class Simulation:
         if self.method.kind == "parameters":
             for worker in present:
                 slot = self.workers.index(worker)
-                worker.trainer.steps(round, slot, end - first, first=first)
+                worker.replica.steps(round, slot, first, end)
 
     def _exchange(self, present: Sequence[Worker], round: int) -> tuple[Pending, Traffic]:
         """Every worker's average, and the traffic of the busiest."""
@@ -221,7 +192,7 @@ class Simulation:
         averages: dict[str, Average] = {}
         busiest = Traffic()
         for worker in present:
-            group = worker.method.partners(round, roster, worker.name)
+            group = worker.replica.method.partners(round, roster, worker.name)
             if group[0] in averages:
                 averages[worker.name] = averages[group[0]]
                 continue
@@ -259,8 +230,8 @@ class Simulation:
 
     def _measure(self, step: int, step_s: float) -> None:
         """Validate the mean of the agreed weights: what all have, or what a final merge would give."""
-        agreed = torch.stack([worker.method.agreed() for worker in self.workers if not worker.away])
-        judge = self.workers[0].trainer
+        agreed = torch.stack([worker.replica.method.agreed() for worker in self.workers if not worker.away])
+        judge = self.workers[0].replica.trainer
         own = judge.parameters()
         judge.load(aggregate("mean", agreed, torch.ones(len(agreed))))
         loss, _ = judge.evaluate(self.job.eval.batches)
