@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.membership.rules import Quotas
@@ -258,7 +258,7 @@ class _Loaded:
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
     """Limits for clients of this host, no larger than the swarm's quotas."""
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
 
     limits = HostLimits()
     return replace(

@@ -1,4 +1,4 @@
-"""Which hop is audited, what it costs, and the verdict: the decisions of audits, over many simulated runs."""
+"""Decisions of audits: the audited hop, the cost, and the verdict, over many simulated runs."""
 
 import itertools
 import math
@@ -30,14 +30,14 @@ ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
-    """What an honest host of low precision makes of it: every position has a relative error of its own."""
+    """The outputs of an honest host of low precision: every position has its own relative error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (ERROR_LOG_MEAN + ERROR_LOG_STD * torch.randn(len(true), 1, generator=generator)).exp()
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))
 
 
 def run(rng: random.Random, steps: int, liar: int | None) -> tuple[int | None, float]:
-    """One session of ``steps`` positions: the step at which the liar is found, and work for audits by all other work."""
+    """Simulate a session of ``steps`` positions; returns the step at which the liar is found, and the share of work for audits."""
     ledger = Ledger(rng)
     plan, spent = None, 0
     for step in range(1, steps + 1):

@@ -83,7 +83,7 @@ def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
 
 
 def test_the_last_hop_returns_outputs_of_first_positions() -> None:
-    """Those of the last hop, which none but the client gets: a prompt wants no output but its last one."""
+    """Outputs of the last hop reach only the client, and a prompt wants only its last one: audits need some of the first positions too."""
     spec = ChainSpec(6, 32, 512, torch.float32)
     swarm: Any = SimpleNamespace(ledger=None)
     auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)
