@@ -20,7 +20,8 @@ import torch
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.announcement import Announcement
-from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
+from swarmnet_node.hosting.host import Host, HostedModel
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
@@ -292,10 +293,15 @@ class Node:
         ], usual
 
     async def _keep_announcing(self) -> NoReturn:
+        timing, transport = self._dependencies.timing, self._dependencies.transport
+        clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(
-                self._dependencies.timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
-            )
+            announced = transport.addresses()
+            announce_at = clock() + timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
+            while (left_s := announce_at - clock()) > 0:
+                await asyncio.sleep(min(left_s, timing.address_check_s))
+                if transport.addresses() != announced:  # a relay or a network has changed
+                    break
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
                 await self._announce()
 

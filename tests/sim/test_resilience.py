@@ -1,4 +1,4 @@
-"""A swarm without a replica, with hosts that leave or join; and one seed gives one trace."""
+"""Swarms without a replica, swarms whose hosts leave or join, and the reproducibility of a simulation from its seed."""
 
 import asyncio
 import os
@@ -69,14 +69,17 @@ def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Referen
 
 
 @pytest.mark.parametrize("away_s", [0.5, 4.0, 9.0])
-def test_a_request_continues_when_the_missing_blocks_return(reference: Reference, away_s: float) -> None:
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_request_continues_when_the_missing_blocks_return(
+    reference: Reference, victim: str, away_s: float
+) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_all(lab, LAYOUT)
 
         async def come_back() -> None:
-            await lab.stop("b")
+            await lab.stop(victim)
             await asyncio.sleep(away_s)
-            await lab.start("b", lab.hosting(LAYOUT["b"]))
+            await lab.start(victim, lab.hosting(LAYOUT[victim]))
 
         tasks = []
 
@@ -267,3 +270,22 @@ def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_pat
     assert in_a_process(1, "1") == here
     assert in_a_process(1, "2") == here
     assert trace(reference, 2) != here
+
+
+def test_a_host_announces_its_addresses_at_once_when_they_change(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a relay leaves, or a laptop changes networks: clients do not wait for the next periodic announcement."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        transport = lab.network.find(lab.peer_id("a"))
+        assert transport is not None
+        moved = f"/ip4/25.0.0.9/tcp/4001/p2p/{transport.peer_id}"
+        async with lab.client() as swarm:
+            monkeypatch.setattr(transport, "addresses", lambda: [moved])
+            await asyncio.sleep(2 * lab.timing.address_check_s)
+            await swarm.refresh()
+            assert [host.addresses for host in swarm.hosts] == [(moved,)]
+
+    simulate(reference, scenario)
