@@ -33,8 +33,7 @@ from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.partial_model import LayerWidths, with_blocks
-from swarmnet_protocols.quantization.packed_linear import packed_bytes
+from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
@@ -56,7 +55,7 @@ class Stage:
         self.dtype = weight.dtype
         self.device = weight.device
         self.blocks = len(self._model.layers)
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)
+        self.weight_bytes = weight_bytes(model)
         self._first = 0
         self._backend = backend
         self._llama_layers: LlamaLayers | None = None
@@ -88,6 +87,11 @@ class Stage:
         """Load blocks [start, end); ``packed`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
         span = model.load_span(start, end, dtype=dtype, device=device, packed=packed)
         return cls(span, model.manifest.hidden_size, backend)
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether weights and caches are in other memory than the machine's own."""
+        return bool(self.device.type != "cpu")
 
     @property
     def has_llama_layers(self) -> bool:
