@@ -295,7 +295,7 @@ class _Loaded:
         if self.preloaded:
             return self.preloaded.pop()
         try:
-            return Stage.load(
+            stage = Stage.load(
                 self.model,
                 start,
                 end,
@@ -304,11 +304,14 @@ class _Loaded:
                 backend=self.backend,
                 packed=self.is_packed,
             )
+            if self.placement is not None:
+                stage.preallocate(self.placement.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
                 f"blocks {start}:{end} do not fit into the memory of {self.device}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
+        return stage
 
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":

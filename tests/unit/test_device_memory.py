@@ -188,6 +188,7 @@ def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest
 def test_ram_does_not_bound_the_blocks_on_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start._Loaded, "_block_needs", lambda own: SMALL)
     limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * GIB)
     assert loaded(tmp_path, monkeypatch, 0, limits=limits).num_blocks == 3
     limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * MIB)
