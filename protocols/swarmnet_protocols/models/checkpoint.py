@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,9 +28,19 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest."""
+    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest.
+
+    ``renames``: prefixes of tensor names, and what takes their place in transformers; the first that fits counts. Without a prefix that
+    fits, a tensor is not the language model's: a checkpoint with a vision tower has such. None: the names stay, and all tensors are the
+    language model's.
+    """
 
     pattern: re.Pattern[str]
+    renames: Mapping[str, str] | None = None
+
+    def is_of_language_model(self, tensor_name: str) -> bool:
+        """Whether generating text uses the tensor."""
+        return self.renames is None or self._prefix_of(tensor_name) is not None
 
     def block_of(self, tensor_name: str) -> int | None:
         """The block that a tensor belongs to; None for the local layers."""
@@ -38,10 +48,15 @@ class BlockNaming:
         return int(match[2]) if match else None
 
     def renumbered(self, tensor_name: str, first_block: int) -> str:
-        """The name with blocks numbered from ``first_block``."""
-        return self.pattern.sub(
+        """The name in transformers, with blocks numbered from ``first_block``."""
+        name = self.pattern.sub(
             lambda match: f"{match[1]}{int(match[2]) - first_block}{match[3]}", tensor_name
         )
+        prefix = self._prefix_of(name)
+        return name if prefix is None or self.renames is None else self.renames[prefix] + name[len(prefix) :]
+
+    def _prefix_of(self, tensor_name: str) -> str | None:
+        return next((prefix for prefix in self.renames or () if tensor_name.startswith(prefix)), None)
 
 
 class ModelCheckpoint(Protocol):
@@ -63,7 +78,8 @@ class ModelCheckpoint(Protocol):
         """Download those of these files that are not on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
 
     @property
-    def tensor_names(self) -> tuple[str, ...]: ...
+    def tensor_names(self) -> tuple[str, ...]:
+        """The tensors of the language model; not those of towers for images or sound."""
 
     @property
     def naming(self) -> BlockNaming: ...
@@ -71,7 +87,8 @@ class ModelCheckpoint(Protocol):
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
 
-    def config(self) -> "PretrainedConfig": ...
+    def config(self) -> "PretrainedConfig":
+        """The config of the language model."""
 
     def generation_config(self) -> "GenerationConfig | None":
         """The generation config of the checkpoint; None if it has none."""

@@ -5,13 +5,14 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 from swarmnet_protocols.models.hub_files import HubFiles, Known
+from swarmnet_protocols.models.language_model import language_config
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,23 @@ _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
 """Settings that are tokens, templates or names in transformers: no class opens them as files."""
-_NAMING = BlockNaming(re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$"))
+_STACKS = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "model.": "model.",
+    "backbone.": "backbone.",
+}
+"""Prefixes of the names in a decoder stack, in a multimodal model first; and those in its language model alone."""
+_HEADS = {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head.", "score.": "score."}
+
+
+def naming_of(names: Collection[str]) -> BlockNaming:
+    """How a checkpoint with tensors of these names names those of its language model."""
+    for stack, own in _STACKS.items():
+        pattern = re.compile(rf"^({re.escape(stack)}layers\.)(\d+)(\..+)$")
+        if any(pattern.match(name) for name in names):
+            return BlockNaming(pattern, {stack: own, **_HEADS})
+    return BlockNaming(re.compile(r"^(layers\.)(\d+)(\..+)$"))
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -118,7 +135,6 @@ class SafetensorsCheckpoint:
         self.root = root
         self._hub = hub
         self.known: Known = {}
-        self.naming = _NAMING
         if not (root / "config.json").is_file():
             raise ConfigError(
                 f"{root} has no config.json",
@@ -127,11 +143,15 @@ class SafetensorsCheckpoint:
         weights, self._index = _weight_files(root)
         if hub is not None:
             self.known = {name: hub.known[name] for name in weights if name in hub.known}
-        self._file_of: Mapping[str, str] = {
-            name: weight for weight in weights for name in self._names_in(weight)
-        }
-        if missing := self._index.keys() - self._file_of.keys():
+        file_of = {name: weight for weight in weights for name in self._names_in(weight)}
+        if missing := self._index.keys() - file_of.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
+        self.naming = naming_of(file_of)
+        self._file_of: Mapping[str, str] = {
+            name: weight for name, weight in file_of.items() if self.naming.is_of_language_model(name)
+        }
+        used = set(self._file_of.values())
+        weights = [weight for weight in weights if weight in used]
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
@@ -165,7 +185,9 @@ class SafetensorsCheckpoint:
         if "configuration_files" in settings:  # transformers would read those instead
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         try:
-            config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            config = language_config(
+                AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            )
         except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
             raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
         if getattr(config, "quantization_config", None) is not None:
@@ -247,7 +269,7 @@ class SafetensorsCheckpoint:
                 raise IntegrityError(f"{self.root / file} cannot be read: {error}") from error
         found: dict[str, Any] = {}
         for name in names:
-            file, hf_name = opened[self._file_of[name]], _NAMING.renumbered(name, first_block)
+            file, hf_name = opened[self._file_of[name]], self.naming.renumbered(name, first_block)
             tensor = file.get_slice(name)
             own_name = packable_weight(model, hf_name) if packed and device.type == "cpu" else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
