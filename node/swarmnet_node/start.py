@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.device_memory import BlockNeeds, Placement
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.stage import Stage
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.quantization.packed_tensor import Format
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class NodeConfig:
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
@@ -147,6 +149,8 @@ class _Loaded:
     """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
+    quantized: "Format | None"
+    """The format to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
@@ -158,12 +162,16 @@ class _Loaded:
         from swarmnet_node.engine.kernels.native_backend import load_backend
         from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
+        from swarmnet_protocols.quantization.quantize import PRECISIONS
 
         device = pick_device(config.device)
-        dtype = pick_dtype(config.dtype, device)
+        quantized = PRECISIONS.get(config.dtype)
+        dtype = pick_dtype("auto" if quantized is not None else config.dtype, device)
         limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
         config.network.rules.check_model(model.name, model.manifest.hash)
+        if quantized is not None:
+            _check_quantizable(model)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -179,7 +187,8 @@ class _Loaded:
             config.blocks,
             config.num_blocks or total,
             placement=None,
-            is_packed=config.dtype == "auto",
+            is_packed=quantized is not None or config.dtype == "auto",
+            quantized=quantized,
             preloaded=[],
         )
         loaded = loaded._placed(config)
@@ -209,7 +218,8 @@ class _Loaded:
             is_fixed=config.num_blocks is not None or self.blocks is not None,
             cache_bytes=config.max_cache_bytes,
             most=config.limits.max_gpu_mem,
-            may_pack=self.is_packed,
+            # Weights that are quantised at load are packed; expanded, they would be those of the checkpoint.
+            forms=(True,) if self.quantized is not None else (False, True) if self.is_packed else (False,),
         )
         return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
 
@@ -226,7 +236,12 @@ class _Loaded:
             return max(
                 weight_bytes(
                     self.model.load_span(
-                        at, at + 1, dtype=self.dtype, device=torch.device("meta"), packed=packed
+                        at,
+                        at + 1,
+                        dtype=self.dtype,
+                        device=torch.device("meta"),
+                        packed=packed,
+                        quantized=self.quantized if packed else None,
                     )
                 )
                 for at in {start, (start + end) // 2, end - 1}
@@ -303,6 +318,7 @@ class _Loaded:
                 device=self.device,
                 backend=self.backend,
                 packed=self.is_packed,
+                quantized=self.quantized,
             )
             if self.placement is not None:
                 stage.preallocate(self.placement.cache_bytes)
@@ -314,9 +330,25 @@ class _Loaded:
         return stage
 
 
+def _check_quantizable(model: "LocalModel") -> None:
+    """Raises ``ConfigError`` unless the weights of ``model`` can be quantised."""
+    from swarmnet_protocols.quantization.quantize import UNQUANTIZED
+
+    if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
+        raise ConfigError(
+            f"the weights of {model.name} are quantised already: {model.precision}",
+            hint="leave out --dtype: they are used as they are",
+        )
+    if getattr(model.config, "num_experts_per_tok", None):
+        raise ConfigError(
+            f"{model.name} has merged experts, which are not quantised at load",
+            hint="leave out --dtype, or host a .gguf file of the model",
+        )
+
+
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
     """Limits for clients of this host, no larger than the swarm's quotas."""
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
 
     limits = HostLimits()
     return replace(

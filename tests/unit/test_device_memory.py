@@ -68,7 +68,7 @@ def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits_and_12_in_bfloat
     packed = place(cards, needs, **options)
     assert packed.packed
     assert packed.total >= 40
-    dense = place(cards, needs, may_pack=False, **options)
+    dense = place(cards, needs, forms=(False,), **options)
     assert not dense.packed
     assert dense.total == 12
     for found in (packed, dense):

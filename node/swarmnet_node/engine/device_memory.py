@@ -79,19 +79,19 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
     is_fixed: bool,
     cache_bytes: int,
     most: float | None,
-    may_pack: bool = True,
+    forms: Sequence[bool] = (False, True),
 ) -> Placement:
     """The placement of ``wanted`` blocks, or unless ``is_fixed`` of as many as fit.
 
+    ``forms`` says whether quantised weights may be expanded and whether they may stay packed: the first one with the most blocks is taken.
     ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each card: a share if at most 1, else bytes. Raises
     ``OutOfResources`` if they do not fit, or no block does.
     """
-    packed = False
-    counts = _counts(cards, needs, wanted, cache_bytes, most, packed=False)
-    if sum(counts) < wanted and may_pack and needs.packed_bytes < needs.expanded_bytes:
-        as_packed = _counts(cards, needs, wanted, cache_bytes, most, packed=True)
-        packed = sum(as_packed) > sum(counts)  # unpacking needs memory too
-        counts = as_packed if packed else counts
+    packed, counts = forms[0], (0,) * len(cards)
+    for form in forms:
+        found = _counts(cards, needs, wanted, cache_bytes, most, packed=form)
+        if sum(found) > sum(counts):
+            packed, counts = form, found
     fitting = sum(counts)
     if fitting == 0 or (is_fixed and fitting < wanted):
         free = sum(card.free_bytes for card in cards) / GIB

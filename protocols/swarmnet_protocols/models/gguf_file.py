@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -194,6 +195,16 @@ class GgufCheckpoint:
     def fetch(self, files: Iterable[str]) -> None:
         """Nothing: the file is there."""
 
+    @property
+    def precision(self) -> str:
+        from gguf import GGMLQuantizationType
+
+        weights: Counter[int] = Counter()
+        for name, tensor in self._tensors.items():
+            if _NAMING.block_of(name) is not None:
+                weights[tensor.type] += math.prod(tensor.shape)
+        return GGMLQuantizationType(max(weights, key=weights.__getitem__)).name.lower() if weights else "f32"
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return set(self.files)
 
@@ -258,6 +269,7 @@ class GgufCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
         import numpy as np
@@ -270,6 +282,7 @@ class GgufCheckpoint:
         )
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
@@ -285,7 +298,8 @@ class GgufCheckpoint:
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        parsed["tensors"][own_name] = matrix.select(order).loaded(device)
+                        rounded = quantize_if_wanted(matrix.select(order), quantized)
+                        parsed["tensors"][own_name] = rounded.loaded(device)
                         continue
                 try:
                     weights = dequantize(rows, GGMLQuantizationType(tensor.type))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.quantization.packed_tensor import Format
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -42,6 +44,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+_SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
@@ -173,6 +176,11 @@ class SafetensorsCheckpoint:
                         f"{self.root / file} lacks tensor {min(missing)[:200]!r} of {INDEX_NAME}"
                     )
 
+    @property
+    def precision(self) -> str:
+        dtype = str(self.config().dtype or "torch.float32")
+        return _SHORT_NAMES.get(dtype, dtype.removeprefix("torch."))
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
 
@@ -249,18 +257,22 @@ class SafetensorsCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are.
+        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are. With ``quantized``, on any device, those of
+        32-bit numbers too.
         """
         import torch
         from safetensors import SafetensorError, safe_open
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        formats = {"BF16": Format.BF16, "F16": Format.F16}
+        formats = {"BF16": Format.BF16, "F16": Format.F16} | ({"F32": Format.F32} if quantized else {})
+        is_packed = packed and (quantized is not None or device.type == "cpu")
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
@@ -271,9 +283,10 @@ class SafetensorsCheckpoint:
         for name in names:
             file, hf_name = opened[self._file_of[name]], self.naming.renumbered(name, first_block)
             tensor = file.get_slice(name)
-            own_name = packable_weight(model, hf_name) if packed and device.type == "cpu" else None
+            own_name = packable_weight(model, hf_name) if is_packed else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
-                found[own_name] = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                found[own_name] = quantize_if_wanted(matrix, quantized).loaded(device)
             else:
                 found[hf_name] = tensor
         return found
