@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from swarmnet_node.hosting.host import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
@@ -74,12 +76,22 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
                     await paused.enter_async_context(pause("p2pd is restarted"))
                 yield
 
+        from swarmnet_protocols.directory.host_announcements import read_hosts
+        from swarmnet_protocols.fetching.peers import SwarmPeers
+        from swarmnet_protocols.timing import Timing
+
         # Reading the model and connecting to the swarm take a second each, so both run at once.
-        loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
+        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())
+        loading = loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         try:
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, link=link, step_aside=step_aside))
             )
+            peers.attach(transport, partial(read_hosts, directory))
+            stack.callback(peers.detach)
+        except BaseException:
+            peers.detach()
+            raise
         finally:
             loaded = await loading
         from swarmnet_node.node import Dependencies
@@ -90,7 +102,6 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
         from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
-        from swarmnet_protocols.timing import Timing
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
@@ -144,7 +155,7 @@ class _Loaded:
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
     @classmethod
-    def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
+    def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "_Loaded":
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
@@ -156,6 +167,7 @@ class _Loaded:
         dtype = pick_dtype(config.dtype, device)
         limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
@@ -230,6 +242,7 @@ class _Loaded:
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
             limits=_limits(config.network.rules.quotas, config.client_share),
+            library=self.model.shared(),
         )
 
     def _load(self, start: int, end: int) -> "Stage":

@@ -52,6 +52,7 @@ from swarmnet_protocols.wire import (
     report_pb2,
     session_pb2,
     training_pb2,
+    weights_pb2,
     workers_pb2,
 )
 from swarmnet_protocols.wire.roles import ANY_ROLE
@@ -75,6 +76,7 @@ SCHEMAS = (
     report_pb2,
     session_pb2,
     training_pb2,
+    weights_pb2,
     workers_pb2,
 )
 SHAPE = messages.Shape(members=4, slices=3)

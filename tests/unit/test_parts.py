@@ -1,44 +1,31 @@
 """Of a model on the hub a peer fetches the pieces of its part, and verifies each; whatever the hub sends."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.fetching import download, hub_ranges
 from swarmnet_protocols.models import LocalModel, hub_files, parts, resolve
+from tests.support import big_model
+from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
 from tests.support.model_hub import NAME, ModelHub, model_hub
 from tests.support.tiny_models import save_tiny, write_gguf
-
-FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-BLOCKS = 80
-WIDE = {"hidden_size": 64, "intermediate_size": 96}
-"""Wide enough that headers are as small a part of the files as in real models."""
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 blocks in files of about three blocks each, with a head of its own, as Llama-70B has."""
-    folder = tmp_path_factory.mktemp("big") / "model"
-    return save_tiny("mistral", folder, num_hidden_layers=BLOCKS, max_shard_size="330KB", **WIDE)
+    return save_big(tmp_path_factory.mktemp("big") / "model")
 
 
 @pytest.fixture(scope="module")
 def tables(big: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tables of the pieces of ``big``, as a machine with whole files makes them."""
-    cache = tmp_path_factory.mktemp("maker")
-    whole = resolve(str(big), cache_dir=cache)
-    whole.verify()
-    assert whole.pieces_hash is not None
-    return cache / "pieces"
+    return make_tables(big, tmp_path_factory.mktemp("maker"))[0]
 
 
 @pytest.fixture
@@ -54,22 +41,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(tmp_path: Path, tables: Path | None = None, name: str = NAME) -> LocalModel:
-    cache = tmp_path / "cache"
-    if tables is not None and not (cache / "pieces").exists():
-        shutil.copytree(tables, cache / "pieces")
-    return resolve(name, cache_dir=cache)
-
-
-def same_span(mine: LocalModel, other: LocalModel, start: int, end: int) -> bool:
-    ours, theirs = (each.load_span(start, end, **FLOAT32).state_dict() for each in (mine, other))
-    return all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-
-
-def sent(hub: ModelHub) -> float:
-    """The share of the weights that was sent."""
-    return sum(size for name, size in hub.sent.items() if name.endswith((".safetensors", ".gguf"))) / sum(
-        path.stat().st_size for path in hub.folder.iterdir() if path.suffix in {".safetensors", ".gguf"}
-    )
+    return big_model.load(tmp_path / "cache", tables, name)
 
 
 def test_a_host_fetches_its_blocks_and_little_more(
@@ -183,7 +155,6 @@ def test_a_broken_connection_goes_on_where_it_broke(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import torch
 import huggingface_hub.constants as constants
 constants.HF_HUB_CACHE = sys.argv[2]
 from swarmnet_protocols.fetching import piece_file

@@ -36,6 +36,7 @@ from swarmnet_protocols.wire import (
     report_pb2,
     session_pb2,
     training_pb2,
+    weights_pb2,
     workers_pb2,
 )
 from swarmnet_protocols.wire.roles import Role
@@ -55,6 +56,7 @@ SCHEMAS = (
     records_pb2,
     workers_pb2,
     training_pb2,
+    weights_pb2,
     handshake_pb2,
     membership_pb2,
     refusal_pb2,

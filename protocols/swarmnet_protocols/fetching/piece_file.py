@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, has_bit
 from swarmnet_protocols.machine.files import make_private
 
 _PRESENT = "present"
@@ -200,11 +200,6 @@ class PieceFile:
         self.create()
         with full_disk(self.folder):
             _write_all(self.path, 0, memoryview(data))
-
-
-def has_bit(bits: bytes | bytearray, number: int) -> bool:
-    """Whether a bit is set; those beyond the end are not."""
-    return number // 8 < len(bits) and bool(bits[number // 8] & 1 << number % 8)
 
 
 def _write_all(path: Path, offset: int, data: memoryview) -> None:

@@ -4,7 +4,7 @@ A file is cut where its tensors begin and end, and every ``PIECE_BYTES`` from th
 the first piece or pieces; so a table of pieces is their SHA-256 hashes and the size of the header, and says nothing of names and shapes.
 
 The hash of a table, together with those of a model's other files, is the model's *pieces hash*. A swarm file that names it lets a newcomer
-verify every piece of the model, whoever sends it.
+verify every piece of the model, from any sender.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ HASH_BYTES = hashlib.sha256().digest_size
 _SIZE_BYTES = 8
 _KNOWN, _CLAIMED = "pieces", "claimed"
 _TABLE_DOMAIN = b"swarmnet-pieces-1\n"
-_MODEL_DOMAIN = b"swarmnet-model-pieces-1\n"
+_LISTING_DOMAIN = b"swarmnet-listing-1\n"
 
 
 class Progress(Protocol):
@@ -130,11 +130,19 @@ class PieceTable:
         return table
 
 
-def model_pieces_hash(tables: Mapping[bytes, bytes]) -> bytes:
-    """The pieces hash of a model: of the hashes of its files' tables, by the SHA-256 of the file."""
-    return hashlib.sha256(
-        _MODEL_DOMAIN + b"".join(sha256 + table for sha256, table in sorted(tables.items()))
-    ).digest()
+def has_bit(bits: bytes | bytearray, number: int) -> bool:
+    """Whether a bit is set; those beyond the end are not."""
+    return number // 8 < len(bits) and bool(bits[number // 8] & 1 << number % 8)
+
+
+def listing_of(tables: Mapping[bytes, bytes]) -> bytes:
+    """The listing of a model's files: for each, by its SHA-256, that and the hash of its table."""
+    return b"".join(sha256 + table for sha256, table in sorted(tables.items()))
+
+
+def listing_hash(listing: bytes) -> bytes:
+    """The pieces hash of the model whose files are listed."""
+    return hashlib.sha256(_LISTING_DOMAIN + listing).digest()
 
 
 class Hasher:
@@ -198,6 +206,24 @@ class Tables:
     def claim(self, file: FileKey, table: PieceTable) -> None:
         """Keep a claimed table."""
         self._put(file, table, _CLAIMED)
+
+    def listing(self, model: bytes, files: Sequence[FileKey]) -> bytes:
+        """The listing of a model of these files; empty if it is not known."""
+        known = {file.sha256: table.hash(file) for file in files if (table := self.known(file)) is not None}
+        if len(known) == len({file.sha256 for file in files}):
+            return listing_of(known)
+        try:
+            return self._listing_path(model).read_bytes()
+        except OSError:
+            return b""
+
+    def add_listing(self, model: bytes, listing: bytes) -> None:
+        """Keep a listing that a pieces hash vouches for."""
+        with suppress(OSError):
+            write_whole(self._listing_path(model), listing, durable=False)
+
+    def _listing_path(self, model: bytes) -> Path:
+        return self._folder / f"{model.hex()}.listing"
 
     def forget_claim(self, file: FileKey) -> None:
         """Forget a claimed table: it turned out wrong, or is not needed any more."""

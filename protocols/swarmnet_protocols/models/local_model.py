@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, model_pieces_hash
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, listing_hash
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces, sha256_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
 from swarmnet_protocols.models.parts import Parts
+from swarmnet_protocols.models.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class LocalModel:
         self._checkpoint = checkpoint
         self._progress = progress
         self._checked: set[str] = set()
-        self.parts = Parts(checkpoint, cache_dir, progress)
+        self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
         """What fetches the pieces of files that are not whole on this machine."""
 
     @cached_property
@@ -97,14 +98,12 @@ class LocalModel:
     @property
     def pieces_hash(self) -> bytes | None:
         """The pieces hash of the model; None while the table of a file is not known here."""
-        hashes: dict[bytes, bytes] = {}
-        for file in self.manifest.files:
-            key = _key(file)
-            table = self.parts.tables.known(key)
-            if table is None:
-                return None
-            hashes[key.sha256] = table.hash(key)
-        return model_pieces_hash(hashes)
+        listing = self.parts.tables.listing(self.manifest.hash, [_key(file) for file in self.manifest.files])
+        return listing_hash(listing) if listing else None
+
+    def shared(self) -> "SharedWeights":
+        """The weights that are on this machine and verified, to be served to peers."""
+        return SharedWeights(self.manifest, self._checkpoint, self.parts, self._checked)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Hash every file on this machine again, whole or the pieces that are here. Pieces that have changed are forgotten, to be fetched again."""

@@ -28,24 +28,35 @@ T = TypeVar("T")
 class Peers(Protocol):
     """Peers of the swarm that have parts of a model."""
 
+    def wait(self) -> bool:
+        """Wait for the connection to the swarm; whether peers can be asked from this thread."""
+
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the loop of the network, from another thread."""
 
-    async def tables(self, files: Sequence[FileKey], tables: Tables) -> None:
+    async def tables(self, model: bytes, files: Sequence[FileKey], tables: Tables) -> None:
         """Ask for the tables of files, and add them to ``tables``: as known ones, where a pieces hash vouches for them, or as claimed ones."""
 
-    def sources(self, files: Sequence[FileKey]) -> AbstractAsyncContextManager[Sequence[Source]]:
+    def sources(
+        self, model: bytes, files: Sequence[FileKey]
+    ) -> AbstractAsyncContextManager[Sequence[Source]]:
         """Peers that have pieces of these files."""
 
 
 class Parts:
     """The weight files of one model of which this machine has pieces, or nothing yet."""
 
-    def __init__(self, checkpoint: ModelCheckpoint, cache_dir: Path, progress: Progress | None) -> None:
+    def __init__(
+        self, model: bytes, checkpoint: ModelCheckpoint, cache_dir: Path, progress: Progress | None
+    ) -> None:
+        """``model``: the hash of its manifest."""
         self.tables = Tables(cache_dir / "pieces")
         self.peers: Peers | None = None
         self.bytes_from: dict[str, int] = {}
         """Bytes fetched in this process, by the name of the source."""
+        self.in_use: dict[bytes, PieceFile] = {}
+        """The files of which verified pieces are here, by their SHA-256."""
+        self._model = model
         self._checkpoint = checkpoint
         self._progress = progress
 
@@ -78,9 +89,8 @@ class Parts:
             return []
         keys = [hub.file(name) for name in files]
         unknown = [key for key in keys if self.tables.known(key) is None]
-        peers = self.peers
-        if unknown and peers is not None:
-            self._run(lambda: peers.tables(unknown, self.tables))
+        if unknown and (peers := self._reachable_peers()) is not None:
+            peers.run(lambda: peers.tables(self._model, unknown, self.tables))
         fetched: list[PieceFile] = []
         for from_anyone in (True, False):
             chosen = [key for key in keys if (self.tables.known(key) is not None) == from_anyone]
@@ -112,9 +122,9 @@ class Parts:
                 self.tables.forget_claim(partial.file)
             return []
         except Unreachable:
-            if from_anyone or self.peers is None:
+            if from_anyone or self._reachable_peers() is None:
                 raise
-            return [self._prove(*each) for each in found]
+            return [self._prove(*each, verify) for each in found]
         return [partial for partial, _ in found]
 
     def _complete(
@@ -143,6 +153,7 @@ class Parts:
                 )
             partial.use(table, layout.edges)
             verify(partial, table)
+            self.in_use[partial.file.sha256] = partial
             bodies.append(
                 (
                     partial,
@@ -155,8 +166,11 @@ class Parts:
             )
         self._download([*heads, *bodies], from_anyone=from_anyone)
 
-    def _prove(self, partial: PieceFile, table: PieceTable) -> PieceFile:
+    def _prove(
+        self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
+    ) -> PieceFile:
         """Fetch a whole file from peers by the table that they claim, and see whether it has the hash of the file."""
+        self._complete([(partial, table)], set(), verify, from_anyone=True)
         self._download([(partial, range(table.count))], from_anyone=True)
         if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:
             self.tables.forget_claim(partial.file)
@@ -179,18 +193,20 @@ class Parts:
             file.starts[piece + 1] - file.starts[piece] for file, pieces in missing for piece in pieces
         )
         check_free_space("what is missing of the model", size, missing[0][0].folder)
-        for name, count in self._run(lambda: self._download_from(missing, from_anyone=from_anyone)).items():
+        peers = self._reachable_peers() if from_anyone else None
+        run = run_apart if peers is None else peers.run
+        for name, count in run(lambda: self._download_from(missing, peers)).items():
             self.bytes_from[name] = self.bytes_from.get(name, 0) + count
 
     async def _download_from(
-        self, wanted: Sequence[tuple[PieceFile, list[int]]], *, from_anyone: bool
+        self, wanted: Sequence[tuple[PieceFile, list[int]]], peers: Peers | None
     ) -> dict[str, int]:
         hub, progress = self._checkpoint.hub, self._progress
         async with AsyncExitStack() as stack:
             sources: list[Source] = [hub.ranges] if hub is not None else []
-            if from_anyone and self.peers is not None:
+            if peers is not None:
                 files = [file.file for file, _ in wanted]
-                sources += await stack.enter_async_context(self.peers.sources(files))
+                sources += await stack.enter_async_context(peers.sources(self._model, files))
 
             def report(done: int, total: int) -> None:
                 if progress is not None:
@@ -198,11 +214,8 @@ class Parts:
 
             return await download(wanted, sources, report)
 
-    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine from a thread that may have a loop of its own."""
-        if self.peers is not None:
-            return self.peers.run(work)
-        return run_apart(work)
+    def _reachable_peers(self) -> Peers | None:
+        return self.peers if self.peers is not None and self.peers.wait() else None
 
 
 def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
