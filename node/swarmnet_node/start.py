@@ -184,7 +184,7 @@ class _Loaded:
             config.blocks,
             config.num_blocks or total,
             footprint=None,
-            is_packed=config.dtype == "auto" and device.type == "cpu",
+            is_packed=config.dtype == "auto",
             preloaded=[],
         )
         if config.limits.max_ram_bytes is not None:

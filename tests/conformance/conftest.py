@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +31,7 @@ from tests.support.private_swarm import PrivateSwarm
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LOOPBACK_QUIC = ("/ip4/127.0.0.1/udp/0/quic-v1",)
 
-SLOW_LABS = ("p2pd", "quic", "circuit", "libp2p", "libp2p_to_p2pd", "p2pd_to_libp2p")
+SLOW_LABS = ("p2pd", "quic", "circuit", "libp2p", "libp2p_to_p2pd", "p2pd_to_libp2p", "libp2p_circuit")
 
 Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
@@ -174,6 +173,14 @@ class CircuitLab(P2pdLab):
     _trio: tuple[RoutedTransport, RoutedTransport, Relay] | None = None
 
 
+class PyLibp2pCircuitLab(CircuitLab):
+    """All three peers over py-libp2p."""
+
+    async def _peer(self, name: str, link: LinkLimiter) -> P2pdTransport:
+        config = P2pdConfig(self._directory / name, listen=self._listen, link=link)
+        return await self._stack.enter_async_context(PyLibp2pTransport.create(config))
+
+
 @contextlib.asynccontextmanager
 async def peer_process(
     directory: Path, protocol: ProtocolSpec
@@ -217,8 +224,6 @@ def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
 
 
 def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
-    if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
-        pytest.skip("py-libp2p is optional")
     with LoopThread() as loop:
         lab = PyLibp2pLab(loop, tmp_path_factory.mktemp("libp2p"), names)
         try:
@@ -246,6 +251,16 @@ def p2pd_to_libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyL
 def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
     with LoopThread() as loop:
         lab = CircuitLab(loop, tmp_path_factory.mktemp("circuit"))
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
+@pytest.fixture(scope="module")
+def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
+    with LoopThread() as loop:
+        lab = PyLibp2pCircuitLab(loop, tmp_path_factory.mktemp("libp2p_circuit"))
         try:
             yield lab
         finally:

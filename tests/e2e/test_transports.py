@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -26,8 +25,6 @@ LIBP2P_HOST = "third"
 @pytest.fixture
 def lab(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     """Two hosts over p2pd, and one over py-libp2p with the blocks of the second. The client is over py-libp2p, too."""
-    if find_spec("libp2p") is None:  # importing it here would load its protobufs into the common pool
-        pytest.skip("py-libp2p is optional")
     lab = Swarm(tmp_path / "lab", cache_dir)
     try:
         monkeypatch.setenv(TRANSPORT_VARIABLE, "p2pd")

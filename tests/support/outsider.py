@@ -94,6 +94,8 @@ class Outsider:
         """Packed."""
         self.heard: dict[int, bytes] = {}
         """What came on each of its streams."""
+        self.reset: set[int] = set()
+        """Its streams that the other side has reset."""
         self.is_connected = True
         self._plain = b""
         self._sent = self._received = 0
@@ -120,11 +122,11 @@ class Outsider:
         self._writer.close()
 
     async def open(self, protocol: str, said: bytes = b"") -> int:
-        """Open a stream under ``protocol`` and send a first message on it."""
+        """Open a stream under ``protocol``, or begin a negotiation without one, and send a first message on it."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.heard[stream] = b""
         await self._write(_FRAME.pack(0, _WINDOW, _SYN, stream, 0))
-        await self.say(stream, line(MULTISTREAM) + line(protocol) + said)
+        await self.say(stream, line(MULTISTREAM) + (line(protocol) if protocol else b"") + said)
         return stream
 
     async def say(self, stream: int, data: bytes) -> None:
@@ -178,6 +180,8 @@ class Outsider:
                         await self._write(_FRAME.pack(0, _WINDOW, 0, stream, length))
                     elif stream % 2 == 0 and data:
                         await self._write(_FRAME.pack(0, _WINDOW, _RST, stream, 0))
+                elif kind == _WINDOW and flags & _RST:
+                    self.reset.add(stream)
                 elif kind == _PING and flags & _SYN:
                     await self._write(_FRAME.pack(0, _PING, _ACK, 0, length))
         self.is_connected = False

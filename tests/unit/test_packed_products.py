@@ -8,8 +8,10 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.quantization import products as products_module
 from swarmnet_protocols.quantization.packed_tensor import FORMATS, Format, PackedTensor, Segment
 from swarmnet_protocols.quantization.products import FEW_ROWS, Products, load_products
+from swarmnet_protocols.quantization.unpack import unpack
 
 HALVES = {Format.F16: [0], Format.Q4_0: [0], Format.Q4_1: [0, 2], Format.Q5_0: [0], Format.Q5_1: [0, 2]}
 HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6_K: [208]}
@@ -46,6 +48,45 @@ def test_native_code_unpacks_exactly_what_gguf_does(products: Products, format: 
     assert torch.equal(products.dequantize(matrix), matrix.dequantize())
 
 
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+def test_torch_unpacks_exactly_what_gguf_does(format: Format, draw: int) -> None:
+    matrix = random_matrix(format, 7, 512, draw)
+    [segment] = matrix.segments
+    unpacked = unpack(format, segment.data)
+    assert torch.equal(unpacked.view(torch.int32), matrix.dequantize().view(torch.int32))  # to the bit
+    assert torch.equal(unpack(format, segment.data[2:5]), unpacked[2:5])
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+def test_another_device_than_the_cpu_multiplies_in_its_own_memory(
+    products: Products, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device computes shapes and refuses tensors of the CPU. Several panels, so that they are joined."""
+    monkeypatch.setattr(products_module, "ACCELERATOR_PANEL_BYTES", 5 * 512 * 4)
+    matrix = random_matrix(format, 43, 512).to(torch.device("meta"))
+    inputs = torch.empty(3, 512, device="meta", dtype=torch.bfloat16)
+    outputs = products.linear(inputs, matrix, torch.empty(43, device="meta", dtype=torch.bfloat16))
+    assert (outputs.shape, outputs.dtype, outputs.device.type) == ((3, 43), torch.bfloat16, "meta")
+    assert products.back(outputs, matrix).shape == inputs.shape
+    assert products.dequantize(matrix).device.type == "meta"
+
+
+def test_an_accelerator_takes_plain_numbers_as_ordinary_tensors() -> None:
+    meta = torch.device("meta")
+    for format, dtype in (
+        (Format.BF16, torch.bfloat16),
+        (Format.F16, torch.float16),
+        (Format.F32, torch.float32),
+    ):
+        matrix = random_matrix(format, 4, 64)
+        assert isinstance(matrix.loaded(torch.device("cpu")), PackedTensor)
+        loaded = matrix.loaded(meta)
+        assert isinstance(loaded, torch.Tensor)
+        assert (loaded.dtype, loaded.shape) == (dtype, (4, 64))
+    assert isinstance(random_matrix(Format.Q4_0, 4, 64).loaded(meta), PackedTensor)
+
+
 def test_every_number_of_16_bits_is_read_as_numpy_does(products: Products) -> None:
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(1, -1)
     matrix = PackedTensor.of(Format.F16, halves.view(torch.uint8))
@@ -58,6 +99,7 @@ def test_every_scale_of_mxfp4_is_read_as_gguf_does(products: Products) -> None:
     data[:, 0] = torch.arange(255)
     matrix = PackedTensor.of(Format.MXFP4, data)
     assert torch.equal(products.dequantize(matrix), matrix.dequantize())
+    assert torch.equal(unpack(Format.MXFP4, data), matrix.dequantize())
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])

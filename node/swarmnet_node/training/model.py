@@ -197,10 +197,11 @@ def read_model(folder: Path) -> torch.Tensor:
     Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
     checkpoint = SafetensorsCheckpoint(folder)
+    cpu = torch.device("cpu")
     model = build_whole(checkpoint.config()).load(
-        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, packed=False),
+        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, packed=False, device=cpu),
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=cpu,
     )
     return flat_copy(model)
 

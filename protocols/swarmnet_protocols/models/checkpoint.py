@@ -11,6 +11,7 @@ from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
 from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _CHUNK_BYTES = 1 << 20
@@ -82,12 +83,19 @@ class ModelCheckpoint(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+        self,
+        names: Sequence[str],
+        first_block: int,
+        model: "PreTrainedModel",
+        *,
+        packed: bool,
+        device: "torch.device",
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
         ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised and 16-bit weights of its linear modules and
-        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values.
+        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. These are on ``device``, moved one by one as they
+        are read; an accelerator gets the 16-bit ones as ordinary tensors.
         """
 
 

@@ -277,7 +277,13 @@ class GgufCheckpoint:
         return cached
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+        self,
+        names: Sequence[str],
+        first_block: int,
+        model: "PreTrainedModel",
+        *,
+        packed: bool,
+        device: "torch.device",
     ) -> dict[str, Any]:
         """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
         import numpy as np
@@ -305,7 +311,7 @@ class GgufCheckpoint:
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        parsed["tensors"][own_name] = matrix.select(order)
+                        parsed["tensors"][own_name] = matrix.select(order).loaded(device)
                         continue
                 try:
                     weights = dequantize(rows, GGMLQuantizationType(tensor.type))

@@ -166,10 +166,16 @@ class LocalModel:
         return self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + content).hexdigest()[:32]
 
     def _state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool = False
+        self,
+        names: Sequence[str],
+        first_block: int,
+        model: "PreTrainedModel",
+        *,
+        device: "torch.device",
+        packed: bool = False,
     ) -> dict[str, Any]:
         self._check(names)
-        return self._checkpoint.state_dict(names, first_block, model, packed=packed)
+        return self._checkpoint.state_dict(names, first_block, model, packed=packed, device=device)
 
     def load_span(
         self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device", packed: bool = False
@@ -188,7 +194,7 @@ class LocalModel:
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
         return build_span(self.config, start, end).load(
-            lambda model: self._state_dict(names, start, model, packed=packed),
+            lambda model: self._state_dict(names, start, model, packed=packed, device=device),
             dtype=dtype,
             device=device,
             products=load_products(self.cache_dir) if packed else None,
@@ -225,7 +231,9 @@ class LocalModel:
             layers = built
 
         model: Any = build_local_layers(config, take, labels=labels).load(
-            lambda model: self._state_dict(self.manifest.tensors["local_layers"], 0, model, packed=packed),
+            lambda model: self._state_dict(
+                self.manifest.tensors["local_layers"], 0, model, packed=packed, device=device
+            ),
             dtype=dtype,
             device=device,
             products=load_products(self.cache_dir) if packed else None,
@@ -240,7 +248,7 @@ class LocalModel:
 
         names = self._checkpoint.tensor_names
         model: Any = build_whole(self.config).load(
-            lambda model: self._state_dict(names, 0, model), dtype=dtype, device=device
+            lambda model: self._state_dict(names, 0, model, device=device), dtype=dtype, device=device
         )
         self._set_generation_config(model)
         return model

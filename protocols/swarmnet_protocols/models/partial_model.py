@@ -241,6 +241,7 @@ class ModelBuilder:
     ) -> nn.Module:
         """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
 
+        Tensors go to ``device`` one by one, so that no span is in the memory of the CPU as a whole before it is on an accelerator.
         Linear modules and embeddings whose weights it returns as ``PackedTensor`` become packed ones, which compute with ``products``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
@@ -253,6 +254,7 @@ class ModelBuilder:
         cls: Any = self._cls
         if packed and products is not None:
             cls = _stripped_class(cls, partial(_install_packed, weights=packed, products=products))
+        placement = {} if device.type == "cpu" else {"device_map": {"": device}}
         with _quietly(), _SkipInitialisation():
             model, info = cls.from_pretrained(
                 None,
@@ -261,6 +263,7 @@ class ModelBuilder:
                 dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **placement,
             )
         missing = set(info["missing_keys"]) - set(self._optional)
         wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]

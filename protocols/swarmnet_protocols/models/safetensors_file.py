@@ -15,6 +15,7 @@ from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -231,11 +232,17 @@ class SafetensorsCheckpoint:
                 (folder / name).symlink_to(path.absolute())
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", *, packed: bool
+        self,
+        names: Sequence[str],
+        first_block: int,
+        model: "PreTrainedModel",
+        *,
+        packed: bool,
+        device: "torch.device",
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        ``packed``: matrices of 16-bit numbers are read at once, and stay as they are.
+        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are.
         """
         import torch
         from safetensors import SafetensorError, safe_open
@@ -254,7 +261,7 @@ class SafetensorsCheckpoint:
         for name in names:
             file, hf_name = opened[self._file_of[name]], _NAMING.renumbered(name, first_block)
             tensor = file.get_slice(name)
-            own_name = packable_weight(model, hf_name) if packed else None
+            own_name = packable_weight(model, hf_name) if packed and device.type == "cpu" else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
                 found[own_name] = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
             else:

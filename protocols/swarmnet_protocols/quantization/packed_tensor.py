@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from swarmnet_protocols.quantization.unpack import unpack
+
 Format = GGMLQuantizationType
 
 FORMATS = frozenset(
@@ -16,7 +18,9 @@ FORMATS = frozenset(
         *(Format.Q4_K, Format.Q5_K, Format.Q6_K, Format.MXFP4),
     }
 )
-"""The formats that ``unpack.h`` reads."""
+"""The formats that ``unpack.h`` and ``unpack.py`` read."""
+_NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
+"""Formats that torch has as a dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,9 @@ class Segment:
         return self.data.shape[1] // block_bytes * weights
 
     def dequantize(self) -> torch.Tensor:
-        """The weights, float32 [rows, columns], as gguf's Python code computes them."""
+        """The weights, float32 [rows, columns], as gguf's Python code computes them; on another device than the CPU by torch."""
+        if self.data.device.type != "cpu":
+            return unpack(self.format, self.data)
         values = dequantize(self.data.contiguous().numpy(), self.format)
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(self.data), -1)
 
@@ -87,6 +93,17 @@ class PackedTensor:
     @property
     def device(self) -> torch.device:
         return self.segments[0].data.device
+
+    def to(self, device: torch.device) -> "PackedTensor":
+        """The same matrix in the memory of ``device``."""
+        return PackedTensor(tuple(Segment(each.format, each.data.to(device)) for each in self.segments))
+
+    def loaded(self, device: torch.device) -> "PackedTensor | torch.Tensor":
+        """The same matrix as ``device`` multiplies with it: accelerators take numbers of 16 and 32 bits as ordinary tensors."""
+        if device.type != "cpu" and len(self.segments) == 1 and self.segments[0].format in _NUMBERS:
+            [segment] = self.segments
+            return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)
+        return self.to(device)
 
     def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
         """Matrices of so many rows each, one after another, on the same memory."""

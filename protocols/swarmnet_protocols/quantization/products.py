@@ -1,4 +1,4 @@
-"""Products of float32 activations with packed matrices, in C where this machine can compile it, and in torch elsewhere.
+"""Products of activations with packed matrices: on the CPU in C where this machine can compile it, elsewhere in torch.
 
 Few rows are multiplied while weights are unpacked into the processor's cache (``product.h``): reading the weights bounds the time, and
 packed ones are a fraction of the bytes. With many rows arithmetic bounds it; then a panel of the matrix is unpacked at a time, and torch
@@ -24,7 +24,9 @@ _SOURCE = Path(__file__).with_name("products.c")
 FEW_ROWS = 64
 """Rows up to which a product unpacks as it goes. With more, torch's own product of unpacked panels is faster."""
 PANEL_BYTES = 8 << 20
-"""Bytes of the float32 weights that are unpacked at a time."""
+"""Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
+ACCELERATOR_PANEL_BYTES = 128 << 20
+"""The same for an accelerator, which starts about a dozen operations for each panel."""
 
 
 class NativeSegment(Structure):
@@ -54,7 +56,7 @@ def _native_segment(segment: Segment) -> NativeSegment:
 
 
 class Products:
-    """Products with packed matrices on the CPU. Made by :func:`load_products`."""
+    """Products with packed matrices, on the device where these are. Made by :func:`load_products`."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         """Without a library everything is computed by torch and gguf."""
@@ -78,7 +80,7 @@ class Products:
         """
         rows, columns = weight.shape
         flat = inputs.reshape(-1, columns)
-        if self._library is not None and len(flat) <= FEW_ROWS and flat.dtype == torch.float32:
+        if self._is_native(weight) and len(flat) <= FEW_ROWS and flat.dtype == torch.float32:
             outputs = self._multiply(flat.contiguous(), weight)
             if bias is not None:
                 outputs += bias
@@ -99,7 +101,7 @@ class Products:
 
     def dequantize(self, weight: PackedTensor) -> torch.Tensor:
         """The weights, float32 [rows, columns]."""
-        if self._library is None:
+        if not self._is_native(weight):
             return weight.dequantize()
         whole = torch.empty(weight.shape)
         first = 0
@@ -107,6 +109,9 @@ class Products:
             self._unpack(segment, 0, whole[first : first + len(segment.data)])
             first += len(segment.data)
         return whole
+
+    def _is_native(self, weight: PackedTensor) -> bool:
+        return self._library is not None and weight.device.type == "cpu"
 
     def _multiply(self, inputs: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
         assert self._library is not None  # noqa: S101 - the caller asked
@@ -138,13 +143,15 @@ class Products:
         return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
 
     def _panels(self, weight: PackedTensor) -> Iterator[torch.Tensor]:
-        """The weights, float32, so many rows at a time as ``PANEL_BYTES`` hold. Each panel overwrites the one before."""
+        """The weights, float32, so many rows at a time as a panel of this device holds. Each panel may overwrite the one before."""
         columns = weight.shape[1]
-        height = max(1, PANEL_BYTES // (4 * columns))
+        is_native = self._is_native(weight)
+        size = PANEL_BYTES if weight.device.type == "cpu" else ACCELERATOR_PANEL_BYTES
+        height = max(1, size // (4 * columns))
         for segment in weight.segments:
             for first in range(0, len(segment.data), height):
                 count = min(height, len(segment.data) - first)
-                if self._library is None:
+                if not is_native:
                     yield Segment(segment.format, segment.data[first : first + count]).dequantize()
                 else:
                     panel = self._panel_memory(count * columns).view(count, columns)

@@ -13,17 +13,18 @@ The search has three steps:
 
 1. ``credible`` replaces announced speeds and queues, which a host can falsify, by values that bound the gain of a false one.
 2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, so the search is bounded in a swarm of any size.
-3. ``_search`` runs Dijkstra's algorithm over states (blocks covered, last host), with costs stretched at random by up to ``MARGIN``, so
-   clients spread over chains of about equal cost.
+3. ``_search`` finds the cheapest chain by dynamic programming, with costs stretched at random by up to ``MARGIN``, so clients spread over
+   chains of about equal cost.
 """
 
-import heapq
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import pairwise
+from operator import itemgetter
 from statistics import median_high
+from typing import NamedTuple
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
@@ -109,15 +110,19 @@ class View:
         """One-way seconds between two peers (None: the client). Between two hosts: an upper bound, the way through the client."""
         if one == other:
             return 0.0
-        extra_s = 0.0
-        if one is not None and other is not None:
-            if pair_of(one, other) in self.unreachable:
-                extra_s = UNREACHABLE_COST_S
-            elif {one, other} <= self.relayed and not {one, other}.isdisjoint(self.symmetric):
-                extra_s = RELAY_S
-        return extra_s + sum(
-            self.delay_s.get(peer, UNKNOWN_DELAY_S) for peer in (one, other) if peer is not None
-        )
+        own_s = 0.0 if one is None else self.delay_s.get(one, UNKNOWN_DELAY_S)
+        others_s = 0.0 if other is None else self.delay_s.get(other, UNKNOWN_DELAY_S)
+        if one is None or other is None:
+            return own_s + others_s
+        if self.unreachable and pair_of(one, other) in self.unreachable:
+            return own_s + others_s + UNREACHABLE_COST_S
+        if (
+            one in self.relayed
+            and other in self.relayed
+            and (one in self.symmetric or other in self.symmetric)
+        ):
+            return own_s + others_s + RELAY_S
+        return own_s + others_s
 
 
 def credible(view: View) -> View:
@@ -226,6 +231,24 @@ def _shortlist(
     return kept
 
 
+class _Path(NamedTuple):
+    """Hops up to a boundary, the last of them on ``host`` since block ``begun``, after those of ``before``."""
+
+    cost: float
+    host: HostInfo
+    begun: int
+    factor: float
+    """Multiplies the costs of the last hop."""
+    is_final: bool
+    """Whether the last hop goes to the end of the span."""
+    before: "_Path | None"
+
+    def hops(self, end: int) -> list[Hop]:
+        """All hops. The last one ends at ``end``."""
+        earlier = self.before.hops(self.begun) if self.before is not None else []
+        return [*earlier, Hop(self.host.peer, self.begun, end, self.host.addresses)]
+
+
 def _search(
     hosts: Sequence[HostInfo],
     view: View,
@@ -233,38 +256,62 @@ def _search(
     stretch: Mapping[PeerId, float],
     ends: tuple[PeerId | None, PeerId | None],
 ) -> list[Hop]:
-    """Dijkstra's algorithm over (covered up to, last host), with stretched costs."""
+    """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
+
+    A host that costs more as the last hop has two states, since a path must know the factor of its costs when it enters the host: one that
+    goes to the end of the span, and one that leaves before.
+    """
     source, sink = ends
-    boundaries = sorted({span[1], *(host.start for host in hosts), *(host.end for host in hosts)})
-    order = count()
-    queue: list[tuple[float, int, int, PeerId | None, tuple[Hop, ...]]] = [
-        (0.0, next(order), span[0], source, ())
-    ]
-    visited: set[tuple[int, PeerId | None]] = set()
-    while queue:
-        cost, _, reached, last, hops = heapq.heappop(queue)
-        if reached > span[1]:
-            return list(hops)
-        if (reached, last) in visited:
-            continue
-        visited.add((reached, last))
-        if reached == span[1]:
-            total = cost + view.delay_between(last, sink)
-            heapq.heappush(queue, (total, next(order), span[1] + 1, last, hops))
-            continue
+    inside = {block for host in hosts for block in (host.start, host.end) if span[0] < block < span[1]}
+    paths: list[_Path] = []
+    for start, end in pairwise(sorted({*span, *inside})):
+        blocks = end - start
+        ready = [path for path in paths if not path.is_final]
+        found: dict[tuple[PeerId, float, bool], _Path] = {}
+        for path in paths:
+            if path.host.end >= end:
+                more_s = path.factor * view.block_s[path.host.peer] * blocks
+                found[path.host.peer, path.factor, path.is_final] = path._replace(cost=path.cost + more_s)
         for host in hosts:
-            if not host.start <= reached < host.end or (hops and host.peer == last):
+            if not host.start <= start < host.end:
                 continue
-            entry = view.delay_between(last, host.peer) + view.queue_s.get(host.peer, 0.0)
-            for leave in boundaries:
-                if reached < leave <= min(host.end, span[1]):
-                    price = stretch[host.peer] * (entry + view.block_s[host.peer] * (leave - reached))
-                    is_end = (last is None and not hops) or (leave == span[1] and sink is None)
-                    if is_end and view.guards and host.peer not in view.guards:
-                        price *= GUARD_MARGIN
-                    hop = Hop(host.peer, reached, leave, host.addresses)
-                    heapq.heappush(queue, (cost + price, next(order), leave, host.peer, (*hops, hop)))
-    raise NoRoute(uncovered(hosts, span))
+            peer, is_first = host.peer, start == span[0]
+            is_dearer = bool(view.guards) and peer not in view.guards
+            may_be_final = is_dearer and sink is None and host.end >= span[1]
+            for is_final in (False, True) if may_be_final else (False,):
+                is_end = is_final or (is_first and source is None)
+                factor = stretch[peer] * (GUARD_MARGIN if is_dearer and is_end else 1.0)
+                here_s = view.queue_s.get(peer, 0.0) + view.block_s[peer] * blocks
+                if is_first:
+                    cost, before = factor * (view.delay_between(source, peer) + here_s), None
+                elif (entry := _cheapest_entry(view, ready, peer, factor)) is not None:
+                    cost, before = entry[0] + factor * here_s, entry[1]
+                else:
+                    continue
+                known = found.get((peer, factor, is_final))
+                if known is None or cost < known.cost:
+                    found[peer, factor, is_final] = _Path(cost, host, start, factor, is_final, before)
+        paths = list(found.values())
+    complete = [
+        path
+        for path in paths
+        if path.is_final or sink is not None or path.host.peer in view.guards or not view.guards
+    ]
+    if not complete:
+        raise NoRoute(uncovered(hosts, span))
+    return min(complete, key=lambda path: path.cost + view.delay_between(path.host.peer, sink)).hops(span[1])
+
+
+def _cheapest_entry(
+    view: View, paths: Sequence[_Path], peer: PeerId, factor: float
+) -> tuple[float, _Path] | None:
+    """The lowest cost at which one of ``paths`` continues at ``peer``, and that path; None if none does."""
+    entries = (
+        (path.cost + factor * view.delay_between(path.host.peer, peer), path)
+        for path in paths
+        if path.host.peer != peer
+    )
+    return min(entries, key=itemgetter(0), default=None)
 
 
 class Bans:

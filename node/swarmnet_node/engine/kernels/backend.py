@@ -9,7 +9,7 @@ the gate of the MLP, LoRA. Models call it in three ways, and know none of its im
    a :class:`DecodeStep`, which computes all layers of a stage in one call.
 
 There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. Both read packed weights
-(``swarmnet_protocols.quantization``), on the CPU.
+(``swarmnet_protocols.quantization``).
 
 Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head size, S cached positions.
 """

@@ -1,0 +1,208 @@
+"""What outsiders may hold of a peer over py-libp2p: handshakes, negotiations, streams and bytes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.net import ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
+from swarmnet_protocols.net.p2pd.transport import P2pdConfig
+from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
+from swarmnet_protocols.wire.roles import ANY_ROLE
+from tests.support.conversations import echo
+from tests.support.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
+
+from .conftest import LOOPBACK
+from .test_p2pd_limits import run
+
+prepare_libp2p()  # before its modules are imported: its protobufs are in a pool of their own
+
+from swarmnet_protocols.net.pylibp2p import connection, host  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+ECHO = ProtocolSpec("/test/echo", max_header_bytes=1 << 10, roles=ANY_ROLE, served_by=ANY_ROLE)
+IDLE = ProtocolSpec("/test/idle", max_header_bytes=1 << 10, roles=ANY_ROLE, served_by=ANY_ROLE)
+NEAR, FAR = "127.0.1.{}", "127.0.9.1"
+"""Addresses of one subnet, and one of another."""
+LONG_LINE_BYTES = 1025
+DEADLINE_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def peer(folder: Path, **changes: Any) -> AsyncIterator[str]:
+    """The address of a peer that serves ECHO, and IDLE, of which it reads nothing."""
+
+    async def idle(_: Stream) -> None:
+        await asyncio.Event().wait()
+
+    config = P2pdConfig(folder / "identity.key", listen=LOOPBACK, **changes)
+    async with PyLibp2pTransport.create(config) as transport:
+        await transport.serve(ECHO, echo)
+        await transport.serve(IDLE, idle)
+        yield transport.addresses()[0]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def plain(
+    address: str, source: str = "127.0.0.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A TCP connection that sends nothing by itself."""
+    _, _, ip, _, port, *_ = address.split("/")
+    reader, writer = await asyncio.open_connection(ip, int(port), local_addr=(source, 0))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def all_read(reader: asyncio.StreamReader) -> bytes:
+    """What comes before the other side closes the connection."""
+    received = b""
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionResetError):
+            while data := await reader.read(1 << 16):
+                received += data
+    return received
+
+
+async def is_served(address: str, source: str) -> bool:
+    """Whether a newcomer from ``source`` completes its handshakes."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            (await Outsider.connect(address, source=source)).close()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+    return True
+
+
+def test_a_subnet_that_hoards_handshakes_keeps_no_other_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MAX_PENDING", 4 * host.MAX_PENDING_PER_SUBNET)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address, contextlib.AsyncExitStack() as held:
+            for number in range(5 * host.MAX_PENDING_PER_SUBNET):
+                await held.enter_async_context(plain(address, NEAR.format(number + 1)))
+            assert not await is_served(address, NEAR.format(1))
+            assert await is_served(address, FAR)
+
+    run(main)
+
+
+def test_a_bounded_number_of_handshakes_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MAX_PENDING", 8)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address:
+            async with contextlib.AsyncExitStack() as held:
+                for number in range(8):
+                    await held.enter_async_context(plain(address, NEAR.format(number + 1)))
+                assert not await is_served(address, FAR)
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    if await is_served(address, FAR):
+                        return
+                    await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_a_silent_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "HANDSHAKE_S", host.HANDSHAKE_S / 50)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address, plain(address) as (reader, _):
+            assert await all_read(reader) == line(MULTISTREAM)
+
+    run(main)
+
+
+def test_a_long_line_ends_a_negotiation_before_it_is_received(tmp_path: Path) -> None:
+    """In both places: of a connection that is not encrypted yet, and of a stream."""
+    long = line(MULTISTREAM) + varint(LONG_LINE_BYTES)
+
+    async def main() -> None:
+        async with (
+            peer(tmp_path) as address,
+            outsiders(address, 1) as [outsider],
+            plain(address) as (reader, writer),
+        ):
+            writer.write(long)
+            assert await all_read(reader) == line(MULTISTREAM)
+            stream = await outsider.open("", varint(LONG_LINE_BYTES))
+            await until(lambda: stream in outsider.reset)
+            assert outsider.is_connected
+
+    run(main)
+
+
+def test_a_bounded_number_of_protocols_is_offered(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            peer(tmp_path) as address,
+            outsiders(address, 1) as [outsider],
+            plain(address) as (reader, writer),
+        ):
+            stream = await outsider.open("", line("/nothing") * 16 + line(ECHO.id))
+            await until(lambda: stream in outsider.reset)
+            assert line(ECHO.id) not in outsider.heard[stream]
+            writer.write(line(MULTISTREAM) + line("/nothing") * 16 + line(NOISE))
+            assert line(NOISE) not in await all_read(reader)
+
+    run(main)
+
+
+def test_a_connection_has_a_bounded_number_of_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MAX_STREAMS", host.MAX_STREAMS // 32)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address, outsiders(address, 2) as [outsider, other]:
+            streams = [await outsider.open(IDLE.id) for _ in range(16)]
+            await until(lambda: outsider.reset == set(streams[8:]))
+            await other.until_heard(await other.open(IDLE.id), line(IDLE.id))
+
+    run(main)
+
+
+def test_a_peer_that_sends_more_than_it_was_granted_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_BUFFERED_BYTES", connection.MAX_BUFFERED_BYTES >> 4)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address, outsiders(address, 2) as [outsider, other]:
+            stream = await outsider.open(IDLE.id)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    await outsider.say(stream, bytes(1 << 17))
+            await until(lambda: not outsider.is_connected)
+            await other.until_heard(await other.open(IDLE.id), line(IDLE.id))
+
+    run(main)
+
+
+def test_connections_of_one_address_are_limited(tmp_path: Path) -> None:
+    limits = ConnectionLimits(per_host=4, per_subnet=8, total=20)
+
+    async def main() -> None:
+        async with peer(tmp_path, connections=limits) as address, outsiders(address, 12) as strangers:
+            await until(lambda: sum(each.is_connected for each in strangers) <= limits.per_host)
+            assert await is_served(address, FAR)
+
+    run(main)
