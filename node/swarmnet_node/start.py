@@ -42,6 +42,8 @@ class NodeConfig:
     cache_dir: Path
     folder: Path
     """Folder of the files that keep the limits and the usage of this month."""
+    max_disk_bytes: int | None = None
+    """Most room for parts of models on disk. None: no limit."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -166,7 +168,12 @@ class _Loaded:
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         limit_memory(device, config.limits.max_gpu_mem)
-        model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        model = resolve(
+            config.model,
+            cache_dir=config.cache_dir,
+            progress=progress,
+            max_disk_bytes=config.max_disk_bytes,
+        )
         model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
         total = model.manifest.blocks

@@ -155,6 +155,7 @@ def test_a_broken_connection_goes_on_where_it_broke(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import torch
 import huggingface_hub.constants as constants
 constants.HF_HUB_CACHE = sys.argv[2]
 from swarmnet_protocols.fetching import piece_file

@@ -1,15 +1,14 @@
 """Members take weights from each other: verified, shared out, behind sessions; from the hub what no peer has."""
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError
 from swarmnet_protocols.fetching import download, hub_ranges, peers
-from swarmnet_protocols.fetching.pieces import PIECE_BYTES, FileKey
+from swarmnet_protocols.fetching.pieces import PIECE_BYTES
 from swarmnet_protocols.fetching.server import Library
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.shared_weights import SharedWeights
@@ -316,49 +315,3 @@ def test_weights_stand_back_while_sessions_are_open(swarm: WeightSwarm) -> None:
     # The pause after a reply is three times as long as the reply took: after three of four replies.
     assert seconds(Slow(), is_busy=True) >= 4 * 0.02 + 3 * 3 * 0.02
     assert TIMING.client_silence_s > 1
-
-
-class Slowly:
-    """A source that never answers."""
-
-    name = "slow"
-    is_last = False
-    connections = 1
-    max_bytes = PIECE_BYTES
-
-    def has(self, file: FileKey, piece: int) -> bool:
-        return True
-
-    async def read(self, file: FileKey, start: int, end: int) -> bytes:
-        import asyncio
-
-        await asyncio.Event().wait()
-        raise Unreachable("never")
-
-
-def test_what_a_slow_source_does_not_bring_is_fetched_from_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import hashlib
-
-    from swarmnet_protocols.fetching.piece_file import PieceFile
-    from swarmnet_protocols.fetching.pieces import Hasher, cut
-    from tests.support.virtual_time import run
-
-    data = random.Random(0).randbytes(3_000_000)
-    starts = cut(len(data), [100])
-    hasher = Hasher(starts)
-    hasher.update(data)
-    file = PieceFile(tmp_path / "file", FileKey("weights", len(data), hashlib.sha256(data).digest()))
-    file.create()
-    file.use(hasher.table(100), [])
-
-    class Quick(Slowly):
-        name = "quick"
-
-        async def read(self, file: FileKey, start: int, end: int) -> bytes:
-            return data[start:end]
-
-    taken = run(download.download([(file, range(len(starts) - 1))], [Slowly(), Quick()]))
-    assert taken == {"quick": len(data)}
-    assert file.path.read_bytes() == data

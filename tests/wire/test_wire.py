@@ -77,6 +77,7 @@ MESSAGES: list[dict[str, Any]] = [
         "report",
         "probe",
         "relay",
+        "weights",
     )
     for vector in vectors(name)
 ]

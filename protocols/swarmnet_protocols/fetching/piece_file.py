@@ -3,6 +3,7 @@
 Readers of safetensors and gguf map it into memory like the whole file. Layout, in a folder that is named by the SHA-256 of the whole file::
 
     model-00002-of-00030.safetensors   the file; where pieces are missing it has holes, which take no space
+    lock                               locked by the processes that use the file
     present                            one bit for each piece, set once the piece is verified and on disk
 
 The bits are set after the data has reached the disk, so a process or a machine may stop at any moment: what is marked is there, and the rest is
@@ -13,15 +14,17 @@ import errno
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, has_bit
 from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.machine.platform import lock
 
-_PRESENT = "present"
+_PRESENT, _LOCK = "present", "lock"
 SYNC_BYTES = 64 << 20
 """Data that is written between two marks of what is on disk. Lost at most, if the process is killed."""
 
@@ -40,6 +43,7 @@ class PieceFile:
         self._bits = bytearray()
         self._written: list[int] = []
         self._unsynced_bytes = 0
+        self._hold: weakref.finalize[..., PieceFile] | None = None
 
     @property
     def exists(self) -> bool:
@@ -49,7 +53,7 @@ class PieceFile:
     @property
     def size_on_disk(self) -> int:
         """Bytes of disk that it takes."""
-        return sum(_allocated(path) for path in (self.path, self._bits_path))
+        return folder_bytes(self.folder)
 
     def create(self) -> None:
         """Make the file with no pieces, unless it is there."""
@@ -191,9 +195,33 @@ class PieceFile:
 
     def remove(self) -> int:
         """Remove the file and what is known of it. A process that has it mapped keeps its bytes. Returns the bytes that are free now."""
-        freed = self.size_on_disk
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+        return self.remove_folder(self.folder)
+
+    @staticmethod
+    def remove_folder(folder: Path) -> int:
+        """Remove the folder of a partial file. Returns the bytes that are free now."""
+        freed = folder_bytes(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         return freed
+
+    def hold(self) -> None:
+        """Count the file as used now, and keep other processes from removing it to make room, until ``release`` or the end of this one."""
+        if self._hold is None:
+            make_private(self.folder)
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self._hold = weakref.finalize(self, os.close, descriptor)
+            # Another process may remove it at this moment, or the file system have no locks.
+            with suppress(OSError):
+                lock(descriptor, shared=True)
+        with suppress(OSError):
+            os.utime(self.folder)
+
+    def release(self) -> None:
+        """End ``hold``."""
+        if self._hold is not None:
+            self._hold()
+            self._hold = None
 
     def write_head(self, data: bytes) -> None:
         """Write the beginning of the file before the hashes of its pieces are known. It is not marked as present."""
@@ -209,13 +237,27 @@ def _write_all(path: Path, offset: int, data: memoryview) -> None:
             data = data[file.write(data) or 0 :]
 
 
-def _allocated(path: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Bytes of disk that the files in the folder of a partial file take."""
+    found = 0
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            stat = path.stat()
+            blocks = getattr(stat, "st_blocks", None)  # Windows has none
+            found += stat.st_size if blocks is None else blocks * 512
+    return found
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process uses the partial file in a folder."""
     try:
-        stat = path.stat()
+        with (folder / _LOCK).open("rb") as file:
+            lock(file.fileno())
+    except FileNotFoundError:
+        return False
     except OSError:
-        return 0
-    blocks = getattr(stat, "st_blocks", None)  # Windows has none
-    return stat.st_size if blocks is None else blocks * 512
+        return True
+    return False
 
 
 @contextmanager

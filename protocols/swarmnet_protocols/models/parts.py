@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from swarmnet_protocols.errors import IntegrityError, Unreachable
+from swarmnet_protocols.fetching.disk import make_room
 from swarmnet_protocols.fetching.download import Source, download
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, Tables, pieces_between
@@ -56,6 +57,8 @@ class Parts:
         """Bytes fetched in this process, by the name of the source."""
         self.in_use: dict[bytes, PieceFile] = {}
         """The files of which verified pieces are here, by their SHA-256."""
+        self.max_disk_bytes: int | None = None
+        """Most bytes of all partial files on this machine. None: no limit."""
         self._model = model
         self._checkpoint = checkpoint
         self._progress = progress
@@ -139,6 +142,7 @@ class Parts:
         heads = []
         for partial, table in files:
             partial.create()
+            partial.hold()
             partial.use(table, None)
             head = range(len(table.head_starts) - 1)
             partial.adopt(head)
@@ -192,6 +196,8 @@ class Parts:
         size = sum(
             file.starts[piece + 1] - file.starts[piece] for file, pieces in missing for piece in pieces
         )
+        if self.max_disk_bytes is not None:
+            make_room(missing[0][0].folder.parent, size, self.max_disk_bytes)
         check_free_space("what is missing of the model", size, missing[0][0].folder)
         peers = self._reachable_peers() if from_anyone else None
         run = run_apart if peers is None else peers.run

@@ -20,6 +20,7 @@ from swarmnet_protocols.machine.platform import lock
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint, sha256_of
 from swarmnet_protocols.models.gguf_file import GgufCheckpoint, gguf_head_bytes
 from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
+from swarmnet_protocols.models.inventory import note_model
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.safetensors_file import (
@@ -42,17 +43,27 @@ _HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?(?::(
 
 
 def resolve(
-    name: str, *, cache_dir: Path, progress: Progress | None = None, published: bool = False
+    name: str,
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    published: bool = False,
+    max_disk_bytes: int | None = None,
 ) -> LocalModel:
     """The model with this name, downloaded if it is not on this machine.
 
     ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
+    ``max_disk_bytes``: most room for partial files of all models in ``cache_dir``; the least recently used ones make way.
     ``published``: another peer chose the name, so it may not be a path of this machine. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     path, hub = _locate(name, cache_dir, progress, published=published)
-    return _open(name, path, hub, cache_dir, progress)
+    model = _open(name, path, hub, cache_dir, progress)
+    model.parts.max_disk_bytes = max_disk_bytes
+    if hub is not None:
+        note_model(model, cache_dir)
+    return model
 
 
 def _locate(
