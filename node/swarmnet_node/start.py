@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import ONE_CLIENT, Limits
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -80,6 +80,7 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
 
         from swarmnet_protocols.directory.host_announcements import read_hosts
         from swarmnet_protocols.fetching.peers import SwarmPeers
+        from swarmnet_protocols.models.outline import fetch_outline
         from swarmnet_protocols.timing import Timing
 
         # Reading the model and connecting to the swarm take a second each, so both run at once.
@@ -95,7 +96,14 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             peers.detach()
             raise
         finally:
-            loaded = await loading
+            try:
+                loaded = await loading
+            except Unreachable:
+                manifest = config.network.rules.names.get(config.model)
+                if manifest is None or not peers.is_attached:
+                    raise
+                await fetch_outline(peers, config.model, manifest, config.cache_dir)
+                loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         from swarmnet_node.node import Dependencies
         from swarmnet_node.owner.machine import OwnersMachine, release_memory
         from swarmnet_node.supervisor import Supervisor

@@ -163,6 +163,7 @@ class SwarmFile:
             quotas=self.policy.quotas,
             serial=self.serial,
             models=frozenset(model.manifest for model in self.models),
+            names={model.name: model.manifest for model in self.models},
             pieces_hashes={model.manifest: model.pieces for model in self.models if model.pieces is not None},
         )
 

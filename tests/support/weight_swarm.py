@@ -5,16 +5,19 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.outline import fetch_outline
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.timing import Timing
 from tests.support.loop_thread import LoopThread
+from tests.support.model_hub import NAME
 
 TIMING = Timing()
 
@@ -53,6 +56,16 @@ class WeightSwarm:
             model.parts.peers = peers
 
         self.loop.run(attach())
+
+    def outline(self, model: bytes, pieces_hash: bytes, cache_dir: Path) -> None:
+        """Fetch the outline of the hub's model from the hosts."""
+
+        async def fetch() -> None:
+            peers = SwarmPeers({model: pieces_hash}, TIMING)
+            peers.attach(await self._transport(), self._find)
+            await fetch_outline(peers, NAME, model, cache_dir)
+
+        self.loop.run(fetch())
 
     async def _find(self, _: bytes) -> Sequence[Host]:
         return self.hosts

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.errors import IntegrityError, OutOfResources, ProtocolViolation, Unreachable
+from swarmnet_protocols.errors import (
+    IntegrityError,
+    OutOfResources,
+    ProtocolViolation,
+    StreamEnded,
+    Unreachable,
+)
 from swarmnet_protocols.fetching import hub_ranges
 from swarmnet_protocols.fetching.download import Source, download
 from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
@@ -215,6 +221,8 @@ class Replies:
         pass
 
     async def receive(self) -> tuple[pb.WeightsReply, bytes]:
+        if not self._replies:
+            raise StreamEnded("the other side closed the stream")
         total, payload = self._replies.pop(0)
         return pb.WeightsReply(total_bytes=total), payload
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching import download, hub_ranges, peers
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES
 from swarmnet_protocols.fetching.server import Library
@@ -315,3 +315,28 @@ def test_weights_stand_back_while_sessions_are_open(swarm: WeightSwarm) -> None:
     # The pause after a reply is three times as long as the reply took: after three of four replies.
     assert seconds(Slow(), is_busy=True) >= 4 * 0.02 + 3 * 3 * 0.02
     assert TIMING.client_silence_s > 1
+
+
+def test_a_newcomer_joins_without_the_hub(
+    hub: ModelHub, swarm: WeightSwarm, whole: LocalModel, made: tuple[Path, bytes], tmp_path: Path
+) -> None:
+    hub.is_closed = True
+    cache = tmp_path / "new"
+    with pytest.raises(Unreachable):
+        load(cache)
+    swarm.host(whole.shared())
+    swarm.outline(whole.manifest.hash, made[1], cache)
+    second = load(cache)
+    assert second.manifest.hash == whole.manifest.hash
+    swarm.join(second, made[1])
+    assert same_span(second, whole, 30, 40)
+    assert all(name.startswith("peer ") for name in second.parts.bytes_from)
+
+
+def test_the_outline_of_another_model_is_refused(
+    swarm: WeightSwarm, whole: LocalModel, made: tuple[Path, bytes], tmp_path: Path
+) -> None:
+    wanted = bytes(32)
+    swarm.host(Forged(whole.shared(), whole, {}, wanted))
+    with pytest.raises(Unreachable, match="the manifest of another model"):
+        swarm.outline(wanted, made[1], tmp_path / "new")

@@ -60,10 +60,26 @@ async def fetch_document(
     while len(found) < total:
         reply, payload = await _ask(stream, model, what, file, len(found), PIECE_BYTES)
         total = reply.total_bytes
-        if total > max_bytes:
-            raise IntegrityError(f"{pb.What.Name(what)} of {total} bytes, at most {max_bytes} were expected")
+        _check_size(what, total, max_bytes)
         if total and not payload:
             raise IntegrityError(f"{pb.What.Name(what)} ends after {len(found)} of {total} bytes")
+        found += payload
+    return bytes(found)
+
+
+def _check_size(what: pb.What, total: int, max_bytes: int) -> None:
+    if total > max_bytes:
+        raise IntegrityError(f"{pb.What.Name(what)} of {total} bytes, at most {max_bytes} were expected")
+
+
+async def fetch_file(stream: WeightStream, model: bytes, file: FileKey) -> bytes:
+    """A whole small file, not verified. Raises ``Unreachable`` if the peer does not have it."""
+    found = bytearray()
+    while len(found) < file.size:
+        length = min(PIECE_BYTES, file.size - len(found))
+        _, payload = await _ask(stream, model, pb.WHAT_DATA, file.sha256, len(found), length)
+        if not payload:
+            raise Unreachable(f"it does not have {file.name}")
         found += payload
     return bytes(found)
 
@@ -140,6 +156,25 @@ class SwarmPeers:
         if self._loop is None:
             raise Unreachable("the connection to the swarm has ended")
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+
+    async def first(self, model: bytes, ask: Callable[[WeightStream], Awaitable[T]]) -> T:
+        """What the first of the hosts of a model gives for which ``ask`` does not raise. Raises ``Unreachable``, with what each gave instead."""
+        causes = []
+        async with self._streams(model, 1) as streams:
+            for stream in streams:
+                try:
+                    return await ask(stream)
+                except SwarmnetError as error:
+                    causes.append(f"peer {stream.peer}: {error}")
+        raise Unreachable(
+            f"no peer of the swarm gives the model ({'; '.join(causes) or 'no host is known'})",
+            hint="try again when the hub can be reached, or a host of the model",
+        )
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the connection to the swarm is there."""
+        return self._transport is not None
 
     async def tables(self, model: bytes, files: Sequence[FileKey], tables: Tables) -> None:
         """Ask hosts of a model for the tables of files, and add them to ``tables``.

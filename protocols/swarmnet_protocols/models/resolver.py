@@ -23,6 +23,7 @@ from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
 from swarmnet_protocols.models.inventory import note_model
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
+from swarmnet_protocols.models.outline import find_outline
 from swarmnet_protocols.models.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,
@@ -77,9 +78,15 @@ def _locate(
         return path.resolve(), None
     match = _HUB_NAME.match(name)
     if match and not name.startswith(".") and (match[3] or path.suffix != ".gguf"):
-        if match[3]:
-            return _hub_gguf(match[1], match[2], match[3], cache_dir)
-        return _hub_snapshot(match[1], match[2], cache_dir)
+        try:
+            if match[3]:
+                return _hub_gguf(match[1], match[2], match[3], cache_dir)
+            return _hub_snapshot(match[1], match[2], cache_dir)
+        except Unreachable:
+            outline = find_outline(name, match[1], match[2], cache_dir)
+            if outline is None:
+                raise
+            return outline
     raise ConfigError(
         f"there is no model {name!r}",
         hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision][:FILE.gguf]",
