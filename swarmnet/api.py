@@ -32,8 +32,9 @@ class AutoSwarmModelForCausalLM:
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
-        ``bootstrap`` adds addresses of peers to those in the file; with ``hosts``, peer ids, only these hosts are used; ``device`` is where embeddings and head are. ``data_dir`` keeps
-        who we are in swarms with members. Use the model as a context manager, or ``close`` it.
+        ``bootstrap`` adds addresses of peers to those in the file. ``hosts``: peer ids; only these hosts are used. ``device`` computes
+        embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. Use the model as a context
+        manager, or ``close`` it.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 

@@ -85,7 +85,7 @@ P2PD = (
     Defence(
         "connections in use stay, even from the address of an attacker",
         all_alike,
-        lambda _: test_connection_limits.test_those_at_work_behind_the_address_of_an_attacker_stay(),
+        lambda _: test_connection_limits.test_connections_at_work_behind_the_address_of_an_attacker_stay(),
     ),
     Defence(
         "strangers are disconnected first when p2pd is over its memory limit",

@@ -2,7 +2,8 @@
 
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.hosting import slots
-from swarmnet_node.hosting.host import Host, HostLimits
+from swarmnet_node.hosting.host import Host
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.net import subnets

@@ -62,7 +62,9 @@ FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, 
 
 @pytest.mark.defences
 @pytest.mark.parametrize("defence", DEFENCES, ids=lambda each: each.name)
-def test_its_test_fails_without(defence: Defence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_of_a_defence_fails_without_it(
+    defence: Defence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     defence.switch_off(monkeypatch)
     with pytest.raises(BaseException) as info:  # noqa: PT011 - looked at below
         defence.fails(tmp_path)

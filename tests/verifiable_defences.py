@@ -29,8 +29,8 @@ def excluding_none(patch: Patch) -> None:
 def saving_no_exclusions(patch: Patch) -> None:
     honest = Replica.checkpoint
 
-    def checkpoint(self: Replica, job_id: str, round_number: int, _: object = ()) -> WorkerCheckpoint:
-        return honest(self, job_id, round_number)
+    def checkpoint(self: Replica, job_id: str, round: int, _: object = ()) -> WorkerCheckpoint:
+        return honest(self, job_id, round)
 
     patch.setattr(Replica, "checkpoint", checkpoint)
 

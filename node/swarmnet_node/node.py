@@ -20,7 +20,8 @@ import torch
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.announcement import Announcement
-from swarmnet_node.hosting.host import Host, HostedModel, HostLimits
+from swarmnet_node.hosting.host import Host, HostedModel
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.quantization.packed_tensor import Format
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class NodeConfig:
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
@@ -161,6 +163,8 @@ class _Loaded:
     """Memory of the process and of one block. None without a memory limit."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
+    quantized: "Format | None"
+    """The format to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
@@ -172,9 +176,11 @@ class _Loaded:
         from swarmnet_node.engine.kernels.native_backend import load_backend
         from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
         from swarmnet_protocols.models import resolve
+        from swarmnet_protocols.quantization.quantize import PRECISIONS
 
         device = pick_device(config.device)
-        dtype = pick_dtype(config.dtype, device)
+        quantized = PRECISIONS.get(config.dtype)
+        dtype = pick_dtype("auto" if quantized is not None else config.dtype, device)
         limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(
             config.model,
@@ -184,6 +190,8 @@ class _Loaded:
         )
         model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
+        if quantized is not None:
+            _check_quantizable(model)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -199,7 +207,8 @@ class _Loaded:
             config.blocks,
             config.num_blocks or total,
             footprint=None,
-            is_packed=config.dtype == "auto",
+            is_packed=quantized is not None or config.dtype == "auto",
+            quantized=quantized,
             preloaded=[],
         )
         if config.limits.max_ram_bytes is not None:
@@ -276,6 +285,7 @@ class _Loaded:
                 device=self.device,
                 backend=self.backend,
                 packed=self.is_packed,
+                quantized=self.quantized,
             )
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
@@ -284,9 +294,25 @@ class _Loaded:
             ) from error
 
 
+def _check_quantizable(model: "LocalModel") -> None:
+    """Raises ``ConfigError`` unless the weights of ``model`` can be quantised."""
+    from swarmnet_protocols.quantization.quantize import UNQUANTIZED
+
+    if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
+        raise ConfigError(
+            f"the weights of {model.name} are quantised already: {model.precision}",
+            hint="leave out --dtype: they are used as they are",
+        )
+    if getattr(model.config, "num_experts_per_tok", None):
+        raise ConfigError(
+            f"{model.name} has merged experts, which are not quantised at load",
+            hint="leave out --dtype, or host a .gguf file of the model",
+        )
+
+
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
     """Limits for clients of this host, no larger than the swarm's quotas."""
-    from swarmnet_node.hosting.host import HostLimits
+    from swarmnet_node.hosting.host_limits import HostLimits
 
     limits = HostLimits()
     return replace(

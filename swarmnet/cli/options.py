@@ -43,6 +43,10 @@ def _check_dtype(text: str) -> str:
     return text
 
 
+def _check_host_dtype(text: str) -> str:
+    return text if text in {"int8", "int4"} else _check_dtype(text)
+
+
 def _choose_transport(name: str) -> str:
     if name not in {"auto", "p2pd", "libp2p"}:
         raise typer.BadParameter(
@@ -167,6 +171,15 @@ DtypeOption = Annotated[
         metavar="auto|float32|bfloat16",
         help="Number format of the weights. auto: gguf as stored or float32 on a CPU, bfloat16 on an accelerator.",
         callback=_check_dtype,
+    ),
+]
+HostDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|int8|int4",
+        help="Number format of the weights. auto: as stored on a CPU, bfloat16 on an accelerator. int8, int4: quantised when they are loaded.",
+        callback=_check_host_dtype,
     ),
 ]
 MetricsOption = Annotated[

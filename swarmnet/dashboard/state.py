@@ -114,11 +114,11 @@ def _job_entry(job: JobObservation, peers: Mapping[PeerId, PeerObservation]) -> 
         and state_of(seen)[0] != "gone"
         and seen.newest.report.worker.job.hex() == job.id
     ]
-    round_number = max([job.round, *(report.round for report in reports)])
+    round = max([job.round, *(report.round for report in reports)])
     return {
         "name": job.name,
         "method": job.method,
-        "round": min(round_number, job.rounds),
+        "round": min(round, job.rounds),
         "rounds": job.rounds,
         "workers": len(job.workers),
         "loss": _mean([report.loss for report in reports if report.HasField("loss")]),
@@ -126,7 +126,7 @@ def _job_entry(job: JobObservation, peers: Mapping[PeerId, PeerObservation]) -> 
         "tokens": max((report.tokens for report in reports), default=0),
         "bytes_sent": min(MAX_NUMBER, sum(report.bytes_sent for report in reports)),
         "contributors": _contributors(reports),
-        "state": _job_state(job, round_number, [report.state for report in reports]),
+        "state": _job_state(job, round, [report.state for report in reports]),
     }
 
 
@@ -144,8 +144,8 @@ def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, 
     return [{"peer_id": each.peer, "share": round(each.rounds / total, 4)} for each in most]
 
 
-def _job_state(job: JobObservation, round_number: int, states: Sequence[str]) -> str:
-    if round_number >= job.rounds:
+def _job_state(job: JobObservation, round: int, states: Sequence[str]) -> str:
+    if round >= job.rounds:
         return "done"
     if not job.workers:
         return "idle"

@@ -28,7 +28,7 @@ class AnsweringProcess:
         self._answer()
 
     def ask(self, **question: object) -> Fields:
-        """What it answers. Raises ``RuntimeError`` if it has ended."""
+        """Ask a question and return the answer. Raises ``RuntimeError`` if the process has ended."""
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
         self._process.stdin.write(json.dumps(question) + "\n")

@@ -75,7 +75,7 @@ async def together(http: httpx.AsyncClient, prompts: list[list[int]], tokens: in
 
 
 async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: Any) -> dict[str, Any]:
-    """One stream, and sixteen callers, against the Python client; the two take turns."""
+    """One stream, and sixteen callers, against the Python client, in turns."""
     rng = random.Random(0)
     tokens = arguments.tokens
     alone: list[tuple[float, float]] = []
@@ -159,7 +159,7 @@ async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
 
 
 async def idle(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
-    """One stream beside a thousand connections that say nothing, and without them."""
+    """One stream with and without a thousand silent connections."""
     address = httpx.URL(gateway.url)
     process = psutil.Process(gateway.pid)
     prompt = [11] * PROMPT_TOKENS

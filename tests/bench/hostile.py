@@ -50,7 +50,7 @@ def token_times(model: Any, seconds: float) -> list[float]:
 
 
 def rss_bytes(node: NodeProcess) -> tuple[int, int]:
-    """Of the node, and of its p2pd."""
+    """Resident memory of the node and of its p2pd."""
     process = psutil.Process(node.pid)
     return process.memory_info().rss, sum(child.memory_info().rss for child in process.children())
 

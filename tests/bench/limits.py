@@ -55,7 +55,7 @@ def loaded(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterat
 
 
 def sample(read: Callable[[], float], seconds: float) -> list[tuple[float, float]]:
-    """What ``read`` gives, with the time."""
+    """The values of ``read``, each with its time."""
     began = time.monotonic()
     samples = []
     while (now := time.monotonic()) - began < seconds:

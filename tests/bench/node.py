@@ -61,13 +61,13 @@ def peak_bytes(process: psutil.Process) -> int:
 
 
 def cpu_s(node: NodeProcess) -> list[float]:
-    """Of a node with whatever it has run meanwhile, and of its p2pd."""
+    """Processor time of a node with its child processes, and of its p2pd."""
     times = [process.cpu_times() for process in node.family]
     return [each.user + each.system + each.children_user + each.children_system for each in times]
 
 
 def measure_rest(nodes: list[NodeProcess], seconds: float) -> list[dict[str, float]]:
-    """Of one core, for each node."""
+    """Share of one core, for each node."""
     before = [cpu_s(node) for node in nodes]
     began = time.monotonic()
     time.sleep(seconds)
@@ -81,7 +81,7 @@ def measure_rest(nodes: list[NodeProcess], seconds: float) -> list[dict[str, flo
 
 
 def serve(lab: Swarm, seconds: float) -> dict[str, Any]:
-    """One stream after another for so long; what the first one says of itself."""
+    """Run one stream after another for ``seconds``; returns the summary of the first."""
     began = time.monotonic()
     answers = []
     while not answers or time.monotonic() - began < seconds:

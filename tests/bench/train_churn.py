@@ -90,7 +90,7 @@ def beside(function: Callable[[Event], None]) -> Iterator[None]:
 
 
 def resident_bytes(worker: WorkerProcess) -> int:
-    """Of the worker, without its p2pd; 0 once it has ended."""
+    """Memory of the worker without its p2pd; 0 after its end."""
     try:
         return int(psutil.Process(worker.process.pid).memory_info().rss)
     except psutil.NoSuchProcess:
@@ -98,7 +98,7 @@ def resident_bytes(worker: WorkerProcess) -> int:
 
 
 def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict[str, Any]:
-    """One run to its end, and what was seen in it."""
+    """Run the job to its end; returns the observations."""
     toml = write_job(
         folder,
         "diloco",
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict
 
 
 def summarize(job_workers: JobWorkers, wall_s: float) -> dict[str, Any]:
-    """What the events of all workers say. A round counts as committed or discarded if any worker saw it so."""
+    """A summary of the events of all workers. A round counts as committed or discarded if any worker saw it so."""
     everyone = job_workers.all()
     committed = [event for worker in everyone for event in worker.rounds().values()]
     discarded = {number for worker in everyone for number in worker.rounds(committed=False)}

@@ -84,7 +84,7 @@ def join(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     first, *later = newcomer.rounds().values()
 
     def line_s(*events: dict[str, Any]) -> float:
-        """What the bytes of these rounds, and those of the state, need on the newcomer's line."""
+        """Seconds that the bytes of these rounds and of the state take on the newcomer's link."""
         moved: int = sum(event["bytes_sent"] + event["bytes_received"] for event in events)
         return (int(healed["bytes"]) + moved) / rate
 

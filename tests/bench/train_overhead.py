@@ -27,7 +27,7 @@ from swarmnet_protocols.training.methods import Average, Method
 
 
 class BareLoop:
-    """What a person would write to train this model on one machine."""
+    """A plain training loop for this model on one machine."""
 
     def __init__(self, job: Job, tokens: Tensor, cache_dir: Path) -> None:
         self._model: Any = build_model(job.model, job.job.seed, cache_dir)

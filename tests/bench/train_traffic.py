@@ -32,7 +32,7 @@ LINK = LinkProfile(delay_s=0.02, bytes_per_s=12.5e6)
 
 
 class Traffic:
-    """What has arrived: bytes without payload, bytes of payload and messages, by kind."""
+    """Arrived traffic by kind: bytes without payload, bytes of payload, and messages."""
 
     def __init__(self) -> None:
         self.headers: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def job_toml(folder: Path, method: str, workers: int) -> str:
 
 
 def last_round(method: str, workers: int) -> dict[str, Any]:
-    """What all workers sent from the end of the first round to that of the last one."""
+    """The traffic of all workers from the end of the first round to the end of the last."""
     network, traffic = MemoryNetwork(random.Random(0), LINK), Traffic()
     names = [f"worker-{number}" for number in range(workers)]
     rounds: list[dict[str, Any]] = []

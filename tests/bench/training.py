@@ -24,7 +24,7 @@ METHODS = ("allreduce", "diloco", "streaming", "eager", "co2", "noloco", "sparse
 YARDSTICK = "allreduce"
 LEARNING_RATE = 6e-3
 LEARNING_RATES = {"co2": 2e-2}
-"""Of methods that end lower at another."""
+"""Learning rates of methods that reach a lower loss with another rate."""
 
 Setting = int | float | str
 
@@ -84,7 +84,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Setting]]:
 
 
 def report(curve: Curve, yardstick: Curve | None) -> dict[str, object]:
-    """What is printed of a run; ratios to ``yardstick`` if there is one."""
+    """The printed summary of a run, with ratios to ``yardstick`` if there is one."""
     last = curve.points[-1]
     line: dict[str, object] = {
         "bench": "training",

@@ -1,9 +1,9 @@
-"""One training method, all its workers in one process, the network only accounted for.
+"""One training method with all its workers in one process. The network is not simulated; its traffic is computed.
 
-Trainers, methods, codecs and error feedback are the real ones. An exchange is a butterfly, as ``averaging.Exchange`` does it: a
-worker sends every other its slice of the contribution, and every other the result of its own slice, which is the encoded
-mean, or all contributions to it where the codec is sparse. Only payloads are counted. All workers compute at one speed and
-have the same link.
+Replicas are the real ones, with their trainers, methods, codecs and error feedback. An exchange is a butterfly, as in
+``rounds.averaging``: a worker sends to every other worker that worker's slice of its contribution, and to all the result of its own slice,
+which is the encoded mean, or all contributions to it if the codec is sparse. Only payloads are counted. All workers compute at one speed
+and have the same link.
 """
 
 import random
@@ -15,12 +15,12 @@ import torch
 
 from swarmnet_node.training.data import Corpus, open_corpus
 from swarmnet_node.training.model import build_model
+from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.training.codecs import Codec, ErrorFeedback, get_codec, result_codec
+from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.jobs import Job
-from swarmnet_protocols.training.methods import Average, Method
-from swarmnet_protocols.training.methods.base import OWN
+from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
 
 MEGABIT = 1e6 / 8
@@ -28,7 +28,7 @@ MEGABIT = 1e6 / 8
 
 @dataclass(frozen=True)
 class Link:
-    """Of every worker, to all others."""
+    """The link from every worker to all others."""
 
     name: str
     up_bytes_per_s: float
@@ -45,7 +45,7 @@ LINKS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker sends, and as much receives, in one exchange of ``trips`` one-way delays."""
+    """The bytes that one worker sends, and the same number that it receives, in one exchange of ``trips`` one-way delays."""
 
     size_bytes: float = 0.0
     trips: int = 0
@@ -94,61 +94,32 @@ class Curve:
 
 
 class Worker:
-    """A trainer with its method and the error that it feeds back."""
+    """The replica of one worker, and whether the worker is away."""
 
     def __init__(self, name: str, job: Job, corpus: Corpus, cache_dir: Path) -> None:
         self.name = name
-        self.method: Method = job.make_method()
-        model = build_model(job.model, job.job.seed, cache_dir)
-        self.trainer = Trainer(
+        self.away = False
+        trainer = Trainer(
             job,
             corpus,
-            model,
-            steps_per_round=self.method.steps_per_round,
+            build_model(job.model, job.job.seed, cache_dir),
+            steps_per_round=job.make_method().steps_per_round,
             device=torch.device("cpu"),
         )
-        self.method.begin(self.trainer.parameters())
-        self.away = False
-        self.codec: Codec = get_codec(job.exchange.codec or self.method.codec)
-        self._feedback = self._no_error()
+        self.replica = Replica(job, trainer)
 
-    def contribute(self, round_number: int, slot: int) -> tuple[bytes, torch.Tensor]:
+    def contribute(self, round: int, slot: int) -> tuple[bytes, torch.Tensor]:
         """The payload, and the values that all workers decode from it."""
-        if self.method.kind == "gradients":
-            current, _ = self.trainer.gradient(round_number, 0, slot)
-        else:
-            current = self.trainer.parameters()
-        values = self.method.contribution(round_number, current)
-        if self._feedback is not None:
-            values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
-        payload = self.codec.encode(values)
-        return payload, self.codec.decode(payload, len(values))
+        values, _ = self.replica.contribution(round, slot)
+        payload = bytes(self.replica.codec.encode(values))
+        return payload, self.replica.codec.decode(payload, len(values))
 
-    def apply(self, round_number: int, average: Average) -> None:
-        if self._feedback is not None:
-            self._feedback.acknowledge(round_number, [(0, len(average.values))])
-        if self.method.kind == "gradients":
-            gradient = self.method.apply(round_number, average.values, average)
-            self.trainer.apply_gradient(round_number, 0, gradient)
-            self.method.begin(self.trainer.parameters())
-        else:
-            self.trainer.load(self.method.apply(round_number, self.trainer.parameters(), average))
+    def apply(self, round: int, average: Average) -> None:
+        self.replica.apply(round, average, [(0, len(average.values))])
 
     def heal(self, donor: "Worker") -> None:
-        """Come back with the state of ``donor``; a gradient's worker needs its optimizer's as well."""
-        agreed = donor.method.agreed().clone()
-        shared = {name: values for name, values in donor.method.state().items() if not name.startswith(OWN)}
-        self.method.begin(agreed)
-        self.method.restore(shared)
-        self.trainer.load(agreed)
-        if self.method.kind == "gradients":
-            self.trainer.load_optimizer_state(donor.trainer.optimizer_state())
-        self._feedback = self._no_error()
-
-    def _no_error(self) -> ErrorFeedback | None:
-        if not self.codec.biased:
-            return None
-        return ErrorFeedback(self.codec, self.trainer.parameter_count, self.method.feedback_decay)
+        """Return with the shared state of ``donor``."""
+        self.replica.load_shared(bytearray(b"".join(donor.replica.pack_shared())))
 
 
 Pending = Mapping[str, Average]
@@ -161,11 +132,11 @@ class Simulation:
         corpus = open_corpus(job.data, cache_dir)
         self.job = job
         self.workers = [Worker(f"worker-{number:03}", job, corpus, cache_dir) for number in range(workers)]
-        self.method = self.workers[0].method
+        self.method = self.workers[0].replica.method
         if self.method.kind == "scalars":
             raise ConfigError(f"{self.method.name} is for fine-tuning: it is not measured here")
-        self.codec = self.workers[0].codec
-        self.curve = Curve(label, self.workers[0].trainer.parameter_count)
+        self.codec = self.workers[0].replica.codec
+        self.curve = Curve(label, self.workers[0].replica.trainer.parameter_count)
         self._trace = trace
         self._size_bytes = 0.0
         self._waited_s = dict.fromkeys((link.name for link in LINKS), 0.0)
@@ -175,30 +146,30 @@ class Simulation:
         steps, overlap = self.method.steps_per_round, self.method.overlap_steps
         pending: Pending = {}
         self._measure(0, step_s)
-        for round_number in range(self.job.job.rounds):
-            present = self._return(round_number)
+        for round in range(self.job.job.rounds):
+            present = self._return(round)
             first = 0
             if pending and overlap < steps:
-                self._steps(present, round_number, 0, overlap)
-                pending, first = self._apply(present, round_number - 1, pending), overlap
-            self._steps(present, round_number, first, steps)
-            averages, traffic = self._exchange(present, round_number)
+                self._steps(present, round, 0, overlap)
+                pending, first = self._apply(present, round - 1, pending), overlap
+            self._steps(present, round, first, steps)
+            averages, traffic = self._exchange(present, round)
             self._account(traffic, step_s)
-            self._apply(present, round_number - 1, pending)
+            self._apply(present, round - 1, pending)
             pending = averages
             if overlap == 0:
-                pending = self._apply(present, round_number, pending)
-            done = (round_number + 1) * steps
-            if round_number + 1 == self.job.job.rounds:
-                self._apply(present, round_number, pending)
+                pending = self._apply(present, round, pending)
+            done = (round + 1) * steps
+            if round + 1 == self.job.job.rounds:
+                self._apply(present, round, pending)
                 self._measure(done, step_s)
             elif done // eval_every > (done - steps) // eval_every:
                 self._measure(done, step_s)
         return self.curve
 
-    def _return(self, round_number: int) -> list[Worker]:
+    def _return(self, round: int) -> list[Worker]:
         """The workers that are present for a whole round. Returning workers take the state of one that stayed."""
-        start = round_number * self.method.steps_per_round
+        start = round * self.method.steps_per_round
         end = start + self.method.steps_per_round
         gone = {each.worker for each in self._trace if each.start < end and start < each.end}
         donor = next(worker for worker in self.workers if not worker.away)
@@ -208,22 +179,20 @@ class Simulation:
             worker.away = number in gone
         return [worker for worker in self.workers if not worker.away]
 
-    def _steps(self, present: Sequence[Worker], round_number: int, first: int, end: int) -> None:
+    def _steps(self, present: Sequence[Worker], round: int, first: int, end: int) -> None:
         if self.method.kind == "parameters":
             for worker in present:
                 slot = self.workers.index(worker)
-                worker.trainer.steps(round_number, slot, end - first, first=first)
+                worker.replica.steps(round, slot, first, end)
 
-    def _exchange(self, present: Sequence[Worker], round_number: int) -> tuple[Pending, Traffic]:
+    def _exchange(self, present: Sequence[Worker], round: int) -> tuple[Pending, Traffic]:
         """Every worker's average, and the traffic of the busiest."""
-        sent = {
-            worker.name: worker.contribute(round_number, self.workers.index(worker)) for worker in present
-        }
+        sent = {worker.name: worker.contribute(round, self.workers.index(worker)) for worker in present}
         roster = sorted(sent)
         averages: dict[str, Average] = {}
         busiest = Traffic()
         for worker in present:
-            group = worker.method.partners(round_number, roster, worker.name)
+            group = worker.replica.method.partners(round, roster, worker.name)
             if group[0] in averages:
                 averages[worker.name] = averages[group[0]]
                 continue
@@ -243,11 +212,11 @@ class Simulation:
             busiest = max(busiest, traffic, key=lambda each: each.size_bytes)
         return averages, busiest
 
-    def _apply(self, present: Sequence[Worker], round_number: int, averages: Pending) -> Pending:
-        """Nothing is pending any more. Who came back meanwhile takes what the first of the others takes."""
+    def _apply(self, present: Sequence[Worker], round: int, averages: Pending) -> Pending:
+        """Apply the pending averages; nothing is pending afterwards. A worker that has returned meanwhile applies the average of the first group."""
         for worker in present if averages else ():
             average = averages.get(worker.name) or next(iter(averages.values()))
-            worker.apply(round_number, average)
+            worker.apply(round, average)
         return {}
 
     def _account(self, traffic: Traffic, step_s: float) -> None:
@@ -261,8 +230,8 @@ class Simulation:
 
     def _measure(self, step: int, step_s: float) -> None:
         """Validate the mean of the agreed weights: what all have, or what a final merge would give."""
-        agreed = torch.stack([worker.method.agreed() for worker in self.workers if not worker.away])
-        judge = self.workers[0].trainer
+        agreed = torch.stack([worker.replica.method.agreed() for worker in self.workers if not worker.away])
+        judge = self.workers[0].replica.trainer
         own = judge.parameters()
         judge.load(aggregate("mean", agreed, torch.ones(len(agreed))))
         loss, _ = judge.evaluate(self.job.eval.batches)

@@ -84,7 +84,7 @@ class GuardedLab:
 
 
 class P2pdLab:
-    """Its two p2pd processes serve all tests of a module."""
+    """Two p2pd processes that serve all tests of a module."""
 
     def __init__(self, loop: LoopThread, directory: Path, listen: tuple[str, ...] = LOOPBACK) -> None:
         self.link = LinkLimiter()
@@ -128,7 +128,7 @@ class PyLibp2pLab(P2pdLab):
 
 
 class OnlyRelayed(RoutedTransport):
-    """A peer that tells no address of its own."""
+    """A peer that announces no address of its own, so that others reach it only through relays."""
 
     def own_addresses(self) -> Sequence[str]:
         return ()

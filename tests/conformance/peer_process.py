@@ -1,4 +1,4 @@
-"""A peer in a process of its own, to be killed: echoes under the protocol id it is given, prints its address."""
+"""A peer in its own process, which a test can kill: it prints its address and echoes under the given protocol id."""
 
 import asyncio
 import sys

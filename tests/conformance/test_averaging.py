@@ -1,4 +1,4 @@
-"""Averaging over real libp2p streams: what the simulator cannot vouch for."""
+"""Averaging over real libp2p streams, which the simulator replaces."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The DHT of five real nodes, and what it refuses."""
+"""The DHT of five real nodes, and the records that it refuses."""
 
 import asyncio
 import contextlib
@@ -219,7 +219,7 @@ def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_pat
 def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
     five: Five, tmp_path: Path
 ) -> None:
-    """As over mDNS: both groups know peers already when they see each other."""
+    """Two groups that meet by mDNS: both already have peers."""
 
     async def scenario(peers: list[Peer]) -> None:
         rules = rules_of(peers)
@@ -243,7 +243,7 @@ def mallorys(**changes: Any) -> Record:
 
 @dataclass(frozen=True)
 class RawStore:
-    """What is written through hivemind's own call; honest unless changed."""
+    """The arguments of hivemind's own store call; honest unless changed."""
 
     record: Record
     sealed: bytes

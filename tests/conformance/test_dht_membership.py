@@ -39,7 +39,7 @@ async def stranger(directory: Path, victim: Peer) -> AsyncIterator[P2pdTransport
 
 
 async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> StreamEnded:
-    """How a call of garbage fails."""
+    """The failure of a call with random bytes."""
     stream = await caller.open(victim.transport.peer_id, protocol, deadline_s=DEADLINE_S)
     with contextlib.closing(stream), pytest.raises(StreamEnded) as info:  # noqa: PT012
         await stream.send(Message(GARBAGE))
@@ -48,7 +48,7 @@ async def call(caller: P2pdTransport, victim: Peer, protocol: ProtocolSpec) -> S
 
 
 def is_refused(error: StreamEnded) -> bool:
-    """Whether it was before the call was parsed."""
+    """Whether the call failed before it was parsed."""
     return isinstance(error, Refused)
 
 

@@ -1,4 +1,4 @@
-"""What only real processes and sockets can show."""
+"""Properties of p2pd that only real processes and sockets show."""
 
 import asyncio
 import os
@@ -89,7 +89,7 @@ def test_p2pd_ends_when_only_its_parent_is_killed(tmp_path: Path) -> None:
 def test_a_refused_peer_that_keeps_its_stream_open_holds_no_resources(
     p2pd_lab: P2pdLab, protocol: ProtocolSpec
 ) -> None:
-    """It may read the reason late, as long as no other peer needs the stream."""
+    """A refused peer may read the reason late if no other peer needs the stream."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         refused = asyncio.Semaphore(0)
@@ -234,7 +234,7 @@ def test_a_live_bootstrap_peer_is_connected(
 def test_private_addresses_named_by_a_peer_are_not_dialled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name, and loopback of a machine that is on a network; what the owner named is dialled all the same."""
+    """DNS names, and loopback on a machine with a network, are not dialled; addresses that the owner named are."""
     monkeypatch.setattr(p2pd, "own_interfaces", lambda: [("192.168.7.20", "255.255.255.0")])
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Connections between real peers that carry nothing any more, or only seem to."""
+"""Connections between real peers that are dead, or silent but alive."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 LIBP2P_GIVES_UP_S = 40.0
-"""How long p2pd keeps a connection over which nothing comes: its muxer asks after 30 s, and waits for 10."""
+"""Seconds for which p2pd keeps a silent connection: its muxer pings after 30 s and waits for 10."""
 MUCH = bytes(1 << 17)
 
 Silence = Callable[[Detour, Stream, asyncio.subprocess.Process], AbstractAsyncContextManager[None]]
@@ -50,7 +50,7 @@ async def hears(stream: Stream, said: bytes) -> None:
 
 
 def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path) -> None:
-    """As after a cut: both ends are well, and TCP tries again only in a while."""
+    """The state after a cut: both ends are alive, and TCP retransmits only after a while."""
 
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
@@ -74,7 +74,7 @@ def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolS
 async def a_process_held_up(
     detour: Detour, stream: Stream, process: asyncio.subprocess.Process
 ) -> AsyncIterator[None]:
-    """It says nothing, but its p2pd does."""
+    """A stopped Python process whose p2pd still answers pings."""
     process.send_signal(signal.SIGSTOP)
     yield
     process.send_signal(signal.SIGCONT)
@@ -85,7 +85,7 @@ async def a_process_held_up(
 async def a_line_busy_with_what_we_sent(
     detour: Detour, stream: Stream, process: asyncio.subprocess.Process
 ) -> AsyncIterator[None]:
-    """Over a slow one the echo comes after all that."""
+    """A slow link: the echo arrives after all bytes that were sent before."""
     held = detour.hold()
     await stream.send(Message(b"", MUCH))
     yield

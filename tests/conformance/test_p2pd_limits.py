@@ -1,4 +1,4 @@
-"""What outsiders may hold of a real p2pd: connections, records of libp2p's own Kademlia, memory; and a restart in its place."""
+"""Limits on outsiders at a real p2pd: connections, records of libp2p's own Kademlia, memory; and its restart."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ DEADLINE_S = 20.0
 
 @contextlib.asynccontextmanager
 async def peer(identity_path: Path, **changes: Any) -> AsyncIterator[P2pdTransport]:
-    """One that echoes."""
+    """A peer that echoes."""
     async with P2pdTransport.create(P2pdConfig(identity_path, listen=LOOPBACK, **changes)) as transport:
         await transport.serve(ECHO, echo)
         yield transport
@@ -111,7 +111,7 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
 
 
 def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
-    """It keeps its address, identity and handlers; sessions have moved to other hosts before."""
+    """After the restart, p2pd has the same address, identity and handlers; sessions have moved to other hosts before."""
     said: list[str] = []
 
     @contextlib.asynccontextmanager

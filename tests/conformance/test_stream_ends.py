@@ -1,4 +1,4 @@
-"""How streams end, and why some never begin: the same on every transport."""
+"""Ends and refusals of streams: the same on every transport."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What every transport promises of what is said, on every transport."""
+"""The promises of a transport about streams and messages, tested on every transport."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the tests with real processes, and those of training through a swarm, share."""
+"""Fixtures of the tests with real processes, and of training through a swarm."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
-    """The user's own, as for every command: what is made of the real model once serves all tests, side by side or later."""
+    """The user's cache directory, as for every command: files derived from the real model are made once for all tests."""
     return default_cache_dir()
 
 

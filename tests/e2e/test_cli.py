@@ -40,7 +40,7 @@ class RunningNode:
     ready: dict[str, Any]
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        """What ``run`` answers, in this process: another would import torch for longer than it runs."""
+        """The answer of ``run``, in this process: a new process would spend most of its time importing torch."""
         with redirect_stdout(io.StringIO()) as out:
             code = execute(["run", MODEL, *arguments, *self.where, "--json"])
         assert code == 0, out.getvalue()
@@ -269,14 +269,14 @@ def test_a_demo_whose_gateway_ends_says_so_and_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_demo_that_is_stopped_takes_its_nodes_along(
+def test_the_node_of_a_demo_ends_with_the_demo(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with RunningCommand(("demo", "--nodes", "2"), tmp_path / "demo.log") as process:
+    with RunningCommand(("demo", "--nodes", "1"), tmp_path / "demo.log") as process:
         process.wait("ready")
         members = process.family
-        assert len(members) > 2
+        assert len(members) > 2  # the demo, its node, and p2pd
         process.send_signal(number, children=False)
         code = process.wait_for_end()
         assert code == (-number if number == signal.SIGKILL else 130)

@@ -1,4 +1,4 @@
-"""Dashboards of real nodes: one in a process of its own, one in the process of a node."""
+"""Dashboards of real nodes: one in its own process, one in the process of a node."""
 
 import signal
 from pathlib import Path

@@ -211,7 +211,7 @@ def test_a_lost_connection_is_shown_and_restored(page: Page, sites: Sites) -> No
     say = "([name, data]) => window.links.at(-1).say(name, data)"
     page.evaluate(say, ["state", site.feed.now.text])
     expect(page.locator("#link-text")).to_have_text("Live")
-    for round_number, lose in enumerate(("() => window.links.at(-1).say('error')", None), start=1):
+    for outage, lose in enumerate(("() => window.links.at(-1).say('error')", None), start=1):
         if lose:
             page.evaluate(lose)
         else:
@@ -219,7 +219,7 @@ def test_a_lost_connection_is_shown_and_restored(page: Page, sites: Sites) -> No
         expect(page.locator("#banner")).to_contain_text("The dashboard has not answered since")
         expect(page.locator("#link-text")).to_have_text("Not connected")
         page.clock.fast_forward(2_000)
-        expect(page.locator("html")).to_have_attribute("data-links", str(round_number + 1))
+        expect(page.locator("html")).to_have_attribute("data-links", str(outage + 1))
         page.evaluate(say, ["state", site.feed.now.text])
         expect(page.locator("#banner")).to_be_hidden()
     page.evaluate(say, ["patch", '{"swarm": {"name": "renamed"}}'])

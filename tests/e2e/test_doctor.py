@@ -1,4 +1,4 @@
-"""The doctor on a real network: a bootstrap peer dials back, and is reported when it is gone."""
+"""The doctor on a real network: a bootstrap peer dials back, and is reported after it has stopped."""
 
 import json
 import os

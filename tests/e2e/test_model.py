@@ -1,4 +1,4 @@
-"""The public model is a transformers model: whatever ``generate`` and ``forward`` do locally they do on a swarm."""
+"""The public model is a transformers model: ``generate`` and ``forward`` give the same results locally and on a swarm."""
 
 import fcntl
 import signal
@@ -65,7 +65,7 @@ def test_generate_gives_what_transformers_gives(
 def test_a_client_computes_between_forwards_of_nodes(
     tiny: TinySwarm, is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the core lock from an output to the next step; with a streamer, which may be slow, only for lm_head."""
+    """The client holds the core lock from an output to the next step; with a streamer, which may be slow, only for lm_head."""
     shared: list[tuple[str, bool]] = []
 
     def look(part: str, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""PEFT and transformers' Trainer on a swarm model do what they do on the plain model."""
+"""PEFT and transformers' Trainer give the same results on a swarm model and on the plain model."""
 
 import copy
 import re
@@ -71,7 +71,7 @@ def whole(tiny: TinySwarm) -> Any:
 
 
 def shaken(model: Any, seed: int = 1) -> Any:
-    """Its trainable parameters as they are after some training, far enough from doing nothing."""
+    """Trainable parameters as after some training: far enough from the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,7 +101,7 @@ def learning_twin(tiny: TinySwarm, method: str, model: Any) -> Any:
 
 
 def saved_twin(tiny: TinySwarm, model: Any, directory: Path) -> Any:
-    """What ``model`` saves, loaded by PEFT on the plain model."""
+    """The adapter that ``model`` saves, loaded by PEFT on the plain model."""
     model.save_pretrained(directory)
     return PeftModel.from_pretrained(whole(tiny), directory)
 
@@ -218,7 +218,7 @@ def test_a_session_does_not_outlive_its_adapter(tiny: TinySwarm) -> None:
 
 
 def test_a_change_that_autograd_does_not_count_is_noticed(tiny: TinySwarm) -> None:
-    """As fused optimizers, which the Trainer takes by default, make them."""
+    """Fused optimizers, the Trainer's default, change parameters without increasing autograd's version counter."""
     with tuned(tiny, "lora") as ours, tiny.model.session():
         before = greedy(ours, TEXTS[:1])
         with torch.no_grad():
@@ -287,7 +287,7 @@ def test_the_example_in_the_page_on_tuning(
 
 
 def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tmp_path: Path) -> None:
-    """LoRA in the blocks and a head at home; what is saved classifies alike on the plain model."""
+    """LoRA in the blocks and a head on the client; the saved adapter gives the same classes on the plain model."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
     batch = padded(TEXTS, left=False) | {"labels": torch.tensor([2, 0, 1])}
     with tiny_swarm(calm_reference, labels=3) as running:

@@ -30,11 +30,11 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 TOKENS = 6
 REVOKED_S = 120.0
 NOT_AUTHORISED = 4
-"""As docs/exit-codes.md has it."""
+"""The exit code in docs/exit-codes.md."""
 
 
 class PrivateSwarm:
-    """Its directory, two hosts of which one is an issuer, and the invited peers."""
+    """A private swarm: its directory, two hosts of which one is an issuer, and the invited peers."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -69,7 +69,7 @@ class PrivateSwarm:
         return self._stack.enter_context(model)
 
     def clients(self) -> set[str]:
-        """Who may ask and no more."""
+        """The members with the role of a client only."""
         members = call("swarm", "members", self.swarm, "--data-dir", str(self.issuer.data_dir))["members"]
         return {row["peer_id"] for row in members if row["roles"] == ["client"]}
 
@@ -84,7 +84,7 @@ class PrivateSwarm:
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSwarm]:
-    """Its nodes log all they can. The last of the tests that share it puts its host out."""
+    """A private swarm with debug logs. The last test that uses it revokes its host."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SWARMNET_LOG_LEVEL", "debug")
         yield PrivateSwarm(tmp_path_factory.mktemp("private"), stack)
@@ -131,7 +131,7 @@ CANARY = [17, 93, 41, 88, 29, 64, 93, 17]
 
 
 def encodings(secret: bytes) -> list[bytes]:
-    """A secret as a file might hold it; of base64, what is the same wherever it begins."""
+    """The encodings in which a file might hold a secret. Of base64, the part that does not depend on the secret's offset."""
     shifted = [base64.b64encode(bytes(n) + secret)[(0, 2, 3)[n] : -4] for n in range(3)]
     return [secret, secret.hex().encode(), *shifted, *(each.translate(_URLSAFE) for each in shifted)]
 
@@ -144,7 +144,7 @@ def sequences(ids: Sequence[int]) -> list[bytes]:
 
 
 def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSwarm) -> None:
-    """What is asked and answered stays in memory; keys stay in their files, and invites where they were put."""
+    """Prompts and answers stay in memory, keys in their files, and invites in the file that the user wrote."""
     invite = private.invite("client")
     asker = private.connect(invite, "asker")
     answer = asker.generate(torch.tensor([CANARY]), max_new_tokens=8, do_sample=False)[

@@ -1,4 +1,4 @@
-"""What the README and the guides tell people to type works, word for word. They share one swarm: the README's three nodes."""
+"""The commands of the README and the guides work as they stand. The tests share one swarm: the README's three nodes."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def swarm(newcomer: Path) -> Iterator[dict[str, str]]:
-    """What the README says by name, and its three nodes."""
+    """The README's command blocks by name, while its three nodes run."""
     typed = {block.kind: block.text for block in blocks(README)}
     with ExitStack() as stack:
         for number in (1, 2, 3):

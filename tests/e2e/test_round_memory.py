@@ -1,4 +1,4 @@
-"""How much memory a round takes: what a model of hundreds of millions of parameters can be trained in."""
+"""The memory of a round, for a model of hundreds of millions of parameters."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 MAX_VECTORS = 10.0
-"""As large as the parameters, a worker: 9.1 were measured. In each lie 5 at all times: parameters, AdamW's moments, agreed weights, momentum."""
+"""Limit on a worker's memory, in vectors of the parameters' size; 9.1 were measured. 5 are held at all times: parameters, AdamW's two moments, agreed weights, momentum."""
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from swarmnet.swarm_file import load_valid
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.directory.records import Record, seal
@@ -97,7 +97,7 @@ class Victim:
         return Message(pb.SessionRequest(open=pb.Open(**good | changes)).SerializeToString())
 
     def announced(self, addresses: list[str]) -> bytes:
-        """What ``NEXT_HOP`` has signed: that it hosts the model, at these addresses."""
+        """An announcement signed by ``NEXT_HOP`` as a host of the model at these addresses."""
         swarm, manifest = load_valid(self.lab.file, wall_clock()).swarm_id, self.reference.local.manifest.hash
         body = records_pb2.HostRecord(manifest=manifest, addresses=addresses).SerializeToString()
         record = Record(swarm, hosts_topic(manifest), NEXT_HOP.public_key, 1, wall_clock() + 60, body)
@@ -135,13 +135,13 @@ def attack(victim: Victim, scenario: Scenario, directory: Path) -> int:
 
 
 async def refusal(stream: Stream) -> Refused:
-    """What the node refuses the session with."""
+    """The node's refusal of the session."""
     async with asyncio.timeout(DEADLINE_S):
         return await final_refusal(stream)
 
 
 def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
-    """It dials few of many addresses that the next hop has signed, none that it has not, and does not say what is there."""
+    """A host dials few of many addresses that the next hop has signed, no address that it has not signed, and does not report what listens there."""
     answers: list[tuple[pb.SessionReply, float]] = []
 
     async def scenario(transport: P2pdTransport) -> None:

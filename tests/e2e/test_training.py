@@ -86,7 +86,7 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, WorkerProcess]]:
-    """A job, and the one who trains it. The last of the tests that share her ends her."""
+    """A job and its only worker, anna. The last test that uses the worker ends it."""
     folder = tmp_path_factory.mktemp("anna")
     toml = write_job(folder, "diloco", "sync_every = 20", rounds=ROUNDS)
     # She saves at her end, and not before.

@@ -102,7 +102,7 @@ def scores(events: Events) -> Events:
 
 
 def begun_at(events: Events) -> int:
-    """The step that a run goes on from."""
+    """The step from which a run resumes."""
     (step,) = (event["step"] for event in events if event["event"] == "begin")
     return int(step)
 

@@ -28,7 +28,7 @@ class TuneProcess(RunningCommand):
 
 
 def test_the_real_model_is_tuned_by_the_command(tmp_path: Path, cache_dir: Path) -> None:
-    """A host is killed, the command is interrupted, and the same command ends what it began; ``run`` answers with it."""
+    """A host is killed, the command is interrupted, the same command resumes and finishes the run, and ``run`` uses its adapter."""
     options = ("--steps", "6", "--batch-size", "4", "--eval-every", "6")
     with swarm(tmp_path / "lab", cache_dir, (0, 15), (15, 30), (15, 30)) as lab:
         with TuneProcess(lab, tmp_path, *options) as run:

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop trains what is at home, through the swarm: loss and gradients are those of local autograd."""
+"""A plain PyTorch loop trains the client's parameters through the swarm: loss and gradients equal those of local autograd."""
 
 import re
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ AT_ONCE = 2
 class Result:
     target: str
     runs: int
-    """How many inputs were tried."""
+    """Number of inputs tried."""
     failed: str
     """The file with the input that the target failed on, or what the process said last; empty if it did not fail."""
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fuzz(name: str, seconds: int, folder: Path) -> Result:
-    """Run one target in a process of its own."""
+    """Run one target in its own process."""
     corpus, findings = folder / name / "corpus", folder / name / "findings"
     for each in (corpus, findings):
         each.mkdir(parents=True, exist_ok=True)

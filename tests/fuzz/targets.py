@@ -43,16 +43,12 @@ from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction
 from swarmnet_protocols.wire import (
-    handshake_pb2,
     membership_pb2,
-    probe_pb2,
     records_pb2,
     refusal_pb2,
-    relay_pb2,
     report_pb2,
     session_pb2,
     training_pb2,
-    weights_pb2,
     workers_pb2,
 )
 from swarmnet_protocols.wire.roles import ANY_ROLE
@@ -60,25 +56,13 @@ from tests.defences import yes
 from tests.support.source_code import ROOT
 from tests.support.stream_scopes import new_scope
 from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
+from tests.wire.examples import SCHEMAS
 
 MAX_RSS_MIB = 3000
-"""Of the whole process, torch and the fuzzer's corpus included."""
+"""Limit on the memory of the whole process, torch and the fuzzer's corpus included."""
 MAX_INPUT_S = 5
 HIDDEN = 8
 NOW = 1_800_000_000.0
-SCHEMAS = (
-    handshake_pb2,
-    membership_pb2,
-    probe_pb2,
-    records_pb2,
-    refusal_pb2,
-    relay_pb2,
-    report_pb2,
-    session_pb2,
-    training_pb2,
-    weights_pb2,
-    workers_pb2,
-)
 SHAPE = messages.Shape(members=4, slices=3)
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk")
 SPEC = ProtocolSpec("/test/1", max_header_bytes=1 << 12, max_payload_bytes=1 << 16)

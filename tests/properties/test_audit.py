@@ -1,8 +1,9 @@
-"""Which hop is audited, what it costs, and the verdict: the decisions of audits, over many simulated runs."""
+"""Decisions of audits: the audited hop, the cost, and the verdict, over many simulated runs."""
 
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
-    """What an honest host of low precision makes of it: every position has a relative error of its own."""
+    """The outputs of an honest host of low precision: every position has its own relative error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (ERROR_LOG_MEAN + ERROR_LOG_STD * torch.randn(len(true), 1, generator=generator)).exp()
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))
 
 
 def run(rng: random.Random, steps: int, liar: int | None) -> tuple[int | None, float]:
-    """One session of ``steps`` positions: the step at which the liar is found, and work for audits by all other work."""
+    """Simulate a session of ``steps`` positions; returns the step at which the liar is found, and the share of work for audits."""
     ledger = Ledger(rng)
     plan, spent = None, 0
     for step in range(1, steps + 1):
@@ -122,8 +123,10 @@ def test_witnesses_cover_the_span_and_are_none_of_those_left_out(
     spans: list[tuple[int, int]], seed: int
 ) -> None:
     hosts = [HostInfo(PeerId(f"p{at}"), start, start + size, 0.1) for at, (start, size) in enumerate(spans)]
+    others = [replace(host, peer=PeerId(f"{host.peer} of int4"), precision="int4") for host in hosts]
     without = frozenset({PeerId("p0")})
-    found = witnesses(hosts, (2, 8), without, random.Random(seed))
+    found = witnesses([*hosts, *others], Hop(PeerId("p0"), 2, 8), without, random.Random(seed))
+    assert {hop.precision for hop in found} <= {""}
     if found:
         assert found[0].start == 2
         assert found[-1].end == 8

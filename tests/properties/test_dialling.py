@@ -1,4 +1,4 @@
-"""Which addresses of others are dialled."""
+"""The addresses of other peers that are dialled."""
 
 import ipaddress
 

@@ -25,7 +25,7 @@ def short_replays() -> Iterator[None]:
 
 
 def apply(sequences: Sequences, step: Step) -> None:
-    """What a hop does with a step, told in lists."""
+    """A model of a hop's activation log, with lists."""
     before = {sequence: list(values) for sequence, values in sequences.items()}
     for row, values in zip(step.rows, step.split(), strict=True):
         sequences[row.sequence] = before.get(row.source, [])[: row.start] + values[:, 0].long().tolist()

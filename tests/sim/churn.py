@@ -156,7 +156,7 @@ def random_spans(rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[
 
 
 def random_links(lab: Lab, names: list[str], rng: random.Random) -> None:
-    """Give every pair of peers a path of its own."""
+    """Give every pair of peers its own path."""
     for index, one in enumerate(names):
         for other in names[:index]:
             profile = LinkProfile(
@@ -168,7 +168,7 @@ def random_links(lab: Lab, names: list[str], rng: random.Random) -> None:
 
 
 async def request(lab: Lab, name: str, rng: random.Random, steps: int) -> "SwarmnetError | None":
-    """What one client got: None when everything was answered, and right."""
+    """The result of one client: None if all its requests had right answers, else the error."""
     try:
         async with lab.client(name) as swarm, lab.chain(swarm, max_length=MAX_LENGTH) as chain:
             await Writer(lab.reference, rng).write(chain, steps)

@@ -13,7 +13,7 @@ from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
 from swarmnet_protocols.routing.chain_search import Hop
@@ -232,7 +232,7 @@ def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) ->
 
 
 def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
-    """Who merely knows the hash does not learn, by using it, what it does."""
+    """A client that knows only the hash of an adapter cannot use it."""
     data = part_of()
     digest = hashlib.sha256(data).digest()
 

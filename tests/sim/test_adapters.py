@@ -150,7 +150,7 @@ def test_eight_clients_with_adapters_and_two_without_get_their_own_outputs(refer
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("moment", ["upload", "open", "step"])
 def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
-    """Its replacement, which has more blocks, is brought the adapter before it is opened, and computes the same."""
+    """The replacement, which has more blocks, gets the adapter before its session is opened, and computes the same outputs."""
 
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a": (0, 3), "b": (3, 6)})

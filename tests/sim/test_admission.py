@@ -1,4 +1,4 @@
-"""How a newcomer is admitted: invites, and issuers near and far."""
+"""Admission of newcomers: by invites, at issuers directly and by referral."""
 
 import asyncio
 import contextlib
@@ -275,7 +275,7 @@ def test_other_addresses_have_no_subnet(address: str) -> None:
 
 
 def test_a_newcomer_whose_stream_is_closed_without_an_answer_tries_again(tmp_path: Path) -> None:
-    """As an overloaded peer closes it."""
+    """An overloaded peer closes streams without an answer."""
 
     async def scenario(world: World) -> None:
         overloaded = await world.stranger("issuer")

@@ -234,7 +234,7 @@ def test_a_peer_outside_the_roster_is_refused() -> None:
 
 
 def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats to a member that waits for a round to begin, and reads none of them, end with its place among those who wait."""
+    """The stream of a member that waits for a round and reads no heartbeats is ended, and its reservation is released."""
     monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)
     target, idle = lab.peers

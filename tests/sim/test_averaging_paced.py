@@ -59,7 +59,7 @@ def exchanged(
 
 
 def peak_share(spread_s: float, late_s: float = 0.0) -> tuple[float, Outcomes]:
-    """Of all that a worker sends in an exchange, the most in the time of one inner step."""
+    """The largest share of a worker's bytes in an exchange that it sends in the time of one inner step."""
     lab = TrainingLab(4, link=FAST)
     meter = Meter(lab, STEP_S)
     outcomes = exchanged(lab, Work.random(lab, COUNT, "int4"), spread_s, {lab.peers[1]: late_s})

@@ -52,7 +52,7 @@ def lie_not_finite(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
 
 
 Forge = Callable[[MemoryStream, Message], Message | Refusal | None]
-"""What a liar sends in place of a message, or refuses the stream with; None where it says the truth."""
+"""The message that a liar sends in place of another, or its refusal of the stream; None: it sends the true message."""
 
 
 def assert_liar_is_replaced(
@@ -61,7 +61,7 @@ def assert_liar_is_replaced(
     forge: Forge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first peer to lie goes on lying; the answer is right all the same, and came without it at the end."""
+    """The first peer that lies continues to lie; the answer is right, and the last chain does not contain the liar."""
     honest = MemoryStream.send
     liar = ""
 

@@ -31,7 +31,7 @@ SILENT_S = 3.0 + STEP_S
 
 
 def request(delivery: Delivery) -> str:
-    """Which message of the conversation this is: "open", "link", "step 7", or nothing of interest."""
+    """The kind of a message: "open", "link", "step 7", or "" for any other."""
     if delivery.protocol.id == SESSION.id:
         opening = pb.SessionRequest.FromString(delivery.message.header)
         return "open" if opening.HasField("open") else ""
@@ -50,7 +50,7 @@ def arrives_at(peers: set[PeerId], what: str) -> Callable[[Delivery], bool]:
 
 @dataclass
 class Outcome:
-    """What a client went through, and what the network saw of it."""
+    """The tokens and waits of a client, and the sessions that it opened."""
 
     tokens: list[int] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)
@@ -280,7 +280,7 @@ BACK_S = 6.0
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: str) -> None:
-    """One does not answer from the start; the other fails while it serves, and stays away. Then the first is well again."""
+    """One of two hosts hangs from the start; the other one fails while it serves and stays away. Then the first one answers again."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
         serving, away = lab.peer_id("b"), lab.peer_id("b2")

@@ -190,7 +190,7 @@ def test_invalid_requests_count_in_the_quota(tiny: Reference) -> None:
 
 
 def test_a_text_beyond_the_context_is_tokenized_in_part(tiny: Reference) -> None:
-    """Of 10,000 tokens 511 fit, so only the first piece is tokenized."""
+    """511 of 10,000 tokens fit, so only the first piece is tokenized."""
 
     async def scenario(_lab: Lab, caller: Caller) -> None:
         asked: list[int] = []

@@ -42,7 +42,7 @@ from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
 @dataclass(frozen=True)
 class Intruder:
-    """What mallory shows in a handshake, and the reason of the refusal."""
+    """The credentials that mallory shows in a handshake, and the reason of the refusal."""
 
     certificate: Callable[[World, ProtocolSpec], bytes]
     reason: str
@@ -183,7 +183,7 @@ def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: Protocol
 
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 def test_without_handshakes_the_same_stranger_is_served(protocol: ProtocolSpec) -> None:
-    """What keeps the tests above from being vacuous."""
+    """The tests above fail without handshakes."""
 
     async def scenario(world: World) -> None:
         victim, mallory = await world.stranger("bob"), await world.stranger("mallory")
@@ -243,7 +243,7 @@ def test_a_peer_that_newer_rules_refuse_learns_the_reason() -> None:
 
 
 def test_two_members_need_one_handshake() -> None:
-    """Only the first stream waits for the handshake: a second costs what it costs without one."""
+    """Only the first stream waits for the handshake; a second one takes as long as without a handshake."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")

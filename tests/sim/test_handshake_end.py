@@ -60,7 +60,7 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
 
 
 def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
-    """One peer's word is not enough to make a node stop: the authority's is."""
+    """A node stops for a revocation by the authority, not for the claim of one peer."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -157,7 +157,7 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
 
 @dataclass
 class Signers:
-    """Two whom the swarm file named: one who was removed since, whose list would be told first, and one who stays."""
+    """Two signers of the swarm file: a removed one, whose revocation list comes first in order, and one that stays."""
 
     removed: Identity
     staying: Identity

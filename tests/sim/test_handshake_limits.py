@@ -1,4 +1,4 @@
-"""How much of a peer's handshake resources outsiders and members can use."""
+"""Limits on the handshake resources that outsiders and members can use."""
 
 import asyncio
 
@@ -59,7 +59,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
 
 
 def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
-    """They stay silent, or keep refused streams open: each stream lasts seconds, and another follows."""
+    """Outsiders stay silent or keep refused streams open: each stream lasts seconds, and another one follows."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")

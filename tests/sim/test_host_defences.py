@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
@@ -67,7 +67,7 @@ async def session_reply(stream: Stream) -> pb.SessionReply:
 
 
 async def assert_ends(stream: Stream) -> None:
-    """The other side closes the stream at once, whatever it says before."""
+    """The other side closes the stream at once; earlier messages are ignored."""
 
     async def drain() -> None:
         while True:

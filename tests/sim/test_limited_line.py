@@ -78,7 +78,7 @@ async def generate(lab: Lab, name: str) -> None:
 
 
 async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBatch:
-    """A batch there and back. What it gives with an adapter is looked at elsewhere."""
+    """Run a batch forward and backward. Results with an adapter are checked by other tests."""
     values = torch.randn(2, sum(COUNTS), HIDDEN, generator=torch.Generator().manual_seed(0))
     async with lab.client(name) as swarm:
         batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter), COUNTS)
@@ -170,14 +170,14 @@ def test_passes_and_adapters_arrive_at_the_limited_rate(reference: Reference, is
 
 
 async def answer(lab: Lab) -> int:
-    """How often the chain of a client had to be repaired."""
+    """The number of repairs of a client's chain."""
     async with lab.client() as swarm, lab.chain(swarm) as chain:
         assert await lab.generate(chain, PROMPT, TOKENS) == lab.reference.greedy(PROMPT, TOKENS)
         return int(chain.report.failovers)
 
 
 async def compute(lab: Lab) -> int:
-    """How often a host failed the batch of a client."""
+    """The number of failures of a client's batch at hosts."""
     return (await train(lab, "client")).report.failovers
 
 
@@ -185,7 +185,7 @@ async def compute(lab: Lab) -> int:
 def test_a_host_that_grants_no_credit_is_replaced(
     reference: Reference, use: Callable[[Lab], Awaitable[int]]
 ) -> None:
-    """It sends heartbeats but no credit: clients replace it as soon as a host that computes nothing."""
+    """A host that sends heartbeats but no credit is replaced as soon as a host that computes nothing."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("stingy", lab.hosting((0, 6)))

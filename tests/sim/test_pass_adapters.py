@@ -61,7 +61,7 @@ async def train(
     *,
     keep_graphs: bool = True,
 ) -> int:
-    """A forward and a backward through nodes of ``layout``: they give what is expected. Returns how often a host failed."""
+    """Run a forward and a backward through nodes of ``layout`` and check the results. Returns the number of failures of hosts."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)

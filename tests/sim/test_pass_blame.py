@@ -74,12 +74,12 @@ def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
 
 @dataclass(frozen=True)
 class Lies:
-    """One host gives numbers as large as there are; honest ones find out in a pass ``found``."""
+    """One host returns the largest finite numbers; honest hosts notice it in a ``found`` pass."""
 
     family: str
     liar: str
     of: str
-    """Which method of its stage lies."""
+    """The method of the liar's stage that lies."""
     found: str
 
 

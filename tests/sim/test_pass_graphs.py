@@ -46,7 +46,7 @@ class Watch:
         self.sent_bytes = 0
         self.refusals: list[int] = []
         self.backwards: list[bool] = []
-        """Of each backward pass whether it named a graph."""
+        """For each backward pass, whether it named a graph."""
         self._hosts = {lab.peer_id(name) for name in lab.nodes}
         lab.network.observers.append(self._note)
         lab.network.refusal_observers.append(lambda _, refusal: self.refusals.append(refusal.reason))
@@ -141,7 +141,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
 
 
 def test_graphs_of_one_client_take_at_most_its_share(reference: Reference) -> None:
-    """There is room for two graphs of the four, for this client."""
+    """This client has room for two of the four graphs."""
     _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])
     room = GRAPH_CLIENT_SHARE * (2 * graph.nbytes + 1)
 

@@ -11,7 +11,7 @@ import torch
 from swarmnet_client.chain.failures import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream
@@ -45,11 +45,11 @@ class Outcome:
     failovers: int
     took_s: float
     served: dict[str, set[PeerId]] = field(default_factory=dict)
-    """Who was asked for a "forward" and who for a "backward"."""
+    """The hosts that were asked for a "forward" and those that were asked for a "backward"."""
 
 
 def kind_of(delivery: Delivery) -> str:
-    """Which message of a pass this is: "forward", "backward", "part", "answer", or nothing of interest."""
+    """The kind of a message: "forward", "backward", "part", "answer", or "" for any other."""
     if delivery.protocol.id != PASS.id:
         return ""
     request = pb.PassRequest.FromString(delivery.message.header)
@@ -90,7 +90,7 @@ async def train(
 
 
 def check(reference: Reference, outcome: Outcome) -> None:
-    """To 1e-5 of its size it is what the whole model in one process gives, which is what transformers gives."""
+    """Check that the outcome equals that of the whole model in one process, up to 1e-5 of its norm."""
     outputs, gradients = reference.train(random_states(0), COUNTS, random_states(1))
     assert (outcome.outputs - outputs).norm() <= 1e-5 * outputs.norm()
     assert (outcome.gradients - gradients).norm() <= 1e-5 * gradients.norm()
@@ -144,7 +144,7 @@ def test_the_result_is_the_same_when_a_host_fails_in_the_middle(
 
 
 def test_backward_may_run_where_forward_did_not(reference: Reference) -> None:
-    """A host that is gone before the first backward costs a replica's forward of its blocks, nothing else."""
+    """If a host ends before the first backward, a replica repeats the forward of its blocks; no other work is repeated."""
 
     async def scenario(lab: Lab) -> tuple[Outcome, PeerId]:
         gone: list[PeerId] = []
@@ -186,7 +186,7 @@ LIES: dict[str, Callable[[torch.Tensor], Message | Refusal]] = {
 def test_a_host_that_sends_invalid_results_is_replaced(
     reference: Reference, lie: Callable[[torch.Tensor], Message | Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two hosts always lies. No client asks it again, not even one that waited for it."""
+    """One of two hosts always lies. No client asks it again, not even a client that waited for it."""
     honest = MemoryStream.send
     lies: list[Message] = []
 

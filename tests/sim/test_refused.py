@@ -1,4 +1,4 @@
-"""What a client is told of hosts that do not want its streams."""
+"""The errors of a client whose streams are refused by hosts."""
 
 import pytest
 

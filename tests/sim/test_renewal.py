@@ -1,4 +1,4 @@
-"""How a membership continues: certificates that end, issuers that are late or false, files and keys that change."""
+"""Renewal of membership: certificates that expire, issuers that are late or lie, swarm files and keys that change."""
 
 import asyncio
 import math

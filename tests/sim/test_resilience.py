@@ -1,4 +1,4 @@
-"""A swarm without a replica, with hosts that leave or join; and one seed gives one trace."""
+"""Swarms without a replica, swarms whose hosts leave or join, and the reproducibility of a simulation from its seed."""
 
 import asyncio
 import os
@@ -69,14 +69,17 @@ def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Referen
 
 
 @pytest.mark.parametrize("away_s", [0.5, 4.0, 9.0])
-def test_a_request_continues_when_the_missing_blocks_return(reference: Reference, away_s: float) -> None:
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_request_continues_when_the_missing_blocks_return(
+    reference: Reference, victim: str, away_s: float
+) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_all(lab, LAYOUT)
 
         async def come_back() -> None:
-            await lab.stop("b")
+            await lab.stop(victim)
             await asyncio.sleep(away_s)
-            await lab.start("b", lab.hosting(LAYOUT["b"]))
+            await lab.start(victim, lab.hosting(LAYOUT[victim]))
 
         tasks = []
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from swarmnet_node.hosting.host import HostLimits
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, Stream
@@ -38,7 +38,7 @@ class Attacker:
         return Stranger(self.lab, await self._stack.enter_async_context(self.lab.network.transport(peer)))
 
     def drain(self, stream: Stream) -> asyncio.Task[Refused | None]:
-        """Read, and beat, until the stream ends; what it was refused with."""
+        """Read and send heartbeats until the stream ends; returns the refusal."""
 
         async def read() -> Refused | None:
             try:

@@ -25,7 +25,7 @@ PAUSED_S = 5.0
 
 
 async def turns(supervisor: Supervisor, wanted: str) -> float:
-    """When the node is said to be ``wanted``; at once if it is already."""
+    """Wait until the state of the node is ``wanted``; returns the loop time."""
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()
     supervisor.on_change(lambda status: changed.set())

@@ -61,12 +61,12 @@ class RatesLab(TrainingLab):
         for matchmaking in groups.values():
             await matchmaking.serve()
         outcomes = []
-        for number in range(ROUNDS):
+        for round in range(ROUNDS):
             rosters = await asyncio.gather(
-                *(self._form_group(groups[peer], peer, number, rates[peer]) for peer in self.peers)
+                *(self._form_group(groups[peer], peer, round, rates[peer]) for peer in self.peers)
             )
             (roster,) = set(rosters)
-            outcomes.append(await self.average(work, round=number, members=roster.members))
+            outcomes.append(await self.average(work, round=round, members=roster.members))
             check_agreement(work, outcomes[-1])
             for peer, outcome in outcomes[-1].items():
                 rates[peer].add(outcome.arrivals)

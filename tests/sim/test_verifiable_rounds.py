@@ -63,7 +63,7 @@ def forged(terms: SliceTerms) -> Contribution:
 
 
 def another_average(terms: SliceTerms, payloads: Payloads) -> Result:
-    """Its own numbers, as results of other rounds are: encoded, without contributions."""
+    """A result with the liar's numbers in the form of a round that is not verifiable: encoded, without contributions."""
     result = bundle(terms, payloads)
     return Result(result_hash(result.summary, forged(terms).data), result.summary, forged(terms).data)
 

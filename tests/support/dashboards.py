@@ -1,4 +1,4 @@
-"""``swarmnet dashboard`` in a process of its own, and the state that it serves."""
+"""``swarmnet dashboard`` in its own process, and the state that it serves."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class DashboardProcess(RunningCommand):
-    """A dashboard of a swarm, with a data directory of its own."""
+    """A dashboard of a swarm, with its own data directory."""
 
     def __init__(self, lab: Swarm, data_dir: Path) -> None:
         arguments = ("dashboard", "--swarm", str(lab.file), "--port", "0", "--data-dir", str(data_dir))

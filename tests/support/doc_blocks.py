@@ -12,7 +12,7 @@ import psutil
 from tests.support.commands import family
 
 STARTED = "stop with Ctrl-C"
-"""What every command that stays says once it does what it is for."""
+"""Text that every long-running command prints when it is ready."""
 TIMEOUT_S = 200
 PORT = re.compile(r"(?<=--port )\d+|(?<=--metrics )\d+")
 """Options that name a port, which another process may have taken."""

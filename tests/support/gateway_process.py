@@ -1,4 +1,4 @@
-"""``swarmnet serve`` in a process of its own."""
+"""``swarmnet serve`` in its own process."""
 
 import subprocess
 from typing import Any

@@ -1,4 +1,4 @@
-"""An activation log with a memory account of its own."""
+"""An activation log with its own memory account."""
 
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog

@@ -93,7 +93,7 @@ class Outsider:
         self.id = b"\x00" + bytes([len(public)]) + public
         """Packed."""
         self.heard: dict[int, bytes] = {}
-        """What came on each of its streams."""
+        """The bytes that arrived on each of its streams."""
         self.reset: set[int] = set()
         """Its streams that the other side has reset."""
         self.is_connected = True

@@ -84,7 +84,7 @@ class Host:
         self.before, self.newest = self.newest, TimedReport(node, now_s)
 
     def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
-        """What an observer that started at ``began_s`` knows of the host."""
+        """The observation of the host by an observer that started at ``began_s``."""
         announced = Announcement(
             self.model.manifest,
             *self.span,
@@ -136,7 +136,7 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservat
     if not count:
         return [], []
     job, observations = hash_of("job"), []
-    round_number = 212 + int((now_s - began_s) / 20)
+    round = 212 + int((now_s - began_s) / 20)
     peers = [Identity.from_seed(f"worker {number}".encode()).peer_id for number in range(count)]
     for number, peer in enumerate(peers):
         worker = report_pb2.WorkerReport(
@@ -144,15 +144,15 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservat
             name="tiny stories, diloco",
             method="diloco",
             state="training",
-            round=round_number,
+            round=round,
             rounds=1000,
-            loss=loss_after(round_number),
-            val_loss=loss_after(round_number) + 0.04,
-            tokens=round_number * 65_536 // (number + 1),
-            bytes_sent=round_number * 9_000_000,
-            bytes_received=round_number * 9_000_000,
+            loss=loss_after(round),
+            val_loss=loss_after(round) + 0.04,
+            tokens=round * 65_536 // (number + 1),
+            bytes_sent=round * 9_000_000,
+            bytes_received=round * 9_000_000,
             contributions=[
-                report_pb2.Contribution(peer=each, rounds=round_number // (place + 1))
+                report_pb2.Contribution(peer=each, rounds=round // (place + 1))
                 for place, each in enumerate(peers)
             ],
         )
@@ -161,13 +161,13 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservat
         report = report_pb2.NodeReport(version="0.1.0", public_name=name, uptime_s=age_s, worker=worker)
         newest = TimedReport(report, now_s)
         observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02))
-    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round_number)
+    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round)
     return [known], observations
 
 
-def loss_after(round_number: int) -> float:
+def loss_after(round: int) -> float:
     """The loss of the job after a round."""
-    return 1.9 + 6 * math.exp(-round_number / 60) + 0.03 * math.sin(round_number * 1.7)
+    return 1.9 + 6 * math.exp(-round / 60) + 0.03 * math.sin(round * 1.7)
 
 
 def hash_of(name: str) -> bytes:

@@ -101,7 +101,7 @@ class RecordedSwarm:
             self._move(self._began_s - 6 + 2 * step, 2.0)
 
     def snapshot(self) -> Snapshot:
-        """What an observer would know now."""
+        """The snapshot of an observer now."""
         now_s = self._clock()
         if now_s - self._now_s >= 1.0:
             self._move(now_s, now_s - self._now_s)

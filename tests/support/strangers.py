@@ -15,7 +15,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 
 DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20
-"""What a process may grow under an attack: less than one of the messages it is threatened with."""
+"""Growth of a process's memory under an attack: less than one of the announced messages."""
 
 Scenario = Callable[[P2pdTransport], Awaitable[None]]
 
@@ -47,7 +47,7 @@ async def opened(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec)
 
 
 async def await_end(stream: Stream) -> None:
-    """Wait until the other side ends the stream, whatever messages come before."""
+    """Wait until the other side ends the stream; earlier messages are ignored."""
     async with asyncio.timeout(DEADLINE_S):
         with contextlib.suppress(StreamEnded):
             while True:

@@ -40,15 +40,13 @@ def plain_model(folder: Path, parameters: torch.Tensor) -> None:
     write_model(_model(), parameters, folder)
 
 
-def checkpoint_of(round_number: int, job_id: str = JOB) -> WorkerCheckpoint:
+def checkpoint_of(round: int, job_id: str = JOB) -> WorkerCheckpoint:
     """A checkpoint with the parameters of one model, except that the first one is the round."""
     parameters = flat_copy(_model())
-    parameters[0] = round_number
-    moments = {name: torch.full_like(parameters, round_number) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer = {"step": torch.tensor(float(round_number)), **moments}
-    return WorkerCheckpoint(
-        job_id, round_number, round_number, parameters, optimizer, {"momentum": parameters + 1}
-    )
+    parameters[0] = round
+    moments = {name: torch.full_like(parameters, round) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer = {"step": torch.tensor(float(round)), **moments}
+    return WorkerCheckpoint(job_id, round, round, parameters, optimizer, {"momentum": parameters + 1})
 
 
 def _count_calls(action: Callable[[], object]) -> int:

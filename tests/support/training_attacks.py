@@ -31,8 +31,8 @@ from tests.support.virtual_time import run
 WORKERS = 16
 
 Attack = Callable[[Tensor, int, Sequence[Tensor]], Tensor]
-"""What ``bad`` workers send, [bad, n], from the honest contributions of all of this round [workers, n], theirs first, and of all
-earlier rounds."""
+"""The contributions of ``bad`` workers [bad, n], computed from the honest contributions of all workers [workers, n], theirs first, in this
+round and in all earlier ones."""
 
 
 def sign_flip(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:

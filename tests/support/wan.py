@@ -32,7 +32,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 NETWORK = "10.77.0"
 MTU_BYTES = 9000
 QUEUE_BYTES = 4 << 20
-"""What an uplink holds before it drops, like the buffer of a home router."""
+"""Bytes that an uplink buffers before it drops packets, like a home router."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def wan(*uplinks: Uplink, seed: int = 0) -> Iterator[list[WanHost]]:
 
 @dataclass(frozen=True)
 class WanSwarm:
-    """A swarm with each node on a host of its own, and one more host for a client."""
+    """A swarm with each node on its own host, and one more host for a client."""
 
     swarm: Swarm
     hosts: dict[str, WanHost]

@@ -31,7 +31,7 @@ def adapter(nbytes: int = SIZE) -> StageAdapter:
 
 
 class BoundedStore(AdapterStore):
-    """With little room, and the scopes of those who use it."""
+    """A store with little room, and the scopes of its users."""
 
     def __init__(self) -> None:
         self.resources = ResourceManager()

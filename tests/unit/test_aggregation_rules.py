@@ -1,4 +1,4 @@
-"""What contributions become, bad ones among them, and every defence seen to be what keeps the result near the honest."""
+"""Aggregation rules: the result stays near the honest mean with bad contributions, and does not without each defence."""
 
 import math
 
@@ -23,7 +23,7 @@ SIZE = 500
 
 
 def contributions_under(attack: str, bad: int) -> tuple[Tensor, Tensor]:
-    """What sixteen send who learned one thing of norm 1, each with noise of norm 1, and the mean of the honest."""
+    """Contributions of sixteen workers, each a common vector of norm 1 plus noise of norm 1, and the mean of the honest ones."""
     rng = torch.Generator().manual_seed(0)
     learned = torch.randn(SIZE, generator=rng)
     learned /= learned.norm()

@@ -46,7 +46,7 @@ def test_every_module_keeps_the_rules() -> None:
 
 
 def test_text_reaches_the_terminal_through_one_module() -> None:
-    """It takes out what would steer the terminal."""
+    """The module removes control sequences."""
     printing = {"typer.echo", "typer.secho", "sys.stdout.write", "print"}
     cli = [path for _, path in sources() if "cli" in path.parts and path.name != "output.py"]
     assert cli

@@ -191,7 +191,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In that place, with directories of its own: what a command leaves there would be seen."""
+    """The working directory, with empty data directories: files that a command leaves behind are noticed."""
     for variable in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.chdir(place)

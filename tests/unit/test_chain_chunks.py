@@ -9,7 +9,7 @@ from swarmnet_protocols.session.steps import MAX_ROWS, Row, check_rows
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Row, ...]:
-    """One to three kinds of rows, as many rows or more than fit into a step."""
+    """Rows of one to three kinds, at least as many as fit into a step."""
     kinds = []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.sampled_from([1, 3, CHUNK, CHUNK + 1, 3 * CHUNK + 7]))

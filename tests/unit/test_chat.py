@@ -1,4 +1,4 @@
-"""A chat: what it asks the swarm, what it remembers, what its commands do. With a tiny model on tiny nodes in this process."""
+"""A chat: its requests to the swarm, its memory, its commands. A tiny model runs on tiny nodes in this process."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def tiny(reference: Reference) -> Iterator[TinySwarm]:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """``w0`` to ``w96``, none of them special: what is decoded is encoded as it was."""
+    """A tokenizer of the words ``w0`` to ``w96``, without special tokens: decoded ids are encoded to the same ids."""
     known = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     known.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=known)

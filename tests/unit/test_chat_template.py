@@ -80,7 +80,7 @@ import resource, runpy
 resource.setrlimit = lambda *_: None
 runpy.run_path({program!r}, run_name="__main__")
 """
-"""As on Windows, which has no such limits."""
+"""A platform without resource limits, such as Windows."""
 WASTEFUL = {
     "processor": loops(3000),
     "memory": "{% set x = 'a' * 300000000 %}" + loops(1500),

@@ -1,4 +1,4 @@
-"""What a host gains by claiming to be fast: chains through it, over the real router and estimator, in virtual time."""
+"""The gain of a host that claims to be fast: its share of chains, with the real router and estimator, in virtual time."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ def live(
     chains: int,
     queue_s: Mapping[PeerId, float] | None = None,
 ) -> list[list[Hop]]:
-    """What one client uses, a chain each two seconds: it measures each, with noise."""
+    """The chains of one client, one every two seconds. The client measures each, with noise."""
     speeds, used = Speeds(), []
     delay_s = dict.fromkeys(hosts, DELAY_S)
     for number in range(chains):
@@ -60,7 +60,7 @@ def live(
 
 
 def excess(chains: list[list[Hop]]) -> float:
-    """How many times a truthful host's chains a liar has, on average."""
+    """The mean number of a liar's chains, in multiples of a truthful host's."""
     uses = Counter(hop.peer for chain in chains for hop in chain)
     liars = sum(count for peer, count in uses.items() if "liar" in peer) / LIARS
     return liars / max(1.0, (sum(uses.values()) - LIARS * liars) / HONEST)

@@ -1,4 +1,4 @@
-"""What PEFT puts into a swarm model is found as hosts apply it, and what they cannot do is refused."""
+"""Adapters that PEFT puts into a swarm model are found for upload to hosts; adapters that hosts cannot apply are refused."""
 
 from collections.abc import Callable
 from pathlib import Path

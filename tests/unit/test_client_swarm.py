@@ -1,4 +1,4 @@
-"""How long a client excludes a host, or two hosts as neighbours, and what it forgets of hosts that left."""
+"""A client excludes a host, or a pair of neighbours, for a time, and forgets hosts that left."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A clock that is wrong is named, and one that is a little off is left alone."""
+"""A wrong clock is reported; a small deviation is not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which connections at p2pd are closed where there are too many."""
+"""The choice of p2pd connections to close when there are too many."""
 
 import random
 
@@ -47,7 +47,7 @@ def test_of_one_address_the_newest_go() -> None:
     assert kept(there) == peers(there[:4])
 
 
-def test_those_at_work_behind_the_address_of_an_attacker_stay() -> None:
+def test_connections_at_work_behind_the_address_of_an_attacker_stay() -> None:
     attacker, honest = connections("198.51.100.1", 9), connections("198.51.100.1", 4, since=100.0)
     assert kept([*attacker, *honest], known=honest) == peers(honest)
 

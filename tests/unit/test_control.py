@@ -23,7 +23,7 @@ from tests.support.fake_node import NO_CORES, STATUS, FakeNode
 
 @pytest.fixture
 def without_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows."""
+    """A platform without Unix sockets, such as Windows."""
     monkeypatch.setattr(local_channel, "HAS_UNIX_SOCKETS", False)
 
 

@@ -1,4 +1,4 @@
-"""Which peers the observer polls when there are more than slots, whatever other peers announce."""
+"""The choice of peers that the observer polls if there are more peers than slots; announcements of other peers do not change it."""
 
 import random
 

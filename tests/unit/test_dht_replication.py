@@ -17,7 +17,7 @@ EPOCH = 1_800_000_000.0
 
 
 class Neighbourhood:
-    """As much of hivemind's ``DHTNode`` as is needed: peers 0, 1, 2 ..., of which 0 are we, and those who answer.
+    """A stand-in for hivemind's ``DHTNode``: peers 0, 1, 2 ..., of which 0 is this peer, and the peers that answer.
 
     Which of them are near to a key depends on the key.
     """
@@ -35,7 +35,7 @@ class Neighbourhood:
         self.full = set[int]()
         self.routing_table = SimpleNamespace(uid_to_peer_id=dict(enumerate(self.ids)))
         self.calls: list[tuple[int, tuple[Any, ...]]] = []
-        """Who was asked, and to store under which keys."""
+        """The peers that were asked to store, and the keys."""
 
     async def find_nearest_nodes(self, queries: list[Any]) -> dict[Any, dict[Any, int]]:
         self.searches += 1
@@ -58,7 +58,7 @@ class Neighbourhood:
         return None if peer in self.silent else [peer not in self.full] * len(keys)
 
     def kept(self) -> dict[Any, set[int]]:
-        """Who has been asked to store under each key, and answered, since the last time."""
+        """For each key, the peers that were asked to store since the last call, and answered."""
         kept: dict[Any, set[int]] = {}
         for peer, keys in self.calls:
             for key in keys:
@@ -173,7 +173,7 @@ def test_a_silent_replica_is_replaced_at_the_next_publication() -> None:
 
 
 def test_a_peer_that_was_silent_is_asked_again_at_the_next_publication() -> None:
-    """As after a link was down: those found then are only we."""
+    """While the link was down, lookups found only this peer."""
 
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()

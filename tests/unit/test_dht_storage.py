@@ -155,7 +155,7 @@ def test_records_that_one_peer_stores_are_bounded_for_any_signer_until_they_expi
 def from_origin(
     store: Any, origin: str, signers: range, *, size: int, key: int = 1, expires_at: float = 1010.0
 ) -> int:
-    """How many of these signers' records are kept."""
+    """The number of kept records of these signers."""
     scope = ResourceManager().peer(origin, 0.0)
     with store.stored_by(scope, origin):
         return sum(

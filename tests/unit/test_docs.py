@@ -1,4 +1,4 @@
-"""Pages for people: nothing in them is left out of the tests unsaid, and what they point to is there."""
+"""Documentation: every command in it is tested or marked as untested, and every link has a target."""
 
 import re
 import subprocess
@@ -49,6 +49,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in every_command() if len(name) == 1 and f"swarmnet {name[0]}" not in text] == []
+
+
+def test_the_readme_of_the_decisions_lists_every_record() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(
+        r"^\| \[(\d{4})\]\((.+?)\) \| (.+) \|$", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    titles = [(page.name, page.read_text().split("\n")[0]) for page in sorted(folder.glob("[0-9]*.md"))]
+    assert [(name, f"# {number}: {title}") for number, name, title in listed] == titles
 
 
 def test_the_json_of_every_command_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""Whether another process uses our identity: found where one is there, and not where one only was."""
+"""Detection of a duplicate identity: a running process is found; the announcement of a process that has ended is no evidence."""
 
 import asyncio
 import random
@@ -58,7 +58,7 @@ class Machines:
         self._transport = transport
         self._processes = 0
         self.told: list[str] = []
-        """What any of them was told, in order."""
+        """The warnings of all processes, in order."""
 
     def watch(self, machine: int, kind: type[MemoryDirectory] = MemoryDirectory) -> DuplicateWatch:
         self._processes += 1

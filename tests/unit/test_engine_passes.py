@@ -294,7 +294,7 @@ def test_a_pass_uses_half_the_cores_while_other_nodes_compute(core_lock: NoCoreL
 
 
 def test_a_full_device_is_reported_and_its_graphs_are_dropped() -> None:
-    """What the failed work held is free before the next work begins."""
+    """The memory of failed work is free before the next work begins."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def fill() -> None:

@@ -23,7 +23,7 @@ def whole(values: torch.Tensor) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.95, 0.0])
-def test_it_follows_its_equation(decay: float) -> None:
+def test_error_feedback_follows_its_equation(decay: float) -> None:
     feedback, error = ErrorFeedback(CODEC, SIZE, decay), torch.zeros(SIZE)
     for number in range(5):
         values = vector(number)

@@ -167,7 +167,7 @@ REFUSED: dict[str, Callable[[Path], Kept]] = {
     "a job": job,
 }
 MAY_MEAN_THE_SAME = {"a swarm file", "the swarm file of a data directory"}
-"""They have comments and names of white space."""
+"""Files in which a flipped bit may leave the meaning unchanged: they have comments and white space."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -241,7 +241,7 @@ def test_a_config_that_was_read_from_gguf_is_read_again(tmp_path: Path) -> None:
 
 
 def flipped(path: Path) -> Iterator[None]:
-    """While this goes on, one bit of the file is another: ``FLIPS`` times another bit."""
+    """Flip one bit of the file for the duration of each iteration, ``FLIPS`` different bits in all."""
     whole, stat = path.read_bytes(), path.stat()
     for bit in random.Random(0).sample(range(8 * len(whole)), min(FLIPS, 8 * len(whole))):
         changed = bytearray(whole)

@@ -1,4 +1,4 @@
-"""How a stream ends: sent messages arrive, and no peer is waited for too long. A socket pair replaces p2pd."""
+"""The end of a stream: sent messages arrive, and every wait for a peer is bounded. A socket pair replaces p2pd."""
 
 import asyncio
 

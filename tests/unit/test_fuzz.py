@@ -1,4 +1,4 @@
-"""What the fuzzer begins from is valid, what it does not find in a second is refused properly, and it knows every decoder."""
+"""The fuzzer: its seeds are valid, random inputs are refused by the declared errors, and every decoder has a target."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from tests.support.source_code import ROOT, sources
 
 DECODER = re.compile(r"(open|read|decode|parse|unseal|unpack|merge)(_\w+)?|\w+_from_wire")
 TAKES = {"bytes", "Buffer", "bytes | Buffer", "str | bytes", "Path"}
-"""The first argument of a decoder, or what it is a part of."""
+"""The first argument of a decoder, or the object that contains it."""
 
 
 @pytest.mark.parametrize("name", TARGETS)

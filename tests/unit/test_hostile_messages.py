@@ -1,4 +1,4 @@
-"""What hostile messages cost: nothing that lasts, and an error that says what they are."""
+"""The cost of hostile messages: no lasting memory, and an error that names the violation."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A node in the foreground: what it prints, and how signals end it."""
+"""A node in the foreground: its output, and its end by signals."""
 
 import asyncio
 import json

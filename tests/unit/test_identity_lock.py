@@ -1,4 +1,4 @@
-"""Who may use an identity at the same time, and what the others are told."""
+"""The lock on an identity: one process has it, and other processes get an error that names it."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def another_process(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """One that uses the identity while the context is open."""
+    """A process that uses the identity while the context is open."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, path, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -64,7 +64,7 @@ def test_a_dialled_peer_shares_its_identity_with_no_other(path: Path, first: str
         assert "--data-dir" in info.value.hint
 
 
-def test_those_who_only_dial_share_one(path: Path) -> None:
+def test_peers_that_only_dial_share_an_identity(path: Path) -> None:
     with another_process(path, "shared"), identity_in_use(path, alone=False):
         Identity.load_or_create(path)
 

@@ -16,7 +16,7 @@ def test_fails():
 
 
 class Called:
-    """Which tests ran."""
+    """The names of the tests that ran."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

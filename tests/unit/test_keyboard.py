@@ -1,4 +1,4 @@
-"""What is typed in a chat, as a terminal gives it: a pseudo-terminal, and a small process that reads it."""
+"""Keyboard input of a chat: a pseudo-terminal, and a small process that reads it."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""What a process of ours does without: the parts of libraries that cost it memory and time, and never run."""
+"""Lean imports: processes do not load unused parts of libraries that cost memory and time."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources":
 """
 
 MOST_SOURCES = 500
-"""Of some 4,000 that transformers has; where Python keeps no bytecode, those that are imported are read as well."""
+"""Limit on source files that are read; transformers has 4,000. Without bytecode files, Python also reads the source of each imported module."""
 
 KEPT = """
 import gc

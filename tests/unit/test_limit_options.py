@@ -1,4 +1,4 @@
-"""What owners type: limits with their units, lifted, shown, agreed to."""
+"""Limits on the command line: units, removal, display, and consent."""
 
 import json
 from dataclasses import replace

@@ -13,7 +13,7 @@ from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.resources import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
-"""Of November 2026."""
+"""In November 2026."""
 
 
 def at(day: int, clock: str) -> datetime:

@@ -1,4 +1,4 @@
-"""Records of mDNS: what a peer announces in its local network, and what it takes from records of others."""
+"""Records of mDNS: the announcements of a peer in its local network, and the addresses that it accepts from others."""
 
 import asyncio
 import ipaddress

@@ -1,4 +1,4 @@
-"""What is logged is one line of one format, has its fields, keeps secrets, and stays little whatever strangers do."""
+"""Logs: each entry is one line in one format with its fields, has no secrets, and strangers cannot make the log large."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_invites_and_keys_are_struck_out(
     assert "MC4CAQ" not in written
 
 
-def test_it_is_quiet_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_warnings_are_logged_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["model", "ls"]) == 0
     _log.info("details")
     logging.getLogger("uvicorn").info("details")

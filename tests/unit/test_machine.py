@@ -1,4 +1,4 @@
-"""What a node remembers of its owner's limits and of its month, and how it behaves beside other programs."""
+"""A node's stored limits and monthly usage, and its priority beside other programs."""
 
 import asyncio
 import errno

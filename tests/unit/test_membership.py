@@ -1,4 +1,4 @@
-"""Who is let in: certificates, revocations and the rules that judge them."""
+"""Membership: certificates, revocations, and the rules of admission."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a peer keeps of its membership, and what it does when the disk does not let it."""
+"""The stored membership of a peer, and its behaviour when the disk fails."""
 
 import math
 from dataclasses import replace

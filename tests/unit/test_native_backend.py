@@ -220,7 +220,7 @@ def test_a_chunk_gets_the_same_bits_as_its_positions_one_by_one(
 
 
 def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
-    """For linear modules of all layers, by the names in which they are told apart there."""
+    """LoRA pairs for the linear modules of all layers, by the names of an uploaded adapter."""
     modules = [
         (path, *shape)
         for path, shape in stage._targets[0].linears.items()

@@ -74,7 +74,7 @@ def test_code_that_others_may_have_written_is_not_loaded(
 
 
 def test_the_threads_are_those_of_torch(cache: Path) -> None:
-    """A second OpenMP library in the process would bring threads of its own."""
+    """A second OpenMP library would start its own threads."""
     loaded = {
         line.split(maxsplit=5)[5].strip()
         for line in Path("/proc/self/maps").read_text().splitlines()

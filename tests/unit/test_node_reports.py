@@ -1,4 +1,4 @@
-"""What nodes say of themselves: what is counted, how often it is told, and what is not believed."""
+"""Reports of nodes: their counters, their rate limit, and the checks of a received report."""
 
 import asyncio
 import random

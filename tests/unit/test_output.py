@@ -1,4 +1,4 @@
-"""What commands print for people."""
+"""Output of commands for people."""
 
 import logging
 import re

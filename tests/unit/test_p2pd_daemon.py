@@ -1,4 +1,4 @@
-"""How p2pd's control socket is dialled."""
+"""Dialling p2pd's control socket."""
 
 import asyncio
 import gc

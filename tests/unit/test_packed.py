@@ -16,7 +16,7 @@ INPUTS, OUTPUTS = 3 * BLOCK, 37
 
 
 def q8_0(seed: int) -> torch.Tensor:
-    """What gguf's Q8_0 holds: in every block some value is 127 or -127 times a scale of 11 bits, or all are zero."""
+    """Values that gguf's Q8_0 represents exactly: in every block one value is 127 or -127 times a scale of 11 bits, or all are zero."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.randint(-126, 127, (OUTPUTS, INPUTS // BLOCK, BLOCK), generator=rng).float()
     values[..., 5] = 127 * torch.randint(0, 2, values.shape[:-1], generator=rng).mul(2).sub(1)
@@ -69,7 +69,7 @@ def rows(*shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the packed weights were asked for, each time."""
+    """The number of rows in each request to the packed weights."""
     asked: list[int] = []
     original = PackedWeight.times
 
@@ -173,7 +173,7 @@ def optimise(model: Tied) -> None:
 
 
 def merge(model: Tied) -> None:
-    """As PEFT merges an adapter."""
+    """Change the head as PEFT does when it merges an adapter."""
     model.head.weight.data = model.head.weight.data + 1
 
 
@@ -229,7 +229,7 @@ def test_gradients_flow_through_torch(cache: Path, times: list[int]) -> None:
 
 
 def test_a_copy_is_a_plain_layer_of_its_own(cache: Path) -> None:
-    """As PEFT copies the head that an adapter replaces."""
+    """PEFT copies the head that an adapter replaces."""
     model = packed(q8_0(5), cache)
     twin = copy.deepcopy(model.head)
     assert type(twin) is nn.Linear

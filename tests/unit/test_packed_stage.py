@@ -1,4 +1,4 @@
-"""Stages with packed weights compute what they compute with the same weights dequantised."""
+"""Stages with packed weights give the outputs of stages with the same weights dequantised."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A swarm model's layers show what the real ones are, weigh nothing, and cannot be mistaken for them."""
+"""The placeholder layers of a swarm model: they have the names and shapes of the real layers, no weights, and fail if used as real ones."""
 
 import copy
 import resource

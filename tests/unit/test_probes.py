@@ -29,7 +29,7 @@ NOW = 1_800_000_000.0
 
 
 def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0.0) -> Probed:
-    """What the answerer, whose clock is ahead, says to the asker who is connected from ``addresses``."""
+    """The reply of a peer, whose clock is ``ahead_s`` ahead, to a requester that is connected from ``addresses``."""
 
     async def addresses_of(peer: PeerId) -> Sequence[str]:
         assert peer == ASKER

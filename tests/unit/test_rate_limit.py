@@ -265,7 +265,7 @@ def test_a_limit_is_set_and_lifted_while_messages_wait() -> None:
 
 
 def test_the_deadline_of_the_sender_is_suspended_while_the_limiter_waits() -> None:
-    """A message that is there takes as long as the rate requires; one that does not come times out."""
+    """Reading an available message takes as long as the rate requires; waiting for a missing message times out."""
 
     async def main() -> tuple[float, float]:
         reader, limiter, loop = asyncio.StreamReader(), RateLimiter(), asyncio.get_running_loop()

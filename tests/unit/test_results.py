@@ -1,4 +1,4 @@
-"""RESULTS.md is what the kept measurements say, and a bench's output becomes measurements as it should."""
+"""RESULTS.md agrees with the stored measurements, and a bench's output is converted to measurements."""
 
 from tests.bench.results import FOLDER, PAGE, SECTIONS, Headline, key, measure, page
 

@@ -1,4 +1,4 @@
-"""Where a module may be, and what it may import: downwards only."""
+"""The place of modules, and their imports: downwards only."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -101,7 +101,7 @@ def test_a_cycle_is_found() -> None:
 
 @pytest.mark.parametrize("room", rooms(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_readme_of_a_room_says_what_its_modules_are(room: Path) -> None:
-    """As the modules say themselves: ``python -m tests.support.room_tables`` writes these tables."""
+    """The rows come from the docstrings of the modules: ``python -m tests.support.room_tables`` writes these tables."""
     if page(room).exists():
         assert told(room) == table(room)
     else:

@@ -1,4 +1,4 @@
-"""Who is in a round, of those who came."""
+"""Rosters: the choice of a round's members among the candidates."""
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.bandwidth import Measured

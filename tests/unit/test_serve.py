@@ -20,7 +20,7 @@ from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that open an engine get one that does nothing, on a swarm that stays."""
+    """A stand-in for the gateway's engine that does nothing, on a swarm that does not change."""
 
     @asynccontextmanager
     async def swarm(*_: object) -> AsyncIterator[Any]:

@@ -20,7 +20,7 @@ JOIN = ["join", "lab/swarm.toml", "--num-blocks", "10"]
 
 @pytest.fixture
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """A systemctl that does nothing but write down what it is told. Gives that."""
+    """A stand-in for systemctl that records its arguments; returns a function that reads the records."""
     log, program = tmp_path / "systemctl.log", tmp_path / "bin" / "systemctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho ActiveState=active\n')

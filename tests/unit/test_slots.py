@@ -1,4 +1,4 @@
-"""Who gives way on a host where all places are taken."""
+"""The choice of the slot to evict when all slots of a host are taken."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Which inbound stream is evicted when the system limit is reached."""
+"""The choice of the inbound stream to evict when the system limit is reached."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -17,7 +17,7 @@ MODULES = {
     "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy",
     "zlib", "gzip", "bz2", "lzma", "zstandard", "tarfile", "zipfile", "yaml", "torch.hub",
 }  # fmt: skip
-"""Modules that may not be imported: they run what they read, or decompress it without a limit."""
+"""Modules that may not be imported: they execute data that they read, or decompress it without a limit."""
 EXCEPT = {
     "protocols/swarmnet_protocols/models/resolver.py": {
         "zipfile"

@@ -1,4 +1,4 @@
-"""The swarm file: what is accepted, what is refused, and the error messages."""
+"""The swarm file: accepted and refused contents, and the error messages."""
 
 import re
 import stat

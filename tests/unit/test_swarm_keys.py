@@ -217,7 +217,7 @@ def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> N
 
 
 def test_another_file_with_the_same_serial_is_refused(tmp_path: Path) -> None:
-    """Of two files that were signed independently, neither is known to be newer."""
+    """Neither of two files that were signed independently is known to be newer."""
     create(tmp_path / "lab")
     first = swarm_file.read(tmp_path / "lab")
     swarm_writer.sign(tmp_path / "lab", now=NOW)

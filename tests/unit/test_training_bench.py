@@ -1,4 +1,4 @@
-"""The comparison of training methods in miniature: every method runs, and what is accounted is what was sent."""
+"""The comparison of training methods in miniature: every method runs, and the reported traffic is the traffic sent."""
 
 import json
 from pathlib import Path
@@ -94,10 +94,10 @@ def test_time_is_size_over_the_slower_direction_and_delays() -> None:
 @pytest.mark.parametrize("method", ["allreduce", "diloco", "streaming", "sparseloco"])
 def test_a_worker_that_returns_has_the_weights_of_the_others(method: str, folder: Path) -> None:
     simulation = run(folder, method, (Absence(1, 2, 4),), steps=8, workers=3)
-    first, *others = (worker.method.agreed() for worker in simulation.workers)
+    first, *others = (worker.replica.method.agreed() for worker in simulation.workers)
     assert all(torch.equal(first, each) for each in others)
     steady = run(folder, method, steps=8, workers=3)
-    assert not torch.equal(first, steady.workers[0].method.agreed())
+    assert not torch.equal(first, steady.workers[0].replica.method.agreed())
 
 
 def test_without_healing_a_worker_that_returns_stays_apart(
@@ -105,7 +105,7 @@ def test_without_healing_a_worker_that_returns_stays_apart(
 ) -> None:
     monkeypatch.setattr("tests.bench.training_run.Worker.heal", lambda worker, donor: None)
     simulation = run(folder, "diloco", (Absence(1, 2, 4),), steps=8, workers=3)
-    first, second, _ = (worker.method.agreed() for worker in simulation.workers)
+    first, second, _ = (worker.replica.method.agreed() for worker in simulation.workers)
     assert not torch.equal(first, second)
 
 

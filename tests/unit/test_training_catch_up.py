@@ -1,4 +1,4 @@
-"""Which votes move a worker to another round."""
+"""Votes that move a worker to another round."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -19,8 +19,8 @@ from tests.support.torn_writes import checkpoint_of, plain_model
 KILLS = 50
 
 
-def _save(root: Path, round_number: int, job_id: str = "a job") -> Path:
-    return CheckpointStore(root).save(checkpoint_of(round_number, job_id), plain_model)
+def _save(root: Path, round: int, job_id: str = "a job") -> Path:
+    return CheckpointStore(root).save(checkpoint_of(round, job_id), plain_model)
 
 
 def test_a_checkpoint_restores_every_bit(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_transformers_loads_checkpoints_and_exports(tmp_path: Path) -> None:
 
 
 def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
-    for number in range(1, 5):
-        _save(tmp_path, number)
+    for round in range(1, 5):
+        _save(tmp_path, round)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000003", "checkpoint-00000004"]
     assert _round_of(tmp_path) == 4
 

@@ -1,4 +1,4 @@
-"""Codecs: the format is pinned, everything malformed is refused, and error feedback makes up for what is lost."""
+"""Codecs: the format is pinned, malformed payloads are refused, and error feedback makes up for the losses."""
 
 import hashlib
 import struct
@@ -261,10 +261,10 @@ def drifting(name: str) -> torch.Tensor:
     return values
 
 
-def delivered(feedback: ErrorFeedback, codec: Codec, number: int, values: torch.Tensor) -> torch.Tensor:
-    """What the others decode of a contribution that arrives whole."""
-    wanted = feedback.send(number, 0, values)
-    feedback.acknowledge(number, [(0, len(values))])
+def delivered(feedback: ErrorFeedback, codec: Codec, round: int, values: torch.Tensor) -> torch.Tensor:
+    """The values that other workers decode of a contribution that arrives whole."""
+    wanted = feedback.send(round, 0, values)
+    feedback.acknowledge(round, [(0, len(values))])
     return codec.decode(codec.encode(wanted), len(values))
 
 
@@ -282,8 +282,8 @@ def test_error_feedback_transmits_what_the_codec_alone_loses(name: str, step: fl
     codec = get_codec(name)
     feedback = ErrorFeedback(codec, len(values))
     received = torch.zeros(len(values), dtype=torch.float64)
-    for number in range(rounds):
-        received += delivered(feedback, codec, number, values)
+    for round in range(rounds):
+        received += delivered(feedback, codec, round, values)
     sent = rounds * values.double()
     assert float((sent - received).abs().max()) <= step
     torch.testing.assert_close(

@@ -18,14 +18,14 @@ ME, OTHER = (Identity.from_seed(name).peer_id for name in (b"me", b"other"))
 READY = {"event": "ready", "round": 2}
 
 
-def trained(number: int, *peers: str, loss: float | None = 3.0, committed: bool = True) -> dict[str, Any]:
+def trained(round: int, *peers: str, loss: float | None = 3.0, committed: bool = True) -> dict[str, Any]:
     exchanged = {
         "bytes_sent": 100,
         "bytes_received": 300,
         "contributors": list(peers),
         "committed": committed,
     }
-    return {"event": "round", "round": number, "loss": loss, "tokens": 320, **exchanged}
+    return {"event": "round", "round": round, "loss": loss, "tokens": 320, **exchanged}
 
 
 def report_after(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:

@@ -1,4 +1,4 @@
-"""Job files: what is refused and with which words, and what a signature covers."""
+"""Job files: refused contents with their messages, and the fields that a signature covers."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Training methods against the published equations, and what they promise when rounds, partners or workers go away."""
+"""Training methods against the published equations, and with discarded rounds, absent partners and restarted workers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,20 +47,20 @@ class Swarm:
         self._under_way: tuple[int, list[Average | None]] | None = None
         self._steps = 0
 
-    def round(self, number: int) -> np.ndarray:
-        """One round: the parameters [W, N] that the workers have at its end."""
+    def round(self, round: int) -> np.ndarray:
+        """Run one round; returns the workers' parameters [W, N] at its end."""
         steps, overlap = self.methods[0].steps_per_round, self.methods[0].overlap_steps
         for step in range(steps):
             if step == overlap:
                 self._apply()
             self._train()
         contributions = [
-            self._sent(number, worker, method.contribution(number, parameters))
+            self._sent(round, worker, method.contribution(round, parameters))
             for worker, (method, parameters) in enumerate(zip(self.methods, self.parameters, strict=True))
         ]
         if overlap == steps:
             self._apply()
-        self._under_way = (number, self._exchange(number, contributions))
+        self._under_way = (round, self._exchange(round, contributions))
         if overlap == 0:
             self._apply()
         return torch.stack(self.parameters).numpy()
@@ -75,11 +75,11 @@ class Swarm:
             fresh.append(restored)
         self.methods = fresh
 
-    def _sent(self, number: int, worker: int, values: torch.Tensor) -> torch.Tensor:
-        """What the others decode of a contribution, with error feedback."""
-        start, _ = self.methods[worker].range(number)
-        wanted = self._feedback[worker].send(number, start, values)
-        self._feedback[worker].acknowledge(number, () if number in self._discarded else [(0, len(wanted))])
+    def _sent(self, round: int, worker: int, values: torch.Tensor) -> torch.Tensor:
+        """The values that other workers decode of a contribution, with error feedback."""
+        start, _ = self.methods[worker].range(round)
+        wanted = self._feedback[worker].send(round, start, values)
+        self._feedback[worker].acknowledge(round, () if round in self._discarded else [(0, len(wanted))])
         return self._codec.decode(self._codec.encode(wanted), len(wanted))
 
     def _train(self) -> None:
@@ -88,12 +88,12 @@ class Swarm:
             self.parameters[worker] = torch.from_numpy(moved).float()
         self._steps += 1
 
-    def _exchange(self, number: int, contributions: list[torch.Tensor]) -> list[Average | None]:
-        if number in self._discarded:
+    def _exchange(self, round: int, contributions: list[torch.Tensor]) -> list[Average | None]:
+        if round in self._discarded:
             return [None] * WORKERS
         averages: list[Average | None] = []
         for method, me in zip(self.methods, NAMES, strict=True):
-            group = method.partners(number, NAMES, me)
+            group = method.partners(round, NAMES, me)
             values = torch.stack([contributions[NAMES.index(peer)] for peer in group]).mean(dim=0)
             averages.append(Average(values, group))
         return averages
@@ -101,11 +101,11 @@ class Swarm:
     def _apply(self) -> None:
         if self._under_way is None:
             return
-        number, averages = self._under_way
+        round, averages = self._under_way
         for worker, (method, average) in enumerate(zip(self.methods, averages, strict=True)):
-            self.parameters[worker] = method.apply(number, self.parameters[worker], average)
+            self.parameters[worker] = method.apply(round, self.parameters[worker], average)
         for onlooker in self.onlookers:
-            onlooker.apply(number, onlooker.agreed(), averages[0])
+            onlooker.apply(round, onlooker.agreed(), averages[0])
         self._under_way = None
 
 
@@ -354,12 +354,12 @@ def test_arguments_and_results_of_a_method_stay_unchanged(name: str) -> None:
     count = method.range(0)[1] - method.range(0)[0]
     values: list[torch.Tensor] = [start, local]
     copies: list[torch.Tensor] = []
-    for number, kept in enumerate((True, True, False, True)):
-        average = Average(torch.full((count,), number + 1.0), NAMES) if kept else None
-        values += [method.contribution(number, torch.ones(count) if method.kind == "scalars" else local)]
+    for round, kept in enumerate((True, True, False, True)):
+        average = Average(torch.full((count,), round + 1.0), NAMES) if kept else None
+        values += [method.contribution(round, torch.ones(count) if method.kind == "scalars" else local)]
         values += [method.agreed(), *method.state().values(), *([average.values] if average else [])]
         copies += [each.clone() for each in values[len(copies) :]]
-        values.append(method.apply(number, local, average))
+        values.append(method.apply(round, local, average))
     assert not torch.equal(method.agreed(), start) or name == "allreduce"
     assert all(torch.equal(value, copy) for value, copy in zip(values, copies, strict=False))
 
@@ -371,11 +371,11 @@ def test_a_method_keeps_nothing_of_a_view(name: str) -> None:
     viewing, copying = get_method(name, SETTINGS[name]), get_method(name, SETTINGS[name])
     for method in (viewing, copying):
         method.begin(torch.arange(8.0))
-    for number in range(3):
-        average = Average(viewing.contribution(number, trained), NAMES)
-        copying.contribution(number, expected.clone())
-        trained.copy_(viewing.apply(number, trained, average))
-        expected = copying.apply(number, expected.clone(), average).clone()
+    for round in range(3):
+        average = Average(viewing.contribution(round, trained), NAMES)
+        copying.contribution(round, expected.clone())
+        trained.copy_(viewing.apply(round, trained, average))
+        expected = copying.apply(round, expected.clone(), average).clone()
         assert torch.equal(trained, expected)
         trained += 1
         expected += 1

@@ -21,7 +21,7 @@ def peers(count: int) -> list[PeerId]:
 
 
 def truthful(rates: dict[PeerId, float]) -> dict[PeerId, dict[PeerId, float]]:
-    """What honest members report when each link has one rate."""
+    """The reports of honest members if each link has one rate."""
     return {me: {peer: rate for peer, rate in rates.items() if peer != me} for me in rates}
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a worker's training: totals that survive restarts, a history that stays small, and its curves."""
+"""The record of a worker's training: totals that survive restarts, a history of bounded size, and curves."""
 
 import json
 import sys
@@ -23,12 +23,12 @@ def every_second() -> Clock:
     return lambda: float(next(seconds))
 
 
-def round_event(number: int, **changes: Any) -> dict[str, Any]:
+def round_event(round: int, **changes: Any) -> dict[str, Any]:
     return {
         "event": "round",
-        "round": number,
+        "round": round,
         "committed": True,
-        "loss": 5.0 - number,
+        "loss": 5.0 - round,
         "tokens": 100,
         "workers": 2,
         "bytes_sent": 10,
@@ -43,8 +43,8 @@ def round_event(number: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def eval_event(number: int) -> dict[str, Any]:
-    return {"event": "eval", "round": number, "val_loss": 6.0 - number, "tokens": 7}
+def eval_event(round: int) -> dict[str, Any]:
+    return {"event": "eval", "round": round, "val_loss": 6.0 - round, "tokens": 7}
 
 
 def test_a_status_has_totals_contributions_and_who_was_excluded(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_round_that_was_discarded_is_nobodys_contribution(tmp_path: Path) -> N
 
 
 def test_totals_and_history_go_on_after_a_restart(tmp_path: Path) -> None:
-    for number in range(3):
+    for round in range(3):
         record = TrainingRecord(tmp_path, "job", every_second())
-        record.take({**READY, "round": number})
-        record.take(round_event(number))
+        record.take({**READY, "round": round})
+        record.take(round_event(round))
     assert record.status["tokens"] == 300
     assert record.status["peers"]["you"]["rounds"] == 3
     points = list(read_history(tmp_path))
@@ -110,9 +110,9 @@ def test_a_history_is_thinned_before_it_grows_large(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(training_record, "MAX_POINTS", 20)
     record = TrainingRecord(tmp_path, "job", every_second())
     record.take(READY)
-    for number in range(200):
-        record.take(round_event(number))
-        record.take(eval_event(number))
+    for round in range(200):
+        record.take(round_event(round))
+        record.take(eval_event(round))
         assert len((tmp_path / HISTORY_FILE).read_text().splitlines()) <= 20
     points = list(read_history(tmp_path))
     assert points[-1]["tokens"] == 200 * 100
@@ -123,10 +123,10 @@ def test_a_history_is_thinned_before_it_grows_large(tmp_path: Path, monkeypatch:
 def test_peers_that_are_told_apart_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_record, "MAX_PEERS", 3)
     record = TrainingRecord(tmp_path, "job", every_second())
-    for number in range(10):
-        stranger = f"stranger{number}"
+    for round in range(10):
+        stranger = f"stranger{round}"
         refused = [{"peer_id": stranger, "reason": "x" * 10_000}]
-        record.take(round_event(number, contributors=["me", stranger], excluded=refused))
+        record.take(round_event(round, contributors=["me", stranger], excluded=refused))
     assert list(record.status["peers"]) == ["stranger8", "me", "stranger9"]
     assert record.status["peers"]["me"]["rounds"] == 10
     assert len(record.status["excluded"]) == 3
@@ -206,7 +206,7 @@ def test_the_newest_job_is_the_one_that_was_trained_last(tmp_path: Path) -> None
 
 def _history(folder: Path) -> Callable[[], Iterator[dict[str, float]]]:
     record = TrainingRecord(folder, "job", every_second())
-    for event in (READY, *(each(number) for number in range(4) for each in (round_event, eval_event))):
+    for event in (READY, *(each(round) for round in range(4) for each in (round_event, eval_event))):
         record.take(event)
     return lambda: read_history(folder)
 

@@ -35,10 +35,10 @@ def replica(folder: Path, method: str = "diloco", codec: str | None = "int4") ->
     return Replica(tiny_job(folder, **changes), tiny_trainer(folder, **changes))
 
 
-def deliver(worker: Replica, number: int, sent: torch.Tensor) -> torch.Tensor:
+def deliver(worker: Replica, round: int, sent: torch.Tensor) -> torch.Tensor:
     """A round of this worker alone, in one slice; returns the decoded contribution."""
     values = worker.codec.decode(worker.codec.encode(sent), len(sent))
-    worker.apply(number, Average(values, (ME,)), [(0, len(sent))])
+    worker.apply(round, Average(values, (ME,)), [(0, len(sent))])
     return values
 
 
@@ -61,17 +61,17 @@ def test_error_feedback_delivers_the_sum_of_fifty_contributions(
     count = worker.trainer.parameter_count
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
 
-    def progress(number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        start, end = worker.method.range(number)
-        worker.method.contribution(number, worker.trainer.parameters())
+    def progress(round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+        start, end = worker.method.range(round)
+        worker.method.contribution(round, worker.trainer.parameters())
         return values[start:end], NO_STEPS
 
     monkeypatch.setattr(worker, "_own_contribution", progress)
     arrived, alone, contributed = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
-    for number in range(ROUNDS):
-        within = slice(*worker.method.range(number))
-        sent, _ = worker.contribution(number, 0)
-        arrived[within] += deliver(worker, number, sent)
+    for round in range(ROUNDS):
+        within = slice(*worker.method.range(round))
+        sent, _ = worker.contribution(round, 0)
+        arrived[within] += deliver(worker, round, sent)
         alone[within] += worker.codec.decode(worker.codec.encode(values[within]), len(sent))
         contributed[within] += values[within]
     level = float(values.abs().max()) / 7

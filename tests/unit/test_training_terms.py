@@ -1,4 +1,4 @@
-"""Which member reduces which slice of a round's vector."""
+"""The terms of a round: the slices of its vector and their reducers."""
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec

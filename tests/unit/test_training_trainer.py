@@ -63,8 +63,8 @@ def test_the_loss_goes_down(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     before, tokens = trainer.evaluate(8)
     report = trainer.steps(0, 0, 5)
-    for number in range(1, 6):
-        trainer.steps(number, 0, 5)
+    for round in range(1, 6):
+        trainer.steps(round, 0, 5)
     after, _ = trainer.evaluate(8)
     assert tokens == 8 * 4 * 16
     assert report.tokens == 5 * 4 * 16

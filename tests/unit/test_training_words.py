@@ -16,7 +16,7 @@ from tests.unit.test_training_record import READY, eval_event, every_second, rou
 
 
 def shown_on_a_terminal(folder: Path, *steps: dict[str, Any] | tuple[str, int, int | None]) -> list[str]:
-    """What bars show after each step: an event, or how far something is."""
+    """The text of the progress bars after each step: an event, or progress of a task."""
     screen, shots = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     record = TrainingRecord(folder, "job", every_second())

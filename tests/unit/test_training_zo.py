@@ -35,7 +35,7 @@ def zeroth_order() -> ZeroOrder:
 
 
 def slopes(method: ZeroOrder, t: int, worker: int) -> torch.Tensor:
-    """What a worker contributes to a round, having taken its steps."""
+    """The contribution of a worker to a round after its steps."""
     task, theta = Task(), method.agreed().clone()
     measured = [
         method.step(theta, t, j, lambda: task.loss(worker, theta.double().numpy()))[0] for j in range(H)
@@ -102,7 +102,9 @@ def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -
 
 
 class TestWorker:
-    def test_it_contributes_the_slopes_of_its_model_and_ends_at_what_was_agreed(self, tmp_path: Path) -> None:
+    def test_a_worker_contributes_the_slopes_of_its_model_and_ends_at_the_agreed_parameters(
+        self, tmp_path: Path
+    ) -> None:
         trainer = tiny_trainer(tmp_path, **JOB)
         worker = Replica(tiny_job(tmp_path, **JOB), trainer)
         gradient, report = trainer.gradient(0, 0, 2)

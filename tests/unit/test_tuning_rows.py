@@ -1,4 +1,4 @@
-"""Rows of data files: what is learned of each, and what is said about bad ones."""
+"""Rows of data files: the tokens that count in the loss, and the messages for bad rows."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `tune` shows: bars on a terminal, sentences elsewhere."""
+"""Output of `tune`: progress bars on a terminal, sentences elsewhere."""
 
 import io
 import re

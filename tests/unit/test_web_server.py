@@ -33,7 +33,7 @@ class App:
         self.ended.set()
 
 
-def test_it_serves_while_its_context_is_open() -> None:
+def test_a_web_server_serves_while_its_context_is_open() -> None:
     async def main() -> str:
         async with httpx.AsyncClient() as client:
             async with serve_http(App(), "127.0.0.1", 0) as endpoint:
@@ -169,7 +169,7 @@ def _address(url: str) -> tuple[str, int]:
     return parsed.host, parsed.port or 0
 
 
-def test_it_listens_on_the_given_address() -> None:
+def test_a_web_server_listens_on_the_given_address() -> None:
     with listen("127.0.0.1", 0) as listener:
         assert listener.family == socket.AF_INET
         assert listener.getsockname()[0] == "127.0.0.1"

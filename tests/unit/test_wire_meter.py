@@ -1,4 +1,4 @@
-"""What is made of what the kernel says of sockets."""
+"""The meter of bytes on the wire, from the kernel's counters of sockets."""
 
 import errno
 import os

@@ -30,7 +30,7 @@ RETIRED = {
     "whoever": "the client, the host, the peer that",
     "whomever": "the peer that",
 }
-"""Each retired word, and what is said instead."""
+"""The retired words, each with its replacement."""
 
 PAGES = (
     "tests/**/*.py",

@@ -34,6 +34,20 @@ from swarmnet_protocols.wire import (
 )
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
+SCHEMAS = (
+    handshake_pb2,
+    membership_pb2,
+    probe_pb2,
+    records_pb2,
+    refusal_pb2,
+    relay_pb2,
+    report_pb2,
+    session_pb2,
+    training_pb2,
+    weights_pb2,
+    workers_pb2,
+)
+"""The schemas of all messages that peers exchange."""
 
 _SESSION = bytes(range(16))
 _MANIFEST = bytes(range(32))
@@ -134,6 +148,7 @@ def record_messages() -> Iterator[Protobuf]:
         sessions=2,
         addresses=_ADDRESSES,
         public_name="a volunteer",
+        precision="bf16/bf16",
     )
     yield host
     record = Record(

@@ -27,20 +27,12 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import (
-    handshake_pb2,
     membership_pb2,
-    probe_pb2,
     records_pb2,
-    refusal_pb2,
-    relay_pb2,
-    report_pb2,
-    session_pb2,
-    training_pb2,
-    weights_pb2,
-    workers_pb2,
 )
 from swarmnet_protocols.wire.roles import Role
 from tests.support.stream_scopes import new_scope
+from tests.wire.examples import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto"
@@ -51,19 +43,6 @@ def vectors(name: str) -> Any:
     return json.loads((PROTO / "vectors" / f"{name}.json").read_text())
 
 
-SCHEMAS = (
-    session_pb2,
-    records_pb2,
-    workers_pb2,
-    training_pb2,
-    weights_pb2,
-    handshake_pb2,
-    membership_pb2,
-    refusal_pb2,
-    relay_pb2,
-    report_pb2,
-    probe_pb2,
-)
 MESSAGES: list[dict[str, Any]] = [
     vector
     for name in (

@@ -35,23 +35,33 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import LayerWidths, with_blocks
 from swarmnet_protocols.quantization.packed_linear import packed_bytes
+from swarmnet_protocols.quantization.packed_tensor import Format
+from swarmnet_protocols.quantization.quantize import precision_of
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
 """Largest relative error of a trial, in units of the dtype's epsilon. Rounding differs by a few units; another function by its size."""
 TORCH: Backend = TorchBackend()
+_ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
+"""The part of a precision that names the activations."""
 
 
 class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
-    def __init__(self, model: Any, hidden_size: int, backend: Backend = TORCH) -> None:
-        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it."""
+    def __init__(
+        self, model: Any, hidden_size: int, backend: Backend = TORCH, *, precision: str = ""
+    ) -> None:
+        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it.
+
+        ``precision`` names that of weights and activations, as ``HostRecord`` does.
+        """
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
         weight = next(model.parameters())
         self.hidden_size = hidden_size
+        self.precision = precision
         self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
@@ -84,10 +94,12 @@ class Stage:
         device: torch.device,
         backend: Backend = TORCH,
         packed: bool = False,
+        quantized: Format | None = None,
     ) -> "Stage":
-        """Load blocks [start, end); ``packed`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        span = model.load_span(start, end, dtype=dtype, device=device, packed=packed)
-        return cls(span, model.manifest.hidden_size, backend)
+        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
+        span = model.load_span(start, end, dtype=dtype, device=device, packed=packed, quantized=quantized)
+        weights = model.precision if quantized is None else precision_of(quantized)
+        return cls(span, model.manifest.hidden_size, backend, precision=weights + _ACTIVATIONS[dtype])
 
     @property
     def has_llama_layers(self) -> bool:

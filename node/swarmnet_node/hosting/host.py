@@ -1,10 +1,10 @@
-"""A host: admits sessions, links, passes and adapter uploads of clients, and limits what each may use.
+"""A host: admits sessions, links, passes and adapter uploads of clients.
 
 1. A client opens a session, and the hop before this one a link to it (``session.py``). The session ends with the client's stream.
 2. A client that trains sends passes, each on a stream of its own, which leave nothing behind (``passes.py``).
 3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
 
-When all slots are taken, a session, pass or link without work is ended (``slots.py``).
+When all slots are taken, a session, pass or link without work is ended (``slots.py``). ``host_limits.py`` has the limits.
 
 A step of a session takes this way:
 
@@ -17,7 +17,7 @@ A step of a session takes this way:
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +29,10 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.counters import HostCounters, Pair
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
-from swarmnet_node.owner.limits import ONE_CLIENT
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
 from swarmnet_protocols.machine.aio import race
@@ -40,9 +40,8 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
-from swarmnet_protocols.net.rate_limit import RateLimit
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
+from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
@@ -51,75 +50,6 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
-MIN_MESSAGES_BYTES = 8 << 20
-"""Bytes of received messages that one client may have in memory, if ``MESSAGES_PER_CLIENT`` steps are smaller."""
-MESSAGES_PER_CLIENT = 8
-"""Steps of the largest size that one client may have in memory. Further ones wait at their sender."""
-CLIENTS_AT_ONCE = 6
-"""The limit on received messages of all clients, in multiples of that of one client."""
-BURST_S = 4.0
-"""Seconds of its rate that a client may use in one burst after a pause."""
-
-
-@dataclass(frozen=True)
-class HostLimits:
-    """Limits on what clients may use of a host. The KV caches of all clients together are limited by the engine. None: no limit."""
-
-    sessions: int = 256
-    sessions_per_client: int = 64
-    """By default one client has a quarter of the sessions, passes, logs and KV caches, even if it is alone."""
-    pending_links: int = 256
-    """Links that wait until their session is opened."""
-    pending_links_per_client: int = 64
-    log_bytes: int = 256 << 20
-    """Limit of one session's activation log."""
-    log_bytes_per_client: int = 256 << 20
-    total_log_bytes: int = 1 << 30
-    cache_share_per_client: float = ONE_CLIENT
-    """Share of the bytes for KV caches, which change with the free memory."""
-    cache_bytes_per_client: int | None = None
-    """Replaces that share."""
-    positions_per_s: float | None = None
-    """Mean rate of one client, per block."""
-    bytes_per_s: float | None = None
-    """Mean rate from one peer, and to one peer."""
-    passes: int = 16
-    passes_per_client: int = 4
-    adapters: int = 256
-    adapters_per_client: int = 16
-    adapter_bytes: int = 512 << 20
-    adapter_bytes_per_client: int = 128 << 20
-    adapter_idle_s: float = 1800.0
-
-    def client_cache_bytes(self, max_cache_bytes: int) -> int:
-        """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""
-        if self.cache_bytes_per_client is not None:
-            return self.cache_bytes_per_client
-        return int(max_cache_bytes * self.cache_share_per_client)
-
-    def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
-        """Set these limits on ``resources``. ``largest_step_bytes`` is the size of the largest step that a client sends."""
-        each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
-        resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
-        resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)
-        resources.limit(
-            Resource.PENDING_LINKS, system=self.pending_links, per_peer=self.pending_links_per_client
-        )
-        resources.limit(Resource.LOG, system=self.total_log_bytes, per_peer=self.log_bytes_per_client)
-        resources.limit(Resource.PASSES, system=self.passes, per_peer=self.passes_per_client)
-        resources.limit(Resource.ADAPTERS, system=self.adapters, per_peer=self.adapters_per_client)
-        resources.limit(
-            Resource.ADAPTER_BYTES, system=self.adapter_bytes, per_peer=self.adapter_bytes_per_client
-        )
-        if self.positions_per_s is not None:
-            resources.limit_rate(Rate.POSITIONS, per_peer=_rate(self.positions_per_s))
-        if self.bytes_per_s is not None:
-            for flow in (Rate.BYTES_IN, Rate.BYTES_OUT):
-                resources.limit_rate(flow, per_peer=_rate(self.bytes_per_s))
-
-
-def _rate(per_s: float) -> RateLimit:
-    return RateLimit(per_s, BURST_S * per_s)
 
 
 @dataclass(frozen=True)
@@ -269,6 +199,20 @@ class Host:
         except ResourceLimitReached as error:
             raise Refusal.overloaded(error) from error
 
+    async def _with_slot(
+        self, slots: Slots, stream: Stream, work: Callable[[Slot], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run ``work`` with a slot, until it ends or the slot is evicted. Raises ``Refusal`` if it is, or if none is free."""
+        evicted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def evict() -> None:
+            if not evicted.done():
+                evicted.set_exception(idle())
+
+        with ExitStack() as held:
+            slot = self._take_slot(held, slots, stream, evict)
+            await race(work(slot), _value(evicted))
+
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
         while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
@@ -336,13 +280,14 @@ class Host:
     async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
         self._check_served(wanted)
         stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
-        try:
+
+        async def run(slot: Slot) -> None:
             with ExitStack() as held:
-                ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                slot = self._take_slot(held, self._pass_slots, client.stream, lambda: end_early(ended))
                 adapter = self._use_adapter(wanted, client.peer, held)
-                hosted = HostedPass(wanted, stage, self.engine, client, self.timing, adapter)
-                await race(hosted.run(slot), _value(ended))
+                await HostedPass(wanted, stage, self.engine, client, self.timing, adapter).run(slot)
+
+        try:
+            await self._with_slot(self._pass_slots, client.stream, run)
         finally:
             await self._notify_changed()
 
@@ -381,19 +326,17 @@ class Host:
         session = self._sessions.get(session_id)
         if session is not None:
             return session
-        with ExitStack() as held:
-            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._take_slot(held, self._pending_link_slots, stream, lambda: end_early(ended))
-            try:
-                async with asyncio.timeout(self.timing.link_wait_s):
-                    await race(self._wait_for_session(session_id), _value(ended))
-                    return self._sessions[session_id]
-            except TimeoutError:
-                raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
-    async def _wait_for_session(self, session_id: bytes) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: session_id in self._sessions)
+        async def wait(_: Slot) -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: session_id in self._sessions)
+
+        try:
+            async with asyncio.timeout(self.timing.link_wait_s):
+                await self._with_slot(self._pending_link_slots, stream, wait)
+                return self._sessions[session_id]
+        except TimeoutError:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
     async def _serve_pings(self, stream: Stream) -> None:
         """Answer pings until the other side closes."""
@@ -402,12 +345,6 @@ class Host:
             while True:
                 ping, _ = await client.receive()
                 await client.send(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
-
-
-def end_early(ended: "asyncio.Future[None]") -> None:
-    """End a pass or a pending link without work: other clients wait for its slot."""
-    if not ended.done():
-        ended.set_exception(idle())
 
 
 async def _value(future: "asyncio.Future[None]") -> None:

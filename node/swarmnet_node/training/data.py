@@ -158,11 +158,11 @@ class Sampler:
     steps_per_round: int
     slots: int
 
-    def batch(self, round_number: int, step: int, slot: int) -> NDArray[np.int64]:
+    def batch(self, round: int, step: int, slot: int) -> NDArray[np.int64]:
         """The sequence numbers of a slot's batch, ``[batch_size]`` in [0, sequences). Raises ``ValueError`` outside the job."""
-        if not (round_number >= 0 and 0 <= step < self.steps_per_round and 0 <= slot < self.slots):
-            raise ValueError(f"there is no batch for round {round_number}, step {step}, slot {slot}")
-        first = ((round_number * self.steps_per_round + step) * self.slots + slot) * self.batch_size
+        if not (round >= 0 and 0 <= step < self.steps_per_round and 0 <= slot < self.slots):
+            raise ValueError(f"there is no batch for round {round}, step {step}, slot {slot}")
+        first = ((round * self.steps_per_round + step) * self.slots + slot) * self.batch_size
         numbers = np.empty(self.batch_size, dtype=np.int64)
         done = 0
         while done < self.batch_size:  # more than once only where a batch spans two epochs

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
-from swarmnet_protocols.net import PeerId, Reach
+from swarmnet_protocols.net import Reach
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.rounds.averaging import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -18,18 +18,13 @@ EventHandler = Callable[[dict[str, Any]], None]
 _STATES = {"ready": "training", "waiting": "waiting", "leaving": "leaving", "round": "training"}
 
 
-def contributors(outcome: Outcome) -> tuple[PeerId, ...]:
-    """The workers whose contributions are in at least one slice of the average."""
-    return tuple(sorted({peer for slice in outcome.contributors for peer in slice}))
-
-
 def exchange_fields(outcome: Outcome) -> dict[str, Any]:
     """The fields that describe an exchange in an event."""
     return {
         "committed": outcome.committed,
         "bytes_sent": outcome.bytes_sent,
         "bytes_received": outcome.bytes_received,
-        "contributors": list(contributors(outcome)),
+        "contributors": list(outcome.all_contributors()),
         "excluded": [{"peer_id": peer, "reason": why} for peer, why in outcome.excluded],
         "reason": outcome.reason,
     }

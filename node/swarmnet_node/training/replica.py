@@ -42,43 +42,43 @@ class Replica:
         self.method.begin(trainer.parameters())
         self._feedback = self._new_feedback()
 
-    def steps(self, round_number: int, slot: int, first: int, end: int) -> StepReport:
+    def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
         """Run the inner steps [first, end) of a round on the slot's share of the data."""
-        return self.trainer.steps(round_number, slot, end - first, first=first)
+        return self.trainer.steps(round, slot, end - first, first=first)
 
-    def contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+    def contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The contribution to a round, and the work of computing it in addition to the inner steps."""
-        values, report = self._own_contribution(round_number, slot)
+        values, report = self._own_contribution(round, slot)
         if self._feedback is not None:
-            values = self._feedback.send(round_number, self.method.range(round_number)[0], values)
+            values = self._feedback.send(round, self.method.range(round)[0], values)
         return values, report
 
-    def _own_contribution(self, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+    def _own_contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         method = self.method
         if isinstance(method, ZeroOrder):
-            slopes, report = self._slopes(method, round_number, slot)
-            return method.contribution(round_number, slopes), report
+            slopes, report = self._slopes(method, round, slot)
+            return method.contribution(round, slopes), report
         if method.kind == "gradients":
-            gradient, report = self.trainer.gradient(round_number, 0, slot)
-            return method.contribution(round_number, gradient), report
-        return method.contribution(round_number, self.trainer.view()), NO_STEPS
+            gradient, report = self.trainer.gradient(round, 0, slot)
+            return method.contribution(round, gradient), report
+        return method.contribution(round, self.trainer.view()), NO_STEPS
 
-    def apply(self, round_number: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
+    def apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of a round: ``average``, or None if it was discarded.
 
         ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
         """
         if self._feedback is not None:
-            self._feedback.acknowledge(round_number, delivered)
+            self._feedback.acknowledge(round, delivered)
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
-            gradient = self.method.apply(round_number, torch.zeros(self.trainer.parameter_count), average)
+            gradient = self.method.apply(round, torch.zeros(self.trainer.parameter_count), average)
             if average is not None:
-                self.trainer.apply_gradient(round_number, 0, gradient)
+                self.trainer.apply_gradient(round, 0, gradient)
             self.method.begin(self.trainer.parameters())
             return
-        self.trainer.load(self.method.apply(round_number, self.trainer.view(), average))
+        self.trainer.load(self.method.apply(round, self.trainer.view(), average))
 
     def merge(self, parameters: torch.Tensor) -> None:
         """Replace the parameters by the average of all replicas at the end of a job. Outer state is dropped."""
@@ -119,13 +119,11 @@ class Replica:
         self.revision = state.revision
         self._feedback = self._new_feedback()
 
-    def checkpoint(
-        self, job_id: str, round_number: int, excluded: tuple[PeerId, ...] = ()
-    ) -> WorkerCheckpoint:
+    def checkpoint(self, job_id: str, round: int, excluded: tuple[PeerId, ...] = ()) -> WorkerCheckpoint:
         """A checkpoint of the replica, valid until the next step. ``excluded``: see :class:`WorkerCheckpoint`."""
         return WorkerCheckpoint(
             job_id=job_id,
-            round=round_number,
+            round=round,
             revision=self.revision,
             parameters=self.method.agreed(),
             optimizer=self.trainer.optimizer_state(),
@@ -152,16 +150,16 @@ class Replica:
     def _residual(self) -> dict[str, torch.Tensor]:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
-    def _slopes(self, method: ZeroOrder, round_number: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+    def _slopes(self, method: ZeroOrder, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """The slopes along the round's directions, each measured at the parameters that this worker's previous steps led to."""
         start_s = self._stopwatch()
         slopes, losses = [], []
         for step in range(method.steps_per_round):
             slope, loss = method.step(
                 self.trainer.storage(),
-                round_number,
+                round,
                 step,
-                partial(self.trainer.loss, round_number, step, slot),
+                partial(self.trainer.loss, round, step, slot),
             )
             slopes.append(slope)
             losses.append(loss)

@@ -122,14 +122,14 @@ class Trainer:
         with torch.no_grad():
             self._flat.copy_(check_flat(parameters, self.parameter_count))
 
-    def steps(self, round_number: int, slot: int, count: int, *, first: int = 0) -> StepReport:
+    def steps(self, round: int, slot: int, count: int, *, first: int = 0) -> StepReport:
         """Run the inner steps [first, first + count) of a round."""
         started = time.perf_counter()
         losses, tokens = torch.zeros((), device=self._device), 0
         for step in range(first, first + count):
             self.report_steps(step)
-            loss, counted = self._backward(round_number, step, slot)
-            self._update(round_number, step)
+            loss, counted = self._backward(round, step, slot)
+            self._update(round, step)
             losses += loss
             tokens += counted
         self._free_gradients()
@@ -140,22 +140,22 @@ class Trainer:
         """Report to ``progress`` that the inner steps [0, step) of a round are done."""
         self._progress("inner steps", step, self._steps_per_round)
 
-    def gradient(self, round_number: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
+    def gradient(self, round: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
         """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped. Parameters do not change."""
         started = time.perf_counter()
-        loss, tokens = self._backward(round_number, step, slot)
+        loss, tokens = self._backward(round, step, slot)
         gradient = self._gradients().to("cpu", copy=True)
         return gradient, StepReport(float(loss), tokens, time.perf_counter() - started)
 
-    def apply_gradient(self, round_number: int, step: int, gradient: Tensor) -> None:
+    def apply_gradient(self, round: int, step: int, gradient: Tensor) -> None:
         """Run one inner step with ``gradient`` (``[n]`` float32), clipped like a gradient of its own."""
         self._gradients().copy_(check_flat(gradient, self.parameter_count))
-        self._update(round_number, step)
+        self._update(round, step)
 
-    def loss(self, round_number: int, step: int, slot: int) -> float:
+    def loss(self, round: int, step: int, slot: int) -> float:
         """The loss of the slot's batch at the current parameters, without a graph for gradients."""
         self.report_steps(step)
-        batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
+        batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         with torch.no_grad():
             return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _target_count(
                 batch
@@ -225,9 +225,9 @@ class Trainer:
         for parameter in self._model.parameters():
             parameter.grad = None
 
-    def _backward(self, round_number: int, step: int, slot: int) -> tuple[Tensor, int]:
+    def _backward(self, round: int, step: int, slot: int) -> tuple[Tensor, int]:
         self._gradients().zero_()
-        batch = self.corpus.train.take(self._sampler.batch(round_number, step, slot))
+        batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         tokens = _target_count(batch)
         total = torch.zeros((), device=self._device)
         for part in self._microbatches(batch):
@@ -246,11 +246,11 @@ class Trainer:
         logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
 
-    def _update(self, round_number: int, step: int) -> None:
+    def _update(self, round: int, step: int) -> None:
         gradient = self._gradients()
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        number = round_number * self._steps_per_round + step
+        number = round * self._steps_per_round + step
         self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, number, self._total_steps)
         self._optimizer.step()
 

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.events import EventHandler, contributors, exchange_fields
+from swarmnet_node.training.events import EventHandler, exchange_fields
 from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
@@ -48,7 +48,6 @@ from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
 from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundTiming, Rules
-from swarmnet_protocols.training.rounds.terms import Slice
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
 
 P = ParamSpec("P")
@@ -302,12 +301,13 @@ class Worker:
             self.round, self._slot = pending.round, None
             self._emit({"event": "behind", "round": pending.round, "reason": outcome.reason})
             return
-        average = None if outcome.average is None else Average(outcome.average, contributors(outcome))
-        delivered = delivered_slices(outcome, self._transport.peer_id)
+        contributors = outcome.all_contributors()
+        average = None if outcome.average is None else Average(outcome.average, contributors)
+        delivered = outcome.slices_with(self._transport.peer_id)
         await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._publish_state()
         params_hash = await self._compute(self._replica.params_hash)
-        trained = sum(pending.weights.get(peer, 0.0) for peer in contributors(outcome))
+        trained = sum(pending.weights.get(peer, 0.0) for peer in contributors)
         self._emit(
             {
                 "event": "round",
@@ -449,14 +449,6 @@ class Worker:
         """Run ``function`` on the thread that computes."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
-
-
-def delivered_slices(outcome: Outcome, peer: PeerId) -> tuple[Slice, ...]:
-    """The slices of a committed average that contain the contribution of ``peer``."""
-    if not outcome.committed:
-        return ()
-    pairs = zip(outcome.slices, outcome.contributors, strict=True)
-    return tuple(share for share, names in pairs if peer in names)
 
 
 def averaging_rules(job: Job) -> Rules:

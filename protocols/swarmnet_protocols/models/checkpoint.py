@@ -1,7 +1,7 @@
 """The interface of a model's files on disk, which safetensors directories and gguf files implement, and hashing of files."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.quantization.packed_tensor import Format
+
 _CHUNK_BYTES = 1 << 20
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
@@ -22,9 +24,19 @@ CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticE
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest."""
+    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest.
+
+    ``renames``: prefixes of tensor names, and what takes their place in transformers; the first that fits counts. Without a prefix that
+    fits, a tensor is not the language model's: a checkpoint with a vision tower has such. None: the names stay, and all tensors are the
+    language model's.
+    """
 
     pattern: re.Pattern[str]
+    renames: Mapping[str, str] | None = None
+
+    def is_of_language_model(self, tensor_name: str) -> bool:
+        """Whether generating text uses the tensor."""
+        return self.renames is None or self._prefix_of(tensor_name) is not None
 
     def block_of(self, tensor_name: str) -> int | None:
         """The block that a tensor belongs to; None for the local layers."""
@@ -32,10 +44,15 @@ class BlockNaming:
         return int(match[2]) if match else None
 
     def renumbered(self, tensor_name: str, first_block: int) -> str:
-        """The name with blocks numbered from ``first_block``."""
-        return self.pattern.sub(
+        """The name in transformers, with blocks numbered from ``first_block``."""
+        name = self.pattern.sub(
             lambda match: f"{match[1]}{int(match[2]) - first_block}{match[3]}", tensor_name
         )
+        prefix = self._prefix_of(name)
+        return name if prefix is None or self.renames is None else self.renames[prefix] + name[len(prefix) :]
+
+    def _prefix_of(self, tensor_name: str) -> str | None:
+        return next((prefix for prefix in self.renames or () if tensor_name.startswith(prefix)), None)
 
 
 class ModelCheckpoint(Protocol):
@@ -67,15 +84,21 @@ class ModelCheckpoint(Protocol):
         """Download those of these files that are not whole on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
 
     @property
-    def tensor_names(self) -> tuple[str, ...]: ...
+    def tensor_names(self) -> tuple[str, ...]:
+        """The tensors of the language model; not those of towers for images or sound."""
 
     @property
     def naming(self) -> BlockNaming: ...
 
+    @property
+    def precision(self) -> str:
+        """The format in which most weights of the blocks are stored, in lower case: ``bf16``, ``q4_k``."""
+
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
 
-    def config(self) -> "PretrainedConfig": ...
+    def config(self) -> "PretrainedConfig":
+        """The config of the language model."""
 
     def generation_config(self) -> "GenerationConfig | None":
         """The generation config of the checkpoint; None if it has none."""
@@ -90,12 +113,14 @@ class ModelCheckpoint(Protocol):
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
         ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised and 16-bit weights of its linear modules and
-        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. These are on ``device``, moved one by one as they
-        are read; an accelerator gets the 16-bit ones as ordinary tensors.
+        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. With ``quantized`` they
+        are rounded to that format, if ``can_be_quantized`` holds for them. These are on ``device``, moved one by one as they are read; an
+        accelerator gets the 16-bit ones as ordinary tensors.
         """
 
 

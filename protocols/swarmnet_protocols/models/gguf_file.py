@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -220,6 +221,16 @@ class GgufCheckpoint:
         if self.hub is not None and name in set(files) and self.path == self.hub.partial(name).path:
             self.path = self.hub.fetch(name)
 
+    @property
+    def precision(self) -> str:
+        from gguf import GGMLQuantizationType
+
+        weights: Counter[int] = Counter()
+        for name, tensor in self._tensors.items():
+            if _NAMING.block_of(name) is not None:
+                weights[tensor.type] += math.prod(tensor.shape)
+        return GGMLQuantizationType(max(weights, key=weights.__getitem__)).name.lower() if weights else "f32"
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return set(self.files)
 
@@ -284,6 +295,7 @@ class GgufCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
         import numpy as np
@@ -296,6 +308,7 @@ class GgufCheckpoint:
         )
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
@@ -311,7 +324,8 @@ class GgufCheckpoint:
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        parsed["tensors"][own_name] = matrix.select(order).loaded(device)
+                        rounded = quantize_if_wanted(matrix.select(order), quantized)
+                        parsed["tensors"][own_name] = rounded.loaded(device)
                         continue
                 try:
                     weights = dequantize(rows, GGMLQuantizationType(tensor.type))

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.language_model import headed_class
 from swarmnet_protocols.quantization.packed_linear import install
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
@@ -46,12 +47,15 @@ def causal_class(config: "PretrainedConfig") -> type:
 
     _check_implementations(config)
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: type | None = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        found = headed_class(config)
+    if found is None:
         raise ConfigError(
             f"{architecture_of(config)} is not a text generation model that transformers knows",
             hint="use a decoder-only language model such as Llama, Qwen3, Mistral or Mixtral",
         )
-    found: type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found
 
 
@@ -78,6 +82,8 @@ def architecture_of(config: "PretrainedConfig") -> str:
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__)
+    if (headed := headed_class(config)) is not None:
+        return headed.__name__
     return str((config.architectures or [config.model_type])[0])
 
 
@@ -326,4 +332,6 @@ class _SkipInitialisation(TorchFunctionMode):
             return given["tensor"]
         if func is torch.arange and torch.device(given.get("device") or _META) == _META:
             given = {**given, "device": "cpu"}
+        if func is torch.cat and any(tensor.is_meta for tensor in args[0]):
+            args = ([tensor.to(_META) for tensor in args[0]], *args[1:])
         return func(*args, **given)

@@ -1,6 +1,6 @@
 """Fetches the pieces of a model's weight files that some tensors need, from the hub and from peers.
 
-A piece is verified by its hash. Whose table of hashes is believed, and how far, is the decision of docs/decisions/0058:
+A piece is verified by its hash. Whose table of hashes is believed, and how far, is the decision of docs/decisions/0087:
 
 - A *known* table was made by this machine from a whole file, or the swarm file's pieces hash vouches for it. Pieces may come from anyone.
 - A table that peers *claim* confirms what the hub sends: two sources that do not depend on each other agree. Pieces come from the hub only.

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,13 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 from swarmnet_protocols.models.hub_files import HubFiles, Known
+from swarmnet_protocols.models.language_model import language_config
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from swarmnet_protocols.quantization.packed_tensor import Format
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -42,11 +45,28 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+_SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
 """Settings that are tokens, templates or names in transformers: no class opens them as files."""
-_NAMING = BlockNaming(re.compile(r"^((?:model\.)?layers\.)(\d+)(\..+)$"))
+_STACKS = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "model.": "model.",
+    "backbone.": "backbone.",
+}
+"""Prefixes of the names in a decoder stack, in a multimodal model first; and those in its language model alone."""
+_HEADS = {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head.", "score.": "score."}
+
+
+def naming_of(names: Collection[str]) -> BlockNaming:
+    """How a checkpoint with tensors of these names names those of its language model."""
+    for stack, own in _STACKS.items():
+        pattern = re.compile(rf"^({re.escape(stack)}layers\.)(\d+)(\..+)$")
+        if any(pattern.match(name) for name in names):
+            return BlockNaming(pattern, {stack: own, **_HEADS})
+    return BlockNaming(re.compile(r"^(layers\.)(\d+)(\..+)$"))
 
 
 def read_header(path: Path) -> Layout:
@@ -120,7 +140,6 @@ class SafetensorsCheckpoint:
         self.root = root
         self.hub = hub
         self.known: Known = {}
-        self.naming = _NAMING
         if not (root / "config.json").is_file():
             raise ConfigError(
                 f"{root} has no config.json",
@@ -132,11 +151,15 @@ class SafetensorsCheckpoint:
             if not self._index:  # without an index only the header knows the tensors
                 for name in self.known:
                     hub.read_head(name, root / name, lambda path: read_header(path).head_bytes)
-        self._file_of: Mapping[str, str] = {
-            name: weight for weight in weights for name in self._names_in(weight)
-        }
-        if missing := self._index.keys() - self._file_of.keys():
+        file_of = {name: weight for weight in weights for name in self._names_in(weight)}
+        if missing := self._index.keys() - file_of.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
+        self.naming = naming_of(file_of)
+        self._file_of: Mapping[str, str] = {
+            name: weight for name, weight in file_of.items() if self.naming.is_of_language_model(name)
+        }
+        used = set(self._file_of.values())
+        weights = [weight for weight in weights if weight in used]
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
@@ -165,6 +188,11 @@ class SafetensorsCheckpoint:
                 self.hub.fetch(file)
                 self.layout(file)
 
+    @property
+    def precision(self) -> str:
+        dtype = str(self.config().dtype or "torch.float32")
+        return _SHORT_NAMES.get(dtype, dtype.removeprefix("torch."))
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
 
@@ -177,7 +205,9 @@ class SafetensorsCheckpoint:
         if "configuration_files" in settings:  # transformers would read those instead
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         try:
-            config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            config = language_config(
+                AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            )
         except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
             raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
         if getattr(config, "quantization_config", None) is not None:
@@ -239,18 +269,22 @@ class SafetensorsCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are.
+        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are. With ``quantized``, on any device, those of
+        32-bit numbers too.
         """
         import torch
         from safetensors import SafetensorError, safe_open
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        formats = {"BF16": Format.BF16, "F16": Format.F16}
+        formats = {"BF16": Format.BF16, "F16": Format.F16} | ({"F32": Format.F32} if quantized else {})
+        is_packed = packed and (quantized is not None or device.type == "cpu")
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
@@ -259,11 +293,12 @@ class SafetensorsCheckpoint:
                 raise IntegrityError(f"{self.path_of(file)} cannot be read: {error}") from error
         found: dict[str, Any] = {}
         for name in names:
-            file, hf_name = opened[self._file_of[name]], _NAMING.renumbered(name, first_block)
+            file, hf_name = opened[self._file_of[name]], self.naming.renumbered(name, first_block)
             tensor = file.get_slice(name)
-            own_name = packable_weight(model, hf_name) if packed and device.type == "cpu" else None
+            own_name = packable_weight(model, hf_name) if is_packed else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
-                found[own_name] = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                found[own_name] = quantize_if_wanted(matrix, quantized).loaded(device)
             else:
                 found[hf_name] = tensor
         return found

@@ -109,7 +109,7 @@ class PackedTensor:
         """Matrices of so many rows each, one after another, on the same memory."""
         pieces, first = [], 0
         for size in sizes:
-            pieces.append(self._rows(first, first + size))
+            pieces.append(self.rows(first, first + size))
             first += size
         return pieces
 
@@ -124,7 +124,8 @@ class PackedTensor:
         """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
         return torch.cat([segment.dequantize() for segment in self.segments])
 
-    def _rows(self, first: int, end: int) -> "PackedTensor":
+    def rows(self, first: int, end: int) -> "PackedTensor":
+        """Rows [first, end), on the same memory."""
         found: list[Segment] = []
         for segment in self.segments:
             size = len(segment.data)

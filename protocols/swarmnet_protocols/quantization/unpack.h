@@ -1,14 +1,15 @@
 /* Weights of gguf's quantised formats as float32, block by block, with the values that gguf's own Python code gives: the order of
  * operations is the same, and everything but the last one is exact in float32.
  *
- * The loops have constant bounds and no branches, so that compilers vectorise them. */
+ * The loops have constant bounds and no branches, so that compilers vectorise them. gcc does not vectorise conversions from half, and makes
+ * scalar code of loops that take bytes apart, except for AVX-512: for these there are intrinsics, which are up to eight times as fast. */
 
 #ifndef SWARMNET_UNPACK_H
 #define SWARMNET_UNPACK_H
 
 #include <stdint.h>
 #include <string.h>
-#if defined __F16C__
+#if defined __F16C__ || defined __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -45,7 +46,11 @@ static inline float from_half(const uint8_t *bytes) {
 }
 
 static inline void unpack_f16(const uint8_t *in, int64_t count, float *out) {
-    for (int64_t i = 0; i < count; i++) out[i] = from_half(in + 2 * i);
+    int64_t i = 0;
+#if defined __F16C__
+    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + 2 * i))));
+#endif
+    for (; i < count; i++) out[i] = from_half(in + 2 * i);
 }
 
 static inline void unpack_bf16(const uint8_t *in, int64_t count, float *out) {
@@ -57,24 +62,31 @@ static inline void unpack_bf16(const uint8_t *in, int64_t count, float *out) {
     }
 }
 
-static inline void unpack_q4_0(const uint8_t *in, int64_t blocks, float *restrict out) {
-    for (; blocks--; in += 18, out += 32) {
-        float scale = from_half(in);
-        for (int i = 0; i < 16; i++) {
-            out[i] = scale * ((in[2 + i] & 15) - 8);
-            out[i + 16] = scale * ((in[2 + i] >> 4) - 8);
-        }
+/* Eight weights of four bits, which are shifted by so many bits in a byte each: scale * (weight - zero) + plus. */
+static inline void eight_weights(const uint8_t *in, int shift, int zero, float scale, float plus, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
+    weights = _mm256_sub_epi32(_mm256_and_si256(weights, _mm256_set1_epi32(15)), _mm256_set1_epi32(zero));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale) + _mm256_set1_ps(plus));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * ((in[i] >> shift & 15) - zero) + plus;
+#endif
+}
+
+/* 32 weights in 16 bytes: the first 16 are the low four bits, the others the high ones. */
+static inline void unpack_nibbles(const uint8_t *in, int zero, float scale, float plus, float *restrict out) {
+    for (int i = 0; i < 16; i += 8) {
+        eight_weights(in + i, 0, zero, scale, plus, out + i);
+        eight_weights(in + i, 4, zero, scale, plus, out + i + 16);
     }
 }
 
+static inline void unpack_q4_0(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 18, out += 32) unpack_nibbles(in + 2, 8, from_half(in), -0.0f, out);
+}
+
 static inline void unpack_q4_1(const uint8_t *in, int64_t blocks, float *restrict out) {
-    for (; blocks--; in += 20, out += 32) {
-        float scale = from_half(in), least = from_half(in + 2);
-        for (int i = 0; i < 16; i++) {
-            out[i] = scale * (in[4 + i] & 15) + least;
-            out[i + 16] = scale * (in[4 + i] >> 4) + least;
-        }
-    }
+    for (; blocks--; in += 20, out += 32) unpack_nibbles(in + 4, 0, from_half(in), from_half(in + 2), out);
 }
 
 static inline void unpack_q5_0(const uint8_t *in, int64_t blocks, float *restrict out) {
@@ -127,7 +139,7 @@ static inline void unpack_q4_k(const uint8_t *in, int64_t blocks, float *restric
             int s, m, shift = j % 2 * 4;
             scale_and_min(in + 4, j, &s, &m);
             float by = scale * s, minus = least * m;
-            for (int i = 0; i < 32; i++) out[32 * j + i] = by * (nibbles[i] >> shift & 15) - minus;
+            for (int i = 0; i < 32; i += 8) eight_weights(nibbles + i, shift, 0, by, -minus, out + 32 * j + i);
         }
     }
 }

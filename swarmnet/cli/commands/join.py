@@ -16,7 +16,7 @@ from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
-    DtypeOption,
+    HostDtypeOption,
     IssuerOption,
     JsonFlag,
     ListenOption,
@@ -61,7 +61,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
     device: Annotated[str, device_option("Device to compute on.")] = "auto",
-    dtype: DtypeOption = "auto",
+    dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
         str,
         typer.Option(

@@ -32,7 +32,7 @@ _IMPORTS = "<frozen importlib."
 
 
 def objection(event: str, arguments: tuple[object, ...], caller: FrameType | None) -> str | None:
-    """What is wrong with an audit event that ``caller`` raised; None if it is allowed."""
+    """The violation by an audit event that ``caller`` raised; None if the event is allowed."""
     match event:
         case "pickle.find_class":
             return f"unpickles {arguments[0]}.{arguments[1]}"
@@ -60,7 +60,7 @@ def install(object_to: Callable[[str], None], events: Collection[str]) -> None:
 
 
 def _caller() -> FrameType | None:
-    """Who raised the event: below it are this function and the hook."""
+    """The frame that raised the event: below it are this function and the hook."""
     frame = sys._getframe()
     for _ in range(2):
         if frame.f_back is None:

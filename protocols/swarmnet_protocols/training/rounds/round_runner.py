@@ -81,6 +81,17 @@ class Outcome:
     arrivals: tuple[Arrival, ...]
     """Transfer times of the last contribution and the last result of every member."""
 
+    def all_contributors(self) -> tuple[PeerId, ...]:
+        """The members whose contribution is in at least one slice of the average, sorted."""
+        return tuple(sorted({peer for peers in self.contributors for peer in peers}))
+
+    def slices_with(self, peer: PeerId) -> tuple[Slice, ...]:
+        """The slices of the average that contain the contribution of ``peer``; none if nothing was committed."""
+        if not self.committed:
+            return ()
+        pairs = zip(self.slices, self.contributors, strict=True)
+        return tuple(part for part, peers in pairs if peer in peers)
+
 
 @dataclass(frozen=True)
 class RoundContext:

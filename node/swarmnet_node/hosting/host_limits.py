@@ -1,0 +1,77 @@
+"""Limits on what clients may use of a host: each alone, and all together."""
+
+from dataclasses import dataclass
+
+from swarmnet_node.owner.limits import ONE_CLIENT
+from swarmnet_protocols.net.rate_limit import RateLimit
+from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager
+
+MIN_MESSAGES_BYTES = 8 << 20
+"""Bytes of received messages that one client may have in memory, if ``MESSAGES_PER_CLIENT`` steps are smaller."""
+MESSAGES_PER_CLIENT = 8
+"""Steps of the largest size that one client may have in memory. Further ones wait at their sender."""
+CLIENTS_AT_ONCE = 6
+"""The limit on received messages of all clients, in multiples of that of one client."""
+BURST_S = 4.0
+"""Seconds of its rate that a client may use in one burst after a pause."""
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """The limits of one host. The KV caches of all clients together are limited by the engine. None: no limit."""
+
+    sessions: int = 256
+    sessions_per_client: int = 64
+    """By default one client has a quarter of the sessions, passes, logs and KV caches, even if it is alone."""
+    pending_links: int = 256
+    """Links that wait until their session is opened."""
+    pending_links_per_client: int = 64
+    log_bytes: int = 256 << 20
+    """Limit of one session's activation log."""
+    log_bytes_per_client: int = 256 << 20
+    total_log_bytes: int = 1 << 30
+    cache_share_per_client: float = ONE_CLIENT
+    """Share of the bytes for KV caches, which change with the free memory."""
+    cache_bytes_per_client: int | None = None
+    """Replaces that share."""
+    positions_per_s: float | None = None
+    """Mean rate of one client, per block."""
+    bytes_per_s: float | None = None
+    """Mean rate from one peer, and to one peer."""
+    passes: int = 16
+    passes_per_client: int = 4
+    adapters: int = 256
+    adapters_per_client: int = 16
+    adapter_bytes: int = 512 << 20
+    adapter_bytes_per_client: int = 128 << 20
+    adapter_idle_s: float = 1800.0
+
+    def client_cache_bytes(self, max_cache_bytes: int) -> int:
+        """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""
+        if self.cache_bytes_per_client is not None:
+            return self.cache_bytes_per_client
+        return int(max_cache_bytes * self.cache_share_per_client)
+
+    def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
+        """Set these limits on ``resources``. ``largest_step_bytes`` is the size of the largest step that a client sends."""
+        each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
+        resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
+        resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)
+        resources.limit(
+            Resource.PENDING_LINKS, system=self.pending_links, per_peer=self.pending_links_per_client
+        )
+        resources.limit(Resource.LOG, system=self.total_log_bytes, per_peer=self.log_bytes_per_client)
+        resources.limit(Resource.PASSES, system=self.passes, per_peer=self.passes_per_client)
+        resources.limit(Resource.ADAPTERS, system=self.adapters, per_peer=self.adapters_per_client)
+        resources.limit(
+            Resource.ADAPTER_BYTES, system=self.adapter_bytes, per_peer=self.adapter_bytes_per_client
+        )
+        if self.positions_per_s is not None:
+            resources.limit_rate(Rate.POSITIONS, per_peer=_rate(self.positions_per_s))
+        if self.bytes_per_s is not None:
+            for flow in (Rate.BYTES_IN, Rate.BYTES_OUT):
+                resources.limit_rate(flow, per_peer=_rate(self.bytes_per_s))
+
+
+def _rate(per_s: float) -> RateLimit:
+    return RateLimit(per_s, BURST_S * per_s)

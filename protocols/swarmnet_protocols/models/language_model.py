@@ -1,0 +1,67 @@
+"""The language model in a multimodal one: its config, and its CausalLM class where transformers has none.
+
+The language model answers prompts of text exactly as the whole model does: the towers for images and sound only compute embeddings, which
+take the place of those of some tokens.
+"""
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SHARED = ("tie_word_embeddings", "quantization_config")
+"""Settings of the language model that a multimodal config has outside its part for text."""
+
+
+def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
+    """The config of the language model; the config itself unless it is that of a multimodal model.
+
+    Raises ``ValueError`` for a config with several parts for text.
+    """
+    inner = config.get_text_config(decoder=True)
+    if inner is config:
+        return config
+    inner = copy.deepcopy(inner)
+    for name in _SHARED:
+        if hasattr(config, name):
+            setattr(inner, name, getattr(config, name))
+    return inner
+
+
+def headed_class(config: "PretrainedConfig") -> type | None:
+    """A CausalLM class for the text part of a multimodal model whose architecture has none: its decoder stack and ``lm_head``.
+
+    None if ``config`` is not such a part.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if getattr(config, "base_config_key", "") != "text_config" or type(config) not in MODEL_MAPPING:
+        return None
+    return _headed(MODEL_MAPPING[type(config)])
+
+
+@functools.cache
+def _headed(stack: Any) -> type:
+    from torch import nn
+    from transformers.generation import GenerationMixin
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    def init(self: Any, config: "PretrainedConfig") -> None:
+        parent.__init__(self, config)
+        self.model = stack(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    parent: Any = stack.__mro__[1]
+    namespace = {
+        "__init__": init,
+        "__module__": __name__,
+        "forward": LlamaForCausalLM.forward,  # it calls ``self.model`` and ``self.lm_head``, and nothing that is Llama's
+        "base_model_prefix": "model",
+        "config_class": stack.config_class,
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+    }
+    return type(stack.__name__.removesuffix("Model") + "ForCausalLM", (parent, GenerationMixin), namespace)

@@ -1,0 +1,121 @@
+"""The families that people use: greedy tokens through hops equal those of transformers' own class for the published checkpoint."""
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.hub_families import FAMILIES
+
+CPU = torch.device("cpu")
+PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
+NEW_TOKENS = 6
+
+
+class Hops:
+    """Hops that host the blocks between ``cuts``, and the sequences that they compute."""
+
+    def __init__(
+        self, model: LocalModel, local_layers: LocalLayers, cuts: tuple[int, ...], sequences: int
+    ) -> None:
+        bounds = (0, *cuts, model.manifest.blocks)
+        self.stages = [
+            Stage.load(model, start, end, dtype=torch.float32, device=CPU)
+            for start, end in itertools.pairwise(bounds)
+        ]
+        self.caches = [[stage.new_sequence() for stage in self.stages] for _ in range(sequences)]
+        self._local_layers = local_layers
+
+    def length(self, sequence: int) -> int:
+        return self.caches[sequence][0].length
+
+    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The greedy tokens after each of the new tokens of some sequences, in one forward of each hop."""
+        rows = [self._local_layers.embed(new) for new in tokens.values()]
+        for hop, stage in enumerate(self.stages):
+            rows = stage.forward([(self.caches[i][hop], row) for i, row in zip(tokens, rows, strict=True)])
+        logits = self._local_layers.logits(torch.cat(rows))
+        chosen = torch.split(logits.argmax(-1), [len(row) for row in rows])
+        return dict(zip(tokens, chosen, strict=True))
+
+    def rewind(self, sequence: int, length: int) -> None:
+        for cache in self.caches[sequence]:
+            cache.truncate(length)
+
+
+@dataclass
+class Case:
+    model: LocalModel
+    local_layers: LocalLayers
+    texts: list[torch.Tensor]
+    """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
+
+    def hops(self, *cuts: int) -> Hops:
+        return Hops(self.model, self.local_layers, cuts, len(self.texts))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    family = FAMILIES[request.param]
+    path = family.save(folder / "model")
+    reference: Any = getattr(transformers, family.architecture).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    reference.generation_config.eos_token_id = None
+    texts = []
+    for length in PROMPT_LENGTHS:
+        prompt = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(length))
+        texts.append(reference.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0])
+    model = resolve(str(path), cache_dir=folder / "cache")
+    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), texts)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 3)], ids=["one-hop", "two-hops", "three-hops"])
+def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tuple[int, ...]) -> None:
+    hops = case.hops(*cuts)
+    for index, (text, prompt) in enumerate(zip(case.texts, PROMPT_LENGTHS, strict=True)):
+        tokens = text[:prompt]
+        while len(tokens) < len(text):
+            chosen = hops.step({index: tokens[hops.length(index) :]})[index]
+            tokens = torch.cat([tokens, chosen[-1:]])
+        assert tokens.tolist() == text.tolist()
+
+
+def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> None:
+    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already decode."""
+    hops = case.hops(1, 3)
+    texts = [text[:prompt] for text, prompt in zip(case.texts, PROMPT_LENGTHS, strict=True)]
+    chunk = random.Random(0)
+    while waiting := [i for i, text in enumerate(texts) if len(text) < len(case.texts[i])]:
+        new = {i: texts[i][hops.length(i) :][: chunk.choice((1, 4, 7))] for i in waiting}
+        for i, chosen in hops.step(new).items():
+            if hops.length(i) == len(texts[i]):
+                texts[i] = torch.cat([texts[i], chosen[-1:]])
+    assert [text.tolist() for text in texts] == [text.tolist() for text in case.texts]
+
+
+@pytest.mark.parametrize("length", [0, 5, 28, 30])
+def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: int) -> None:
+    hops = case.hops(1)
+    text, other = case.texts[1], case.texts[2]
+    hops.step({1: text[:length]} if length else {2: other})
+    for token in other[:9]:  # what is forgotten
+        hops.step({1: token[None]})
+    hops.rewind(1, length)
+    chosen = hops.step({1: text[length:-1]})[1]
+    wanted = text[max(PROMPT_LENGTHS[1], length + 1) :]
+    assert chosen[-len(wanted) :].tolist() == wanted.tolist()
+
+
+def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> None:
+    names = [name for part in case.model.manifest.tensors.values() for name in part]
+    assert not [name for name in names if "vis" in name or "projector" in name or "mtp" in name]
+    assert len(names) == len(set(names))
