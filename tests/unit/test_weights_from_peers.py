@@ -116,7 +116,7 @@ class Lying(SharedWeights):
 
 
 def lying(model: LocalModel) -> Lying:
-    return Lying(model.manifest, model._checkpoint, model.parts, model._checked)
+    return Lying(model.manifest, model._checkpoint, model.parts, model._is_verified)
 
 
 def test_a_flipped_bit_is_refused_its_source_named_and_the_piece_fetched_elsewhere(

@@ -110,7 +110,7 @@ class LocalModel:
 
     def shared(self) -> "SharedWeights":
         """The weights that are on this machine and verified, to be served to peers."""
-        return SharedWeights(self.manifest, self._checkpoint, self.parts, self._checked)
+        return SharedWeights(self.manifest, self._checkpoint, self.parts, self._is_verified)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Hash every file on this machine again, whole or the pieces that are here. Pieces that have changed are forgotten, to be fetched again."""
@@ -167,6 +167,16 @@ class LocalModel:
             self.parts.add_whole(key, hasher.table(head_bytes))
             _mark(mark, path)
         self._checked.add(file.path)
+
+    def _is_verified(self, file: ManifestFile) -> bool:
+        """Whether a file is whole and was hashed, in this process or before, and has not changed since."""
+        if file.path in self._checked:
+            return True
+        path = self._checkpoint.path_of(file.path)
+        if not _is_marked(self._mark_of(path, file.sha256), path):
+            return False
+        self._checked.add(file.path)
+        return True
 
     def _mark_of(self, path: Path, content: bytes) -> Path:
         """The mark that a file was hashed and has this content."""

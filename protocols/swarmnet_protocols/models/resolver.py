@@ -23,7 +23,6 @@ from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
 from swarmnet_protocols.models.inventory import note_model
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
-from swarmnet_protocols.models.outline import find_outline
 from swarmnet_protocols.models.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,
@@ -83,6 +82,8 @@ def _locate(
                 return _hub_gguf(match[1], match[2], match[3], cache_dir)
             return _hub_snapshot(match[1], match[2], cache_dir)
         except Unreachable:
+            from swarmnet_protocols.models.outline import find_outline
+
             outline = find_outline(name, match[1], match[2], cache_dir)
             if outline is None:
                 raise
