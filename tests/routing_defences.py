@@ -1,5 +1,6 @@
 """Defences of routing against hosts that announce a false speed."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from swarmnet_protocols.routing import chain_search
 from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
+from tests.unit import test_client_swarm
 
 THIRTY = 30
 
@@ -20,7 +22,16 @@ def ordered_by_id(patch: Patch) -> None:
     patch.setattr(chain_search, "_shortlist", shortlist)
 
 
+def ping_by_id(patch: Patch) -> None:
+    patch.setattr(random.Random, "shuffle", lambda _, hosts: hosts.sort(key=lambda host: host.peer))
+
+
 ROUTING = (
+    Defence(
+        "no peer id attracts the pings of clients",
+        ping_by_id,
+        lambda _: test_client_swarm.test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others(),
+    ),
     Defence(
         "an unmeasured host counts as the median at best",
         replacing(chain_search, "median_high", min),

@@ -299,10 +299,15 @@ class Node:
         ], usual
 
     async def _keep_announcing(self) -> NoReturn:
+        timing, transport = self._dependencies.timing, self._dependencies.transport
+        clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(
-                self._dependencies.timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
-            )
+            announced = transport.addresses()
+            announce_at = clock() + timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
+            while (left_s := announce_at - clock()) > 0:
+                await asyncio.sleep(min(left_s, timing.address_check_s))
+                if transport.addresses() != announced:  # a relay or a network has changed
+                    break
             with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
                 await self._announce()
 

@@ -20,8 +20,8 @@ from swarmnet_protocols.net.rate_limit import LinkLimiter
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.engine.device_memory import BlockNeeds, Placement
     from swarmnet_node.engine.kernels.backend import Backend
-    from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
@@ -58,8 +58,13 @@ class NodeConfig:
 
 
 @asynccontextmanager
-async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Supervisor"]:
-    """A node that serves while the context is open, whenever its limits allow it.
+async def start(
+    config: NodeConfig,
+    *,
+    progress: "Progress | None" = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator["Supervisor"]:
+    """A node that serves while the context is open, whenever its limits allow it. ``notice`` is told how blocks were fitted to an accelerator.
 
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
@@ -106,6 +111,8 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
                     raise
                 await fetch_outline(peers, config.model, manifest, config.cache_dir)
                 loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
+        if loaded.placement is not None:
+            notice(loaded.placement.describe(loaded.model.manifest.blocks))
         from swarmnet_node.node import Dependencies
         from swarmnet_node.owner.machine import OwnersMachine, release_memory
         from swarmnet_node.supervisor import Supervisor
@@ -159,8 +166,8 @@ class _Loaded:
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
-    footprint: "Footprint | None"
-    """Memory of the process and of one block. None without a memory limit."""
+    placement: "Placement | None"
+    """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
     quantized: "Format | None"
@@ -206,11 +213,12 @@ class _Loaded:
             backend,
             config.blocks,
             config.num_blocks or total,
-            footprint=None,
+            placement=None,
             is_packed=quantized is not None or config.dtype == "auto",
             quantized=quantized,
             preloaded=[],
         )
+        loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
             loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
         if loaded.blocks is None and loaded.num_blocks == total:
@@ -221,8 +229,59 @@ class _Loaded:
             loaded.preloaded.append(loaded._load(*loaded.blocks))
         return loaded
 
+    def _placed(self, config: NodeConfig) -> "_Loaded":
+        """The same with blocks fitted to the free memory of accelerators. Raises ``OutOfResources`` if those that are asked for do not fit."""
+        from swarmnet_node.engine.device_memory import place
+        from swarmnet_protocols.machine.devices import cards_of
+
+        cards = cards_of([self.device])
+        if not cards:
+            return self
+        wanted = self.num_blocks if self.blocks is None else self.blocks[1] - self.blocks[0]
+        placement = place(
+            cards,
+            self._block_needs(),
+            wanted=wanted,
+            is_fixed=config.num_blocks is not None or self.blocks is not None,
+            cache_bytes=config.max_cache_bytes,
+            most=config.limits.max_gpu_mem,
+            # Weights that are quantised at load are packed; expanded, they would be those of the checkpoint.
+            forms=(True,) if self.quantized is not None else (False, True) if self.is_packed else (False,),
+        )
+        return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
+
+    def _block_needs(self) -> "BlockNeeds":
+        """The memory needs of the largest of some blocks: the first, the last and one between. Their tensors are read and not kept."""
+        import torch
+
+        from swarmnet_node.engine.device_memory import BlockNeeds
+        from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes
+
+        start, end = self.blocks or (0, self.model.manifest.blocks)
+
+        def bytes_of(*, packed: bool) -> int:
+            return max(
+                weight_bytes(
+                    self.model.load_span(
+                        at,
+                        at + 1,
+                        dtype=self.dtype,
+                        device=torch.device("meta"),
+                        packed=packed,
+                        quantized=self.quantized if packed else None,
+                    )
+                )
+                for at in {start, (start + end) // 2, end - 1}
+            )
+
+        expanded = bytes_of(packed=False)
+        packed = bytes_of(packed=True) if self.is_packed else expanded
+        return BlockNeeds(packed, expanded, LayerWidths.of(self.model.config), self.dtype.itemsize)
+
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """The same with a measured footprint. ``is_free``: with fewer blocks if not all fit.
+        """The same with blocks that fit into a limit of memory. ``is_free``: with fewer blocks if not all fit.
+
+        On an accelerator blocks take no memory of the machine, and only what a node takes without them must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
@@ -232,8 +291,10 @@ class _Loaded:
         from swarmnet_node.owner.machine import release_memory
         from swarmnet_protocols.models.partial_model import LayerWidths
 
-        first = self.blocks[0] if self.blocks is not None else 0
-        block_bytes = self._load(first, first + 1).weight_bytes
+        block_bytes = 0
+        if self.device.type == "cpu":
+            first = self.blocks[0] if self.blocks is not None else 0
+            block_bytes = self._load(first, first + 1).weight_bytes
         release_memory()
         footprint = Footprint(
             psutil.Process().memory_info().rss,
@@ -241,13 +302,13 @@ class _Loaded:
             LayerWidths.of(self.model.config),
             self.dtype.itemsize,
         )
-        if self.blocks is not None:
-            footprint.check(max_ram_bytes, self.blocks[1] - self.blocks[0])
-            return replace(self, footprint=footprint)
+        if self.blocks is not None or block_bytes == 0:
+            footprint.check(max_ram_bytes, 0 if self.blocks is None else self.blocks[1] - self.blocks[0])
+            return self
         fitting = footprint.blocks_within(max_ram_bytes)
         num_blocks = min(self.num_blocks, fitting) if is_free and fitting > 0 else self.num_blocks
         footprint.check(max_ram_bytes, num_blocks)
-        return replace(self, footprint=footprint, num_blocks=num_blocks)
+        return replace(self, num_blocks=num_blocks)
 
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
@@ -277,7 +338,7 @@ class _Loaded:
         if self.preloaded:
             return self.preloaded.pop()
         try:
-            return Stage.load(
+            stage = Stage.load(
                 self.model,
                 start,
                 end,
@@ -287,11 +348,14 @@ class _Loaded:
                 packed=self.is_packed,
                 quantized=self.quantized,
             )
+            if self.placement is not None:
+                stage.preallocate(self.placement.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
                 f"blocks {start}:{end} do not fit into the memory of {self.device}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
+        return stage
 
 
 def _check_quantizable(model: "LocalModel") -> None:

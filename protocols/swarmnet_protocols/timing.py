@@ -51,6 +51,8 @@ class Timing:
     """Lifetime of a host's announcement in the directory."""
     announce_s: float = 15.0
     """Period of a host's announcements."""
+    address_check_s: float = 1.0
+    """Period at which a host compares its addresses with those that it announced. A change is announced at once."""
     identity_announce_s: float = 60.0
     """Period of presence records. A second process with the same key is found after at most one and a half."""
     chunk_s: float = 30.0

@@ -24,8 +24,8 @@ pytestmark = [
 TOKENS = 60
 FORWARDED_S = 60.0
 """Time in which a forwarded port must be found. p2pd looks for the router for about 10 s."""
-SEEN_S = 20.0
-"""Time after which other peers have read a host's new addresses: it announces every 15 s."""
+SEEN_S = 6.0
+"""Time after which the directory has a host's new addresses, which it announces within a second."""
 
 
 def start_hosts(swarm: NatSwarm, places: Sequence[Place]) -> None:

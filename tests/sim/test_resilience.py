@@ -270,3 +270,22 @@ def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_pat
     assert in_a_process(1, "1") == here
     assert in_a_process(1, "2") == here
     assert trace(reference, 2) != here
+
+
+def test_a_host_announces_its_addresses_at_once_when_they_change(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a relay leaves, or a laptop changes networks: clients do not wait for the next periodic announcement."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6)))
+        transport = lab.network.find(lab.peer_id("a"))
+        assert transport is not None
+        moved = f"/ip4/25.0.0.9/tcp/4001/p2p/{transport.peer_id}"
+        async with lab.client() as swarm:
+            monkeypatch.setattr(transport, "addresses", lambda: [moved])
+            await asyncio.sleep(2 * lab.timing.address_check_s)
+            await swarm.refresh()
+            assert [host.addresses for host in swarm.hosts] == [(moved,)]
+
+    simulate(reference, scenario)

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+from collections import Counter
 
-from swarmnet_client.swarm.pings import PingMonitor
+from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
 from swarmnet_client.swarm.swarm import CONVICTED_S, SEPARATED_S, Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
@@ -49,3 +50,42 @@ def test_measurements_of_a_host_that_left_are_dropped() -> None:
         await monitor.close()
 
     asyncio.run(scenario())
+
+
+def spread_hosts(count: int, blocks: int = 80, length: int = 10) -> list[HostInfo]:
+    """``count`` hosts of ``length`` blocks each, the windows one after another, in the order of their peer ids."""
+    starts = range(0, blocks - length + 1, length)
+    windows = [starts[number % len(starts)] for number in range(count)]
+    return [
+        HostInfo(PeerId(f"p{number:05d}"), start, start + length, 0.1) for number, start in enumerate(windows)
+    ]
+
+
+def test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others() -> None:
+    """800 hosts, of which a client pings 32: each is pinged by 8 of 200 clients on average, by 20 with a chance of 1 in 10,000."""
+    hosts, clients = spread_hosts(800), 200
+    pings = Counter(
+        host.peer for seed in range(clients) for host in drawn(hosts, frozenset(), random.Random(seed))
+    )
+    assert len(pings) == len(hosts)
+    assert max(pings[host.peer] for host in hosts[:24]) < 20
+
+
+def test_every_block_has_enough_pinged_hosts() -> None:
+    hosts = spread_hosts(1_000)
+    chosen = drawn(hosts, frozenset(), random.Random(0))
+    held = Counter(block for host in chosen for block in range(host.start, host.end))
+    assert set(held) == set(range(80))
+    assert min(held.values()) >= PINGED_PER_BLOCK
+    assert drawn(hosts, {host.peer for host in chosen}, random.Random(0)) == []
+    gone = {chosen[0].peer, chosen[5].peer}
+    again = drawn(hosts, {host.peer for host in chosen} - gone, random.Random(1))
+    assert {host.start for host in again} == {chosen[0].start, chosen[5].start}
+
+
+def test_a_bounded_number_of_hosts_is_pinged() -> None:
+    narrow = [HostInfo(PeerId(f"p{number}"), number % 80, number % 80 + 1, 0.1) for number in range(800)]
+    assert len(drawn(narrow, frozenset(), random.Random(0))) == MAX_PINGED_HOSTS
+    whole = [HostInfo(PeerId(f"p{number}"), 0, 80, 0.1) for number in range(800)]
+    assert len(drawn(whole, frozenset(), random.Random(0))) == PINGED_HOSTS
+    assert len(drawn(whole[:5], frozenset(), random.Random(0))) == 5

@@ -3,7 +3,8 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Set
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
@@ -14,14 +15,38 @@ from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
+PINGED_PER_BLOCK = 4
+"""Hosts of each block that a client pings, so that every part of a chain is chosen among measured hosts."""
 PINGED_HOSTS = 24
-"""Hosts to which a client keeps a ping stream. A larger swarm is routed by announcements."""
+"""Hosts that a client pings although every block has enough of them."""
+MAX_PINGED_HOSTS = 96
+"""Hosts to which a client keeps a ping stream, at most. Others have an unknown delay, which the chain search takes for a high one."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 
 
+def drawn(hosts: Collection[HostInfo], pinged: Set[PeerId], rng: random.Random) -> list[HostInfo]:
+    """The hosts to ping besides those of ``pinged``: each host has the same chance, whatever its peer id and its announcement.
+
+    Drawn are hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts, and further ones up to ``PINGED_HOSTS``.
+    """
+    known = Counter(block for host in hosts if host.peer in pinged for block in range(host.start, host.end))
+    others = [host for host in hosts if host.peer not in pinged]
+    rng.shuffle(others)
+    chosen, left = [], []
+    for host in others:
+        blocks = range(host.start, host.end)
+        if any(known[block] < PINGED_PER_BLOCK for block in blocks):
+            known.update(blocks)
+            chosen.append(host)
+        else:
+            left.append(host)
+    missing = max(0, PINGED_HOSTS - len(pinged) - len(chosen))
+    return [*chosen, *left[:missing]][: max(0, MAX_PINGED_HOSTS - len(pinged))]
+
+
 class PingMonitor:
-    """One ping stream to each of at most ``PINGED_HOSTS`` hosts."""
+    """One ping stream to each of at most ``MAX_PINGED_HOSTS`` hosts, which are drawn at random."""
 
     def __init__(
         self,
@@ -42,17 +67,14 @@ class PingMonitor:
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
 
     def follow(self, hosts: Mapping[PeerId, HostInfo]) -> None:
-        """Ping these hosts from now on, and no others. Measurements of other hosts are dropped."""
+        """Ping some of these hosts from now on, and no others. Measurements of other hosts are dropped."""
         for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
             self._pings.pop(peer).cancel()
         for measured in (self.delay_s, self.queue_s):
             for peer in measured.keys() - hosts.keys():
                 del measured[peer]
-        for host in hosts.values():
-            if len(self._pings) >= PINGED_HOSTS:
-                return
-            if host.peer not in self._pings:
-                self._pings[host.peer] = asyncio.create_task(self._ping(host))
+        for host in drawn(hosts.values(), self._pings.keys(), self._rng):
+            self._pings[host.peer] = asyncio.create_task(self._ping(host))
 
     async def close(self) -> None:
         """End all ping streams."""

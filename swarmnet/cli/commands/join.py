@@ -31,7 +31,7 @@ from swarmnet.cli.options import (
     parse_p2pd_bytes,
     parse_size_bytes,
 )
-from swarmnet.cli.output import note_if_first
+from swarmnet.cli.output import note, note_if_first
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_node.owner.limits import Limits
@@ -181,7 +181,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             limits=limits,
         )
         Foreground(
-            lambda report: start(config, progress=report),
+            lambda report: start(
+                config, progress=report, notice=lambda text: None if as_json else note(text)
+            ),
             directory,
             as_json=as_json,
             stop_on_eof=stop_on_eof,
