@@ -211,8 +211,9 @@ def test_other_sequences_do_not_reach_a_sequence_through_padding(tmp_path: Path)
     """A client that sends numbers that are none spoils its own sequence only."""
     mine, theirs = two_stages("llama-tied", tmp_path, TorchBackend())
     both = Both(mine, theirs, 3)
-    both.forward({0: 40, 1: 50, 2: 45})
-    mine.forward([(both.sequences[0][1], torch.full((10, 32), torch.nan))])
+    both.forward({0: 40})
+    mine.forward([(both.sequences[0][1], torch.full((70, 32), torch.nan))])
+    both.forward({2: 45})
     rows = torch.randn(3, 32)
     got = mine.forward([(both.sequences[0][index], rows[index : index + 1]) for index in range(3)])
     for index in (0, 2):

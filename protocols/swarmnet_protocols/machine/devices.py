@@ -87,6 +87,14 @@ def _share(most: float | None, total_bytes: int) -> float:
     return most if most <= 1 else min(1.0, most / total_bytes)
 
 
+def pick_devices(names: str) -> list[torch.device]:
+    """The devices of names with commas between them: one as ``pick_device``, or several CUDA devices. Raises ``ConfigError``."""
+    found = [pick_device(name) for name in names.split(",")]
+    if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
+        raise ConfigError(f"{names} are not several GPUs", hint="use for example --device cuda:0,cuda:1")
+    return found
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision of that name; ``auto``: bfloat16 on an accelerator; float32, which is exact and no slower, on a CPU."""
     if name == "auto":

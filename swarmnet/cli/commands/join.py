@@ -25,7 +25,7 @@ from swarmnet.cli.options import (
     ModelOption,
     SwarmArgument,
     TransportOption,
-    device_option,
+    devices_option,
     parse_blocks,
     parse_p2pd_bytes,
     parse_size_bytes,
@@ -58,7 +58,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, device_option("Device to compute on.")] = "auto",
+    device: Annotated[str, devices_option("Device to compute on, or several GPUs: cuda:0,cuda:1.")] = "auto",
     dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
         str,
