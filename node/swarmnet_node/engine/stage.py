@@ -268,7 +268,7 @@ class Stage:
     def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """``forward`` of sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
-        packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+        packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
             outputs = self._decode_step(

@@ -16,17 +16,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device  # cuda has a number
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"this machine has no device {name}", hint="use --device auto or --device cpu"
         ) from error
-    return device
 
 
 @dataclass(frozen=True)

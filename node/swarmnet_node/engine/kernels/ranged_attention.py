@@ -56,7 +56,7 @@ def fused_attention(
         ranges.most_queries,
         ranges.longest,
         scale=rule.scaling,
-        window_size=(-1 if rule.sliding_window is None else rule.sliding_window - 1, 0),
+        window_size=_window(ranges, rule),
         enable_gqa=True,
         seqused_k=ranges.lengths,
         num_splits=1,  # otherwise the order of a sum depends on the other sequences
@@ -110,6 +110,13 @@ def attention_with_scores(
         sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
     return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
+
+
+def _window(ranges: Ranges, rule: AttentionRule) -> tuple[int, int]:
+    """Keys before and after its own that a query sees, -1 for all. A single query is the last position: without a mask the kernel is faster."""
+    if rule.sliding_window is not None:
+        return rule.sliding_window - 1, 0
+    return (-1, -1) if ranges.most_queries == 1 else (-1, 0)
 
 
 def _own_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
