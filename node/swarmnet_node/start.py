@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.quantization.packed_tensor import Format
+    from swarmnet_protocols.quantization.formats import Format
 
 
 @dataclass(frozen=True)

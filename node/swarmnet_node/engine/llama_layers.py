@@ -22,8 +22,9 @@ from swarmnet_node.engine.kernels.backend import (
     RmsNorm,
     Rotary,
 )
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 
 def has_llama_shape(model: Any) -> bool:

@@ -45,7 +45,7 @@ from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
-from swarmnet_protocols.quantization.packed_tensor import Format
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.quantize import precision_of
 
 _log = logging.getLogger(__name__)

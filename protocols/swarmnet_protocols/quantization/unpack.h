@@ -13,8 +13,9 @@
 #include <immintrin.h>
 #endif
 
-/* gguf's numbers of the formats (GGMLQuantizationType). packed_tensor.py lists the same. */
+/* The numbers of the formats, as in formats.py: gguf's, and two of our own. */
 enum {
+    FP8 = 1000, INT4 = 1001,
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, MXFP4 = 39
 };
 
@@ -194,6 +195,32 @@ static inline void unpack_mxfp4(const uint8_t *in, int64_t blocks, float *restri
     }
 }
 
+static inline void unpack_fp8(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 132, out += 128) {
+        float scale;
+        memcpy(&scale, in, sizeof scale);
+        for (int i = 0; i < 128; i++) {
+            /* Exponent and fraction of E4M3 as those of a float, whose bias is 120 more. */
+            uint32_t bits = (uint32_t)(in[4 + i] & 127) << 20 | (uint32_t)(in[4 + i] & 128) << 24;
+            float code;
+            memcpy(&code, &bits, sizeof code);
+            out[i] = code * 0x1p120f * scale;
+        }
+    }
+}
+
+static inline void unpack_int4(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 37, out += 64) {
+        float scale;
+        memcpy(&scale, in, sizeof scale);
+        int zero = in[4];
+        for (int i = 0; i < 32; i++) {
+            out[i] = scale * ((in[5 + i] & 15) - zero);
+            out[i + 32] = scale * ((in[5 + i] >> 4) - zero);
+        }
+    }
+}
+
 /* Unpacks one row of a matrix; its size is a multiple of the format's block. */
 static inline void unpack(int64_t format, const uint8_t *in, int64_t size, float *restrict out) {
     switch (format) {
@@ -209,6 +236,8 @@ static inline void unpack(int64_t format, const uint8_t *in, int64_t size, float
     case Q5_K: unpack_q5_k(in, size / 256, out); break;
     case Q6_K: unpack_q6_k(in, size / 256, out); break;
     case MXFP4: unpack_mxfp4(in, size / 32, out); break;
+    case FP8: unpack_fp8(in, size / 128, out); break;
+    case INT4: unpack_int4(in, size / 64, out); break;
     }
 }
 
