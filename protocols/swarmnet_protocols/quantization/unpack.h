@@ -74,6 +74,16 @@ static inline void eight_weights(const uint8_t *in, int shift, int zero, float s
 #endif
 }
 
+/* Eight weights that are signed bytes, times scale. */
+static inline void eight_bytes(const uint8_t *in, float scale, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)in));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * (int8_t)in[i];
+#endif
+}
+
 /* 32 weights in 16 bytes: the first 16 are the low four bits, the others the high ones. */
 static inline void unpack_nibbles(const uint8_t *in, int zero, float scale, float plus, float *restrict out) {
     for (int i = 0; i < 16; i += 8) {
@@ -117,7 +127,7 @@ static inline void unpack_q5_1(const uint8_t *in, int64_t blocks, float *restric
 static inline void unpack_q8_0(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 34, out += 32) {
         float scale = from_half(in);
-        for (int i = 0; i < 32; i++) out[i] = scale * (int8_t)in[2 + i];
+        for (int i = 0; i < 32; i += 8) eight_bytes(in + 2 + i, scale, out + i);
     }
 }
 
@@ -162,10 +172,10 @@ static inline void unpack_q5_k(const uint8_t *in, int64_t blocks, float *restric
 
 static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 210, out += 256) {
-        int8_t weights[256];
+        uint8_t weights[256]; /* signed bytes */
         for (int half = 0; half < 2; half++) {
             const uint8_t *low = in + 64 * half, *high = in + 128 + 32 * half;
-            int8_t *to = weights + 128 * half;
+            uint8_t *to = weights + 128 * half;
             for (int i = 0; i < 32; i++) {
                 to[i] = ((low[i] & 15) | (high[i] & 3) << 4) - 32;
                 to[i + 32] = ((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4) - 32;
@@ -176,7 +186,7 @@ static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restric
         float scale = from_half(in + 208);
         for (int j = 0; j < 16; j++) { /* groups with a scale each */
             float by = scale * (int8_t)in[192 + j];
-            for (int i = 0; i < 16; i++) out[16 * j + i] = by * weights[16 * j + i];
+            for (int i = 0; i < 16; i += 8) eight_bytes(weights + 16 * j + i, by, out + 16 * j + i);
         }
     }
 }
