@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.quantization.packed_tensor import Format
+    from swarmnet_protocols.quantization.formats import Format
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,13 @@ async def start(
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
         )
         dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
-        if loaded.device.type == "cpu":
+        if loaded.devices[0].type == "cpu":
             dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)
-            limit_memory(loaded.device, limits.max_gpu_mem)
+            for device in loaded.devices:
+                limit_memory(device, limits.max_gpu_mem)
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
@@ -162,7 +163,8 @@ class _Loaded:
 
     model: "LocalModel"
     dtype: "torch.dtype"
-    device: "torch.device"
+    devices: "tuple[torch.device, ...]"
+    """One, or several GPUs over which the blocks are spread."""
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
@@ -181,14 +183,15 @@ class _Loaded:
 
         import_transformers()
         from swarmnet_node.engine.kernels.native_backend import load_backend
-        from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
+        from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
         from swarmnet_protocols.models import resolve
         from swarmnet_protocols.quantization.quantize import PRECISIONS
 
-        device = pick_device(config.device)
+        devices = pick_devices(config.device)
         quantized = PRECISIONS.get(config.dtype)
-        dtype = pick_dtype("auto" if quantized is not None else config.dtype, device)
-        limit_memory(device, config.limits.max_gpu_mem)
+        dtype = pick_dtype("auto" if quantized is not None else config.dtype, devices[0])
+        for device in devices:
+            limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(
             config.model,
             cache_dir=config.cache_dir,
@@ -209,7 +212,7 @@ class _Loaded:
         loaded = cls(
             model,
             dtype,
-            device,
+            tuple(devices),
             backend,
             config.blocks,
             config.num_blocks or total,
@@ -234,7 +237,7 @@ class _Loaded:
         from swarmnet_node.engine.device_memory import place
         from swarmnet_protocols.machine.devices import cards_of
 
-        cards = cards_of([self.device])
+        cards = cards_of(self.devices)
         if not cards:
             return self
         wanted = self.num_blocks if self.blocks is None else self.blocks[1] - self.blocks[0]
@@ -292,7 +295,7 @@ class _Loaded:
         from swarmnet_protocols.models.partial_model import LayerWidths
 
         block_bytes = 0
-        if self.device.type == "cpu":
+        if self.devices[0].type == "cpu":
             first = self.blocks[0] if self.blocks is not None else 0
             block_bytes = self._load(first, first + 1).weight_bytes
         release_memory()
@@ -343,16 +346,17 @@ class _Loaded:
                 start,
                 end,
                 dtype=self.dtype,
-                device=self.device,
+                device=self.devices[0],
                 backend=self.backend,
                 packed=self.is_packed,
+                devices=() if self.placement is None else self.placement.devices(end - start),
                 quantized=self.quantized,
             )
             if self.placement is not None:
                 stage.preallocate(self.placement.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
-                f"blocks {start}:{end} do not fit into the memory of {self.device}",
+                f"blocks {start}:{end} do not fit into the memory of {', '.join(map(str, self.devices))}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
         return stage

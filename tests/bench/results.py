@@ -138,6 +138,15 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 ],
             ),
         ],
+        "perplexity": [
+            Headline(
+                "perplexity of blocks quantised at load to 8 bits",
+                "% above float32",
+                "at most 1",
+                key("percent", precision="int8"),
+            ),
+            Headline("the same to 4 bits", "% above float32", "at most 4", key("percent", precision="int4")),
+        ],
         "gpu": [
             Headline(
                 "one stream on a GPU",

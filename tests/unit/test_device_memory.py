@@ -17,8 +17,9 @@ from swarmnet_protocols.machine import devices
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import install
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
 from tests.support.tiny_models import write_gguf
 

@@ -16,8 +16,9 @@ from swarmnet_node.start import _check_quantizable
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization import quantize as module
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, can_be_quantized, quantize
 from tests.support.tiny_models import save_tiny
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import Format
+    from swarmnet_protocols.quantization.formats import Format
 
 _CHUNK_BYTES = 1 << 20
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -350,14 +351,13 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
     """A matrix as it is stored, from its bytes [rows, bytes of a row]; None for a tensor that is no matrix of a packed format."""
     import numpy as np
     import torch
-    from gguf import GGMLQuantizationType
 
-    from swarmnet_protocols.quantization.packed_tensor import FORMATS, PackedTensor
+    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
-    kind = GGMLQuantizationType(tensor.type)
-    if len(tensor.shape) != 2 or kind not in FORMATS:
+    if len(tensor.shape) != 2 or tensor.type not in {*Format}:
         return None
-    return PackedTensor.of(kind, torch.from_numpy(np.require(rows, requirements=["W"])))
+    return PackedTensor.of(Format(tensor.type), torch.from_numpy(np.require(rows, requirements=["W"])))
 
 
 def _row_order(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import Format
+    from swarmnet_protocols.quantization.formats import Format
 
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change from which its times show the next one."""

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.packed_tensor import Format
+    from swarmnet_protocols.models.quantized_weights import Scheme
+    from swarmnet_protocols.quantization.formats import Format
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -42,7 +44,7 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
 _BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
@@ -190,13 +192,31 @@ class SafetensorsCheckpoint:
 
     @property
     def precision(self) -> str:
+        if self._scheme is not None:
+            return self._scheme.precision
         dtype = str(self.config().dtype or "torch.float32")
         return _SHORT_NAMES.get(dtype, dtype.removeprefix("torch."))
 
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
 
+    @cached_property
+    def _scheme(self) -> "Scheme | None":
+        """How weights are quantised. Raises ``ConfigError`` if that is not read."""
+        from swarmnet_protocols.models.quantized_weights import scheme_of
+
+        settings = getattr(self._config(), "quantization_config", None)
+        if settings is None or isinstance(settings, Mapping):
+            return None if settings is None else scheme_of(settings)
+        raise ConfigError(f"{self.root / 'config.json'}: its quantization_config is not an object")
+
     def config(self) -> "PretrainedConfig":
+        config = self._config()
+        if self._scheme is not None:  # transformers would look for packages that multiply with such weights
+            del config.quantization_config
+        return config
+
+    def _config(self) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -210,11 +230,6 @@ class SafetensorsCheckpoint:
             )
         except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
             raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{path}: the weights are quantised in a way that is not read",
-                hint="use the original checkpoint, or a .gguf file of it",
-            )
         return config
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -279,8 +294,9 @@ class SafetensorsCheckpoint:
         import torch
         from safetensors import SafetensorError, safe_open
 
+        from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_linear import packable_weight
-        from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         formats = {"BF16": Format.BF16, "F16": Format.F16} | ({"F32": Format.F32} if quantized else {})
@@ -291,10 +307,22 @@ class SafetensorsCheckpoint:
                 opened[file] = safe_open(self.path_of(file), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise IntegrityError(f"{self.path_of(file)} cannot be read: {error}") from error
+
+        def slice_of(name: str) -> Any:
+            return opened[self._file_of[name]].get_slice(name)
+
         found: dict[str, Any] = {}
-        for name in names:
-            file, hf_name = opened[self._file_of[name]], self.naming.renumbered(name, first_block)
-            tensor = file.get_slice(name)
+        plain = set(names)
+        for stored in self._scheme.weights(names, slice_of) if self._scheme is not None else ():
+            plain.difference_update(stored.tensors)
+            hf_name = self.naming.renumbered(stored.name, first_block)
+            own_name = packable_weight(model, hf_name) if packed else None
+            if own_name is not None:
+                found[own_name] = stored.packed().loaded(device)
+            else:
+                found[hf_name] = stored
+        for name in sorted(plain):
+            hf_name, tensor = self.naming.renumbered(name, first_block), slice_of(name)
             own_name = packable_weight(model, hf_name) if is_packed else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
                 matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))

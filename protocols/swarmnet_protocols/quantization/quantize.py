@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 GROUP = 32
 """Weights of a row that share a scale."""

@@ -26,7 +26,7 @@ from swarmnet.cli.options import (
     ModelOption,
     SwarmArgument,
     TransportOption,
-    device_option,
+    devices_option,
     parse_blocks,
     parse_p2pd_bytes,
     parse_size_bytes,
@@ -60,7 +60,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
-    device: Annotated[str, device_option("Device to compute on.")] = "auto",
+    device: Annotated[str, devices_option("Device to compute on, or several GPUs: cuda:0,cuda:1.")] = "auto",
     dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
         str,
