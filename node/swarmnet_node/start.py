@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import ONE_CLIENT, Limits
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
@@ -41,6 +43,8 @@ class NodeConfig:
     cache_dir: Path
     folder: Path
     """Folder of the files that keep the limits and the usage of this month."""
+    max_disk_bytes: int | None = None
+    """Most room for parts of models on disk. None: no limit."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -81,14 +85,32 @@ async def start(
                     await paused.enter_async_context(pause("p2pd is restarted"))
                 yield
 
+        from swarmnet_protocols.directory.host_announcements import read_hosts
+        from swarmnet_protocols.fetching.peers import SwarmPeers
+        from swarmnet_protocols.models.outline import fetch_outline
+        from swarmnet_protocols.timing import Timing
+
         # Reading the model and connecting to the swarm take a second each, so both run at once.
-        loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
+        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())
+        loading = loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         try:
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, link=link, step_aside=step_aside))
             )
+            peers.attach(transport, partial(read_hosts, directory))
+            stack.callback(peers.detach)
+        except BaseException:
+            peers.detach()
+            raise
         finally:
-            loaded = await loading
+            try:
+                loaded = await loading
+            except Unreachable:
+                manifest = config.network.rules.names.get(config.model)
+                if manifest is None or not peers.is_attached:
+                    raise
+                await fetch_outline(peers, config.model, manifest, config.cache_dir)
+                loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
         from swarmnet_node.node import Dependencies
@@ -99,19 +121,19 @@ async def start(
         from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
-        from swarmnet_protocols.timing import Timing
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
         )
         dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
-        if loaded.device.type == "cpu":
+        if loaded.devices[0].type == "cpu":
             dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)
-            limit_memory(loaded.device, limits.max_gpu_mem)
+            for device in loaded.devices:
+                limit_memory(device, limits.max_gpu_mem)
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
@@ -141,7 +163,8 @@ class _Loaded:
 
     model: "LocalModel"
     dtype: "torch.dtype"
-    device: "torch.device"
+    devices: "tuple[torch.device, ...]"
+    """One, or several GPUs over which the blocks are spread."""
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
@@ -155,20 +178,27 @@ class _Loaded:
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
     @classmethod
-    def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
+    def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "_Loaded":
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
         from swarmnet_node.engine.kernels.native_backend import load_backend
-        from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
+        from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
         from swarmnet_protocols.models import resolve
         from swarmnet_protocols.quantization.quantize import PRECISIONS
 
-        device = pick_device(config.device)
+        devices = pick_devices(config.device)
         quantized = PRECISIONS.get(config.dtype)
-        dtype = pick_dtype("auto" if quantized is not None else config.dtype, device)
-        limit_memory(device, config.limits.max_gpu_mem)
-        model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        dtype = pick_dtype("auto" if quantized is not None else config.dtype, devices[0])
+        for device in devices:
+            limit_memory(device, config.limits.max_gpu_mem)
+        model = resolve(
+            config.model,
+            cache_dir=config.cache_dir,
+            progress=progress,
+            max_disk_bytes=config.max_disk_bytes,
+        )
+        model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
         if quantized is not None:
             _check_quantizable(model)
@@ -182,7 +212,7 @@ class _Loaded:
         loaded = cls(
             model,
             dtype,
-            device,
+            tuple(devices),
             backend,
             config.blocks,
             config.num_blocks or total,
@@ -207,7 +237,7 @@ class _Loaded:
         from swarmnet_node.engine.device_memory import place
         from swarmnet_protocols.machine.devices import cards_of
 
-        cards = cards_of([self.device])
+        cards = cards_of(self.devices)
         if not cards:
             return self
         wanted = self.num_blocks if self.blocks is None else self.blocks[1] - self.blocks[0]
@@ -265,7 +295,7 @@ class _Loaded:
         from swarmnet_protocols.models.partial_model import LayerWidths
 
         block_bytes = 0
-        if self.device.type == "cpu":
+        if self.devices[0].type == "cpu":
             first = self.blocks[0] if self.blocks is not None else 0
             block_bytes = self._load(first, first + 1).weight_bytes
         release_memory()
@@ -300,6 +330,7 @@ class _Loaded:
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
             limits=_limits(config.network.rules.quotas, config.client_share),
+            library=self.model.shared(),
         )
 
     def _load(self, start: int, end: int) -> "Stage":
@@ -315,16 +346,17 @@ class _Loaded:
                 start,
                 end,
                 dtype=self.dtype,
-                device=self.device,
+                device=self.devices[0],
                 backend=self.backend,
                 packed=self.is_packed,
+                devices=() if self.placement is None else self.placement.devices(end - start),
                 quantized=self.quantized,
             )
             if self.placement is not None:
                 stage.preallocate(self.placement.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
-                f"blocks {start}:{end} do not fit into the memory of {self.device}",
+                f"blocks {start}:{end} do not fit into the memory of {', '.join(map(str, self.devices))}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
         return stage

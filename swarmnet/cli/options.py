@@ -27,6 +27,12 @@ def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:
     return check_all
 
 
+def _check_devices(text: str) -> str:
+    for name in text.split(","):
+        _check_device(name)
+    return text
+
+
 def _check_device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", text):
         raise typer.BadParameter(
@@ -155,6 +161,15 @@ CacheDirOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", metavar="DIR", help="Folder of model files.", show_default="per user"),
 ]
+MaxDiskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-disk",
+        metavar="SIZE",
+        help="Most room for parts of models from the hub or peers; what was used least recently makes way.",
+        show_default="no limit",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(
@@ -183,6 +198,11 @@ MetricsOption = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def devices_option(about: str) -> Any:
+    """The option `--device` of a command that computes on several."""
+    return typer.Option("--device", metavar="auto|cpu|cuda[:N[,…]]|mps", help=about, callback=_check_devices)
 
 
 def device_option(about: str) -> Any:

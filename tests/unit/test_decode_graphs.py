@@ -4,15 +4,19 @@ There is no GPU here. A recorder that calls the recorded function again stands f
 recording has changed; attention of a batch is the padded one, with which any device can compute.
 """
 
+import inspect
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from swarmnet_node.engine.attention import RangedBatch
+from swarmnet_node.engine.kernels import ranged_attention, torch_backend
 from swarmnet_node.engine.kernels.backend import Recorder, Recording
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
@@ -211,14 +215,95 @@ def test_other_sequences_do_not_reach_a_sequence_through_padding(tmp_path: Path)
     """A client that sends numbers that are none spoils its own sequence only."""
     mine, theirs = two_stages("llama-tied", tmp_path, TorchBackend())
     both = Both(mine, theirs, 3)
-    both.forward({0: 40, 1: 50, 2: 45})
-    mine.forward([(both.sequences[0][1], torch.full((10, 32), torch.nan))])
+    both.forward({0: 40})
+    mine.forward([(both.sequences[0][1], torch.full((70, 32), torch.nan))])
+    both.forward({2: 45})
     rows = torch.randn(3, 32)
     got = mine.forward([(both.sequences[0][index], rows[index : index + 1]) for index in range(3)])
     for index in (0, 2):
         [expected] = theirs.forward([(both.sequences[1][index], rows[index : index + 1])])
         torch.testing.assert_close(got[index], expected, **TOLERANCE)
     assert got[1].isnan().any()
+
+
+def reference_varlen(*arguments: Any, **options: Any) -> torch.Tensor:
+    """What the documentation of ``torch.nn.attention.varlen.varlen_attn`` says, one sequence after the other. Asserts what it asks for."""
+    bound = inspect.signature(varlen_attn).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    assert given["cu_seq_q"].dtype == given["cu_seq_k"].dtype == given["seqused_k"].dtype == torch.int32
+    first_queries, starts, used = (given[name].tolist() for name in ("cu_seq_q", "cu_seq_k", "seqused_k"))
+    assert (first_queries[0], first_queries[-1]) == (0, len(query))
+    assert starts == sorted(starts)
+    assert starts[-1] == len(key)
+    assert (given["enable_gqa"], given["num_splits"]) == (True, 1)
+    assert max(end - begin for begin, end in pairwise(first_queries)) <= given["max_q"]
+    assert max(used) <= given["max_k"]
+    before, after = given["window_size"]
+    outputs = []
+    rows = zip(pairwise(first_queries), pairwise(starts), used, strict=True)
+    for (begin, end), (start, following), length in rows:
+        assert start + length <= following
+        count = end - begin
+        queries, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
+        visible = torch.ones(count, length, dtype=torch.bool)
+        if after >= 0:
+            visible &= keys <= queries + after
+        if before >= 0:
+            visible &= keys >= queries - before
+        states = (query[begin:end], key[start : start + length], value[start : start + length])
+        found = torch.nn.functional.scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in states),
+            attn_mask=visible,
+            scale=given["scale"],
+            enable_gqa=True,
+        )
+        outputs.append(found[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "granite", "mixtral"])
+def test_the_fused_kernel_is_asked_for_the_whole_batch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in checks each call against the kernel's signature and documentation. Prompts and steps share a call."""
+    calls = {"fused": 0}
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls["fused"] += 1
+        return reference_varlen(*arguments, **options)
+
+    monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)
+    monkeypatch.setattr(ranged_attention, "_varlen", lambda: counted)
+    both = Both(*two_stages(family, tmp_path, RecordingBackend()), len(PROMPTS))
+    calls["fused"] = 0
+    both.forward(dict(enumerate(PROMPTS)))
+    both.forward({3: 1, 0: 20, 5: 1})
+    assert calls["fused"] == 2 * 5
+    for size in (3, 7, 4):
+        both.forward(dict.fromkeys(random.Random(size).sample(range(7), size), 1))
+    graphs: Any = both.stages[0]._graphs
+    assert both.stages[0].has_recordings
+    assert graphs.sizes == [(4, 1024), (8, 1024)]  # one for each number of rows, whatever the lengths
+
+
+def raise_no_image(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+
+def scaled(*arguments: Any, **options: Any) -> torch.Tensor:
+    return reference_varlen(*arguments, **options) * 1.1
+
+
+@pytest.mark.parametrize("wrong", [raise_no_image, scaled])
+def test_a_fused_kernel_that_fails_or_computes_something_else_is_not_used(
+    wrong: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)
+    monkeypatch.setattr(ranged_attention, "_varlen", lambda: wrong)
+    mine, _ = two_stages("llama-tied", tmp_path, TorchBackend())
+    assert not mine._is_fused
 
 
 def test_padding_is_used_for_sequences_of_similar_length() -> None:

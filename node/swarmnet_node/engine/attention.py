@@ -93,7 +93,7 @@ class PackedBatch:
         self._counts = list(counts)
         self._backend = backend
         self._first_layer = first_layer
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, torch.device], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
@@ -125,17 +125,19 @@ class PackedBatch:
             keys.narrow(2, first, end - first),
             values.narrow(2, first, end - first),
             rule,
-            None if is_causal else self._mask(row, window),
+            None if is_causal else self._mask(row, window, query.device),
         )
 
-    def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
-        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers."""
-        if (row, sliding_window) not in self._masks:
+    def _mask(self, row: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers of a device."""
+        if (row, sliding_window, device) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
-            positions = torch.arange(first, sequence.length + count, device=sequence.geometry.device)
-            self._masks[row, sliding_window] = causal_mask(positions[-count:], positions, sliding_window)
-        return self._masks[row, sliding_window]
+            positions = torch.arange(first, sequence.length + count, device=device)
+            self._masks[row, sliding_window, device] = causal_mask(
+                positions[-count:], positions, sliding_window
+            )
+        return self._masks[row, sliding_window, device]
 
 
 class RangedBatch:

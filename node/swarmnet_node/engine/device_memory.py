@@ -8,6 +8,8 @@ stay packed, which fits more blocks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from swarmnet_node.engine.memory_account import GIB, MIB, activation_bytes
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card, allowed_bytes
@@ -54,6 +56,13 @@ class Placement:
     @property
     def total(self) -> int:
         return sum(self.blocks)
+
+    def devices(self, blocks: int) -> list[torch.device]:
+        """The device of each of so many blocks, one card after the other, which is ``total`` or one to be measured."""
+        spread_over = [
+            card.device for card, count in zip(self.cards, self.blocks, strict=True) for _ in range(count)
+        ]
+        return spread_over[:blocks]
 
     def describe(self, total_blocks: int) -> str:
         """What is hosted and why, for the owner."""

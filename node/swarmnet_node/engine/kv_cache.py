@@ -61,6 +61,8 @@ class KVGeometry:
     device: torch.device
     arena: CacheArena | None = None
     first: int = 0
+    devices: tuple[torch.device, ...] = ()
+    """The device of each layer; empty: ``device`` has all."""
 
     @property
     def bytes_per_position(self) -> int:
@@ -125,10 +127,10 @@ class SequenceCache:
         if arena is not None:
             arena.grow(self, capacity)
         elif is_new:
-            self.layers = [self._empty(shape, capacity) for shape in self.geometry.layers]
+            self.layers = [self._empty(index, capacity) for index in range(len(self.geometry.layers))]
         else:
-            for index, shape in enumerate(self.geometry.layers):
-                self.layers[index] = self._copy(index, self._empty(shape, capacity))
+            for index in range(len(self.layers)):
+                self.layers[index] = self._copy(index, self._empty(index, capacity))
         if is_new:
             for buffers, states in zip(self.layers, self._prefix, strict=False):
                 for buffer, state in zip(buffers, states, strict=True):
@@ -154,8 +156,10 @@ class SequenceCache:
             twin.length = self.length
         return twin
 
-    def _empty(self, shape: LayerShape, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"dtype": self.geometry.dtype, "device": self.geometry.device}
+    def _empty(self, index: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, devices = self.geometry.layers[index], self.geometry.devices
+        device = devices[index] if devices else self.geometry.device
+        options = {"dtype": self.geometry.dtype, "device": device}
         keys = torch.empty(1, shape.heads, capacity, shape.key_size, **options)  # type: ignore[call-overload]
         values = torch.empty(1, shape.heads, capacity, shape.value_size, **options)  # type: ignore[call-overload]
         return keys, values

@@ -17,9 +17,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from swarmnet_node.engine.adapters import BatchLora, LayerTargets, StageAdapter, linear_modules, load_adapter
 from swarmnet_node.engine.attention import (
@@ -59,15 +62,27 @@ class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
     def __init__(
-        self, model: Any, hidden_size: int, backend: Backend = TORCH, *, precision: str = ""
+        self,
+        model: Any,
+        hidden_size: int,
+        backend: Backend = TORCH,
+        *,
+        precision: str = "",
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it.
 
         ``precision`` names that of weights and activations, as ``HostRecord`` does.
+        ``devices`` has the device of each layer, if they are not all on one. Hidden states then move before a layer that is elsewhere; they enter and
+        leave on the first device.
         """
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
+        self.devices = tuple(devices) or (next(model.parameters()).device,) * len(model.layers)
+        if len(set(self.devices)) > 1:
+            for layer, device in zip(model.layers, self.devices, strict=True):
+                layer.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
         weight = next(model.parameters())
         self.hidden_size = hidden_size
         self.precision = precision
@@ -84,15 +99,19 @@ class Stage:
         self._is_fused = False
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
-        self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
+        shapes = tuple(shape for shape, _ in probe.layers)
+        self.geometry = KVGeometry(shapes, self.dtype, self.device, devices=self.devices)
         linears = [linear_modules(layer) for layer in model.layers]
         self._rules = [rule for _, rule in probe.layers]
         self._choose_layers(self._rules)
         self._targets = tuple(
             LayerTargets(
-                paths, PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths}, shape
+                paths,
+                PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths},
+                shape,
+                device,
             )
-            for paths, shape in zip(linears, self.geometry.layers, strict=True)
+            for paths, shape, device in zip(linears, shapes, self.devices, strict=True)
         )
 
     @classmethod
@@ -107,16 +126,38 @@ class Stage:
         backend: Backend = TORCH,
         packed: bool = False,
         quantized: Format | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> "Stage":
-        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        span = model.load_span(start, end, dtype=dtype, device=device, packed=packed, quantized=quantized)
+        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values.
+
+        ``devices`` has the device of each block; by default ``device`` has all.
+        """
+        devices = devices or [device] * (end - start)
+        spans: list[Any] = []
+        at = start
+        for own, blocks in groupby(devices):
+            until = at + len(list(blocks))
+            spans.append(
+                model.load_span(at, until, dtype=dtype, device=own, packed=packed, quantized=quantized)
+            )
+            at = until
         weights = model.precision if quantized is None else precision_of(quantized)
-        return cls(span, model.manifest.hidden_size, backend, precision=weights + _ACTIVATIONS[dtype])
+        return cls(
+            _joined(spans, model.config, start, end),
+            model.manifest.hidden_size,
+            backend,
+            precision=weights + _ACTIVATIONS[dtype],
+            devices=devices,
+        )
 
     @property
     def is_on_accelerator(self) -> bool:
         """Whether weights and caches are in other memory than the machine's own."""
         return bool(self.device.type != "cpu")
+
+    @property
+    def _is_on_one_device(self) -> bool:
+        return len(set(self.devices)) == 1
 
     @property
     def has_llama_layers(self) -> bool:
@@ -138,14 +179,13 @@ class Stage:
         """Allocate the KV caches of all later sequences now, in an arena of ``cache_bytes``; for accelerators. No sequence may exist yet."""
         bare = replace(self.geometry, arena=None)
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
-        arena = CacheArena(
-            bare.layers, self.dtype, [self.device] * self.blocks, max(positions, GROWTH_POSITIONS)
-        )
+        arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
         self._decode_step = None  # it reads caches that are contiguous
         self._parts.clear()
         self._is_fused = self._can_be_fused(arena) and self._fused_agrees()
-        recorder = self._backend.recorder(self.device)
+        # A recording is of one device, and steps that move between several are not recorded.
+        recorder = self._backend.recorder(self.device) if self._is_on_one_device else None
         if recorder is not None:
             self._graphs = DecodeGraphs(
                 self._run,
@@ -171,7 +211,13 @@ class Stage:
             part._model.config._attn_implementation = IMPLEMENTATION
             part.blocks = end - start
             part._first = self._first + start
-            part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end], first=part._first)
+            part.devices = self.devices[start:end]
+            part.geometry = replace(
+                self.geometry,
+                layers=self.geometry.layers[start:end],
+                devices=part.devices,
+                first=part._first,
+            )
             part._graphs = None  # there may be many parts
             if self._llama_layers is not None:
                 part._llama_layers = self._llama_layers.part(start, end)
@@ -187,9 +233,7 @@ class Stage:
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
         """
-        return load_adapter(
-            tensors, start, self._targets, torch.empty(0, dtype=self.dtype, device=self.device)
-        )
+        return load_adapter(tensors, start, self._targets, self.dtype)
 
     def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
         """The KV cache of a new sequence, with the adapter's prefix if it has one. Allocates nothing yet."""
@@ -224,7 +268,7 @@ class Stage:
     def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """``forward`` of sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
-        packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+        packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
             outputs = self._decode_step(
@@ -347,12 +391,12 @@ class Stage:
         lora: BatchLora | None = None,
     ) -> torch.Tensor:
         if self._llama_layers is not None:
-            return self._llama_layers(inputs, positions, batch, lora)
+            return self._llama_layers(inputs, positions, batch, lora).to(self.device)
         with lora.hooked(self._model.layers, self._first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
                 inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
             ).last_hidden_state
-        return outputs[0]
+        return outputs[0].to(self.device)
 
     @torch.inference_mode()
     def _probe(self) -> GeometryProbe:
@@ -373,7 +417,7 @@ class Stage:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=generator)
         [expected] = self.forward([(self.new_sequence(), inputs)])
-        self._llama_layers = LlamaLayers(self._model, rules, self._backend)
+        self._llama_layers = LlamaLayers(self._model, rules, self._backend, self.devices)
         [outputs] = self.forward([(self.new_sequence(), inputs)])
         if not self._agree(outputs, expected):
             self._llama_layers = None
@@ -388,3 +432,24 @@ class Stage:
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
         error = (outputs - expected).float().norm() / expected.float().norm()
         return bool(error < TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps)
+
+
+def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Move the inputs of a layer, hidden states and rotary angles, to its device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+
+
+def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
+    """One decoder stack of the layers of all, each on its device, with what else the first one has."""
+    whole, *others = spans
+    for span in others:
+        for module in span.layers.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx += len(whole.layers)
+        whole.layers.extend(span.layers)
+    if others:
+        whole.config = with_blocks(config, start, end)
+        for module in whole.layers.modules():
+            if hasattr(module, "config"):  # each layer has that of its own span
+                module.config._attn_implementation = IMPLEMENTATION
+    return whole

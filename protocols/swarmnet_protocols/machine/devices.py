@@ -16,17 +16,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device  # cuda has a number
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"this machine has no device {name}", hint="use --device auto or --device cpu"
         ) from error
-    return device
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,14 @@ def _share(most: float | None, total_bytes: int) -> float:
     if most is None:
         return MOST_SHARE
     return most if most <= 1 else min(1.0, most / total_bytes)
+
+
+def pick_devices(names: str) -> list[torch.device]:
+    """The devices of names with commas between them: one as ``pick_device``, or several CUDA devices. Raises ``ConfigError``."""
+    found = [pick_device(name) for name in names.split(",")]
+    if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
+        raise ConfigError(f"{names} are not several GPUs", hint="use for example --device cuda:0,cuda:1")
+    return found
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -56,7 +56,7 @@ def fused_attention(
         ranges.most_queries,
         ranges.longest,
         scale=rule.scaling,
-        window_size=(-1 if rule.sliding_window is None else rule.sliding_window - 1, 0),
+        window_size=_window(ranges, rule),
         enable_gqa=True,
         seqused_k=ranges.lengths,
         num_splits=1,  # otherwise the order of a sum depends on the other sequences
@@ -68,10 +68,8 @@ def padded_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ranges: Ranges, rule: AttentionRule
 ) -> torch.Tensor:
     """``Backend.ranged_attention`` for one query of each sequence, on any device."""
-    lengths = ranges.lengths[:, None]
-    positions = torch.arange(ranges.longest, device=query.device)[None]
-    # Padding repeats the last key of the same sequence: a weight of 0 times a value of another one might not be 0.
-    index = ranges.starts[:-1, None] + torch.minimum(positions, lengths - 1)
+    positions, lengths = torch.arange(ranges.longest, device=query.device)[None], ranges.lengths[:, None]
+    index = ranges.starts[:-1, None] + _own_positions(positions, lengths)
     visible = positions < lengths
     if rule.sliding_window is not None:
         visible = visible & (positions >= lengths - rule.sliding_window)
@@ -112,6 +110,18 @@ def attention_with_scores(
         sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
     return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
+
+
+def _window(ranges: Ranges, rule: AttentionRule) -> tuple[int, int]:
+    """Keys before and after its own that a query sees, -1 for all. A single query is the last position: without a mask the kernel is faster."""
+    if rule.sliding_window is not None:
+        return rule.sliding_window - 1, 0
+    return (-1, -1) if ranges.most_queries == 1 else (-1, 0)
+
+
+def _own_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Positions, beyond the end of a sequence its last one: a weight of 0 times a value of another sequence need not be 0."""
+    return torch.minimum(positions, lengths - 1)
 
 
 @cache
