@@ -10,7 +10,7 @@ from swarmnet_protocols.routing import chain_search
 from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
-from tests.unit import test_client_swarm
+from tests.unit import test_client_swarm, test_routing
 
 THIRTY = 30
 
@@ -41,6 +41,13 @@ ROUTING = (
         "an unmeasured claim of an empty queue counts as the median",
         replacing(chain_search, "median_high", min),
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
+    ),
+    Defence(
+        "a host that alone has its precision, and is not audited, is avoided",
+        replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
+        lambda _: (
+            test_routing.test_a_host_that_alone_has_its_precision_is_avoided_where_others_could_audit_each_other()
+        ),
     ),
     Defence(
         "no peer id is preferred",

@@ -14,6 +14,7 @@ from swarmnet_protocols.routing.chain_search import (
     GUARD_MARGIN,
     MARGIN,
     PRECISION_S,
+    UNAUDITED_S,
     Hop,
     HostInfo,
     View,
@@ -55,7 +56,9 @@ def cost(
 ) -> float:
     total, last = 0.0, source
     for index, hop in enumerate(chain):
-        total += PRECISION_S * (precision not in (None, hop.precision))
+        total += PRECISION_S * (precision not in (None, hop.precision)) + UNAUDITED_S * (
+            hop.peer in view.unaudited
+        )
         precision = hop.precision
         seconds = view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
         seconds += view.block_s[hop.peer] * (hop.end - hop.start)

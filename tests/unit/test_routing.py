@@ -83,6 +83,18 @@ def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
         assert found == [Hop(peer, 0, 4, precision=precision)]
 
 
+def test_a_host_that_alone_has_its_precision_is_avoided_where_others_could_audit_each_other() -> None:
+    """A liar could announce a precision of its own, and no other host would compute its outputs again."""
+    hosts = [
+        HostInfo(A, 0, 4, 0.001, precision="q4_0"),
+        HostInfo(B, 0, 4, 0.3, precision="bf16"),
+        HostInfo(C, 0, 4, 0.3, precision="bf16"),
+    ]
+    for seed in range(10):
+        [hop] = find_chain(View(hosts), (0, 4), random.Random(seed))
+        assert hop.peer != A
+
+
 def test_many_fast_hosts_of_one_precision_do_not_hide_another() -> None:
     hosts = [HostInfo(PeerId(f"p{index:02}"), 0, 2, 0.001, precision="int4") for index in range(20)]
     hosts += [HostInfo(B, 0, 2, 0.01, precision="bf16"), HostInfo(C, 2, 4, 0.01, precision="bf16")]

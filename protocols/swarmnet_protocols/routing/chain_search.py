@@ -36,6 +36,8 @@ UNREACHABLE_COST_S = 10.0
 """Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
 RELAY_S = 0.05
 """Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
+UNAUDITED_S = 0.5
+"""Seconds added for a host in ``View.unaudited``: it is used if the others are far slower, or would change the precision of the chain."""
 PRECISION_S = 1.0
 """Seconds added where a hop computes in another precision than the hop before it: a chain of one precision is taken unless it is far slower."""
 CANDIDATES_PER_BLOCK = 8
@@ -111,6 +113,8 @@ class View:
     """Hosts that cannot be dialled."""
     symmetric: frozenset[PeerId] = frozenset()
     """Those of them behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
+    unaudited: frozenset[PeerId] = frozenset()
+    """Hosts that announce a precision of their own for blocks that other hosts have, too: none of these could check their outputs."""
     explore: bool = False
     """Whether an unmeasured host that announces it counts as fast as the fastest measured one, so that it gets measured."""
 
@@ -139,6 +143,7 @@ def credible(view: View) -> View:
     A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median: of the measured hosts,
     or of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. A slower announcement is taken as it is: it gains a host nothing.
     The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
+    Hosts without another one to audit them are noted, since a liar could announce a precision of its own.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
     if not announced:
@@ -153,7 +158,23 @@ def credible(view: View) -> View:
         wait_s = median_high(queue_s.values())
         queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
         queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
-    return replace(view, block_s=block_s, queue_s=queue_s)
+    return replace(view, block_s=block_s, queue_s=queue_s, unaudited=_alone_in_precision(view.hosts))
+
+
+def _alone_in_precision(hosts: Iterable[HostInfo]) -> frozenset[PeerId]:
+    online = [host for host in hosts if host.online]
+    if len({host.precision for host in online}) < 2:
+        return frozenset()
+    holders: Counter[int] = Counter()
+    alike: Counter[tuple[int, str]] = Counter()
+    for host in online:
+        holders.update(range(host.start, host.end))
+        alike.update((block, host.precision) for block in range(host.start, host.end))
+    return frozenset(
+        host.peer
+        for host in online
+        if any(holders[block] > 1 == alike[block, host.precision] for block in range(host.start, host.end))
+    )
 
 
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
@@ -300,6 +321,7 @@ def _search(
                     cost, before = entry[0] + factor * here_s, entry[1]
                 else:
                     continue
+                cost += UNAUDITED_S * (peer in view.unaudited)
                 known = found.get((peer, factor, is_final))
                 if known is None or cost < known.cost:
                     found[peer, factor, is_final] = _Path(cost, host, start, factor, is_final, before)
