@@ -85,6 +85,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.audit
 	$(BIN)/python -m tests.bench.head
 	$(BIN)/python -m tests.bench.products
+	$(BIN)/python -m tests.bench.perplexity --tokens 8192
+	$(BIN)/python -m tests.bench.gpu
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway
 	$(BIN)/python -m tests.bench.dashboard

@@ -1,6 +1,7 @@
 """Defences against hosts that give wrong outputs."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from swarmnet_client.audit.verdict import Verdict
 from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.swarm.swarm import Swarm
-from tests.defences import Defence, nothing, replacing, yes
+from swarmnet_protocols.routing.chain_search import Hop, HostInfo
+from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.properties import test_audit as decisions
 from tests.sim import test_audit
 from tests.support.swarm_lab import Reference, load_reference
@@ -38,6 +40,14 @@ def patched(test: Callable[..., object], *arguments: object) -> Callable[[Path],
             test(load_reference(folder / "model", folder / "cache"), *arguments, patch)
 
     return fails
+
+
+def witnesses_of_any_precision(patch: Patch) -> None:
+    def witnesses(hosts: Sequence[HostInfo], audited: Hop, *rest: Any) -> list[Hop]:
+        alike = [dataclasses.replace(host, precision=audited.precision) for host in hosts]
+        return plan.witnesses(alike, audited, *rest)
+
+    patch.setattr(auditor, "witnesses", witnesses)
 
 
 async def never(self: object) -> None:
@@ -73,6 +83,11 @@ AUDITS = (
                 reference, liar="b2", number=0
             )
         ),
+    ),
+    Defence(
+        "hosts of different precision do not audit each other",
+        witnesses_of_any_precision,
+        of_a_swarm(test_audit.test_hosts_of_another_precision_accuse_no_host_and_are_not_accused),
     ),
     Defence(
         "a convicted host is not used",

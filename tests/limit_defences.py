@@ -10,6 +10,7 @@ import pytest
 
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_node.engine.kernels import ranged_attention
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
@@ -30,6 +31,7 @@ from tests.sim import (
 )
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import (
+    test_decode_graphs,
     test_dht_storage,
     test_flow_control,
     test_flow_control_streams,
@@ -237,5 +239,10 @@ LIMITS = (
         "a host that grants no credit is replaced",
         replacing(ChainSupervisor, "_drop_stuck_hop", nothing),
         of_a_host(a_host_without_credit),
+    ),
+    Defence(
+        "numbers of one client do not reach another through padding",
+        replacing(ranged_attention, "_own_positions", lambda positions, lengths: positions + 0 * lengths),
+        test_decode_graphs.test_other_sequences_do_not_reach_a_sequence_through_padding,
     ),
 )

@@ -19,8 +19,8 @@ from swarmnet_protocols.net.rate_limit import LinkLimiter
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_node.engine.device_memory import BlockNeeds, Placement
     from swarmnet_node.engine.kernels.backend import Backend
-    from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.quantization.formats import Format
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class NodeConfig:
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
@@ -52,8 +54,13 @@ class NodeConfig:
 
 
 @asynccontextmanager
-async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> AsyncIterator["Supervisor"]:
-    """A node that serves while the context is open, whenever its limits allow it.
+async def start(
+    config: NodeConfig,
+    *,
+    progress: "Progress | None" = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator["Supervisor"]:
+    """A node that serves while the context is open, whenever its limits allow it. ``notice`` is told how blocks were fitted to an accelerator.
 
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
@@ -82,6 +89,8 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             )
         finally:
             loaded = await loading
+        if loaded.placement is not None:
+            notice(loaded.placement.describe(loaded.model.manifest.blocks))
         from swarmnet_node.node import Dependencies
         from swarmnet_node.owner.machine import OwnersMachine, release_memory
         from swarmnet_node.supervisor import Supervisor
@@ -97,12 +106,13 @@ async def start(config: NodeConfig, *, progress: "Progress | None" = None) -> As
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
         )
         dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
-        if loaded.device.type == "cpu":
+        if loaded.devices[0].type == "cpu":
             dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)
-            limit_memory(loaded.device, limits.max_gpu_mem)
+            for device in loaded.devices:
+                limit_memory(device, limits.max_gpu_mem)
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
@@ -132,14 +142,17 @@ class _Loaded:
 
     model: "LocalModel"
     dtype: "torch.dtype"
-    device: "torch.device"
+    devices: "tuple[torch.device, ...]"
+    """One, or several GPUs over which the blocks are spread."""
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
-    footprint: "Footprint | None"
-    """Memory of the process and of one block. None without a memory limit."""
+    placement: "Placement | None"
+    """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
+    quantized: "Format | None"
+    """The format to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
@@ -149,14 +162,19 @@ class _Loaded:
 
         import_transformers()
         from swarmnet_node.engine.kernels.native_backend import load_backend
-        from swarmnet_protocols.machine.devices import limit_memory, pick_device, pick_dtype
+        from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
         from swarmnet_protocols.models import resolve
+        from swarmnet_protocols.quantization.quantize import PRECISIONS
 
-        device = pick_device(config.device)
-        dtype = pick_dtype(config.dtype, device)
-        limit_memory(device, config.limits.max_gpu_mem)
+        devices = pick_devices(config.device)
+        quantized = PRECISIONS.get(config.dtype)
+        dtype = pick_dtype("auto" if quantized is not None else config.dtype, devices[0])
+        for device in devices:
+            limit_memory(device, config.limits.max_gpu_mem)
         model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
         config.network.rules.check_model(model.name, model.manifest.hash)
+        if quantized is not None:
+            _check_quantizable(model)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -167,14 +185,16 @@ class _Loaded:
         loaded = cls(
             model,
             dtype,
-            device,
+            tuple(devices),
             backend,
             config.blocks,
             config.num_blocks or total,
-            footprint=None,
-            is_packed=config.dtype == "auto",
+            placement=None,
+            is_packed=quantized is not None or config.dtype == "auto",
+            quantized=quantized,
             preloaded=[],
         )
+        loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
             loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
         if loaded.blocks is None and loaded.num_blocks == total:
@@ -185,8 +205,59 @@ class _Loaded:
             loaded.preloaded.append(loaded._load(*loaded.blocks))
         return loaded
 
+    def _placed(self, config: NodeConfig) -> "_Loaded":
+        """The same with blocks fitted to the free memory of accelerators. Raises ``OutOfResources`` if those that are asked for do not fit."""
+        from swarmnet_node.engine.device_memory import place
+        from swarmnet_protocols.machine.devices import cards_of
+
+        cards = cards_of(self.devices)
+        if not cards:
+            return self
+        wanted = self.num_blocks if self.blocks is None else self.blocks[1] - self.blocks[0]
+        placement = place(
+            cards,
+            self._block_needs(),
+            wanted=wanted,
+            is_fixed=config.num_blocks is not None or self.blocks is not None,
+            cache_bytes=config.max_cache_bytes,
+            most=config.limits.max_gpu_mem,
+            # Weights that are quantised at load are packed; expanded, they would be those of the checkpoint.
+            forms=(True,) if self.quantized is not None else (False, True) if self.is_packed else (False,),
+        )
+        return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
+
+    def _block_needs(self) -> "BlockNeeds":
+        """The memory needs of the largest of some blocks: the first, the last and one between. Their tensors are read and not kept."""
+        import torch
+
+        from swarmnet_node.engine.device_memory import BlockNeeds
+        from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes
+
+        start, end = self.blocks or (0, self.model.manifest.blocks)
+
+        def bytes_of(*, packed: bool) -> int:
+            return max(
+                weight_bytes(
+                    self.model.load_span(
+                        at,
+                        at + 1,
+                        dtype=self.dtype,
+                        device=torch.device("meta"),
+                        packed=packed,
+                        quantized=self.quantized if packed else None,
+                    )
+                )
+                for at in {start, (start + end) // 2, end - 1}
+            )
+
+        expanded = bytes_of(packed=False)
+        packed = bytes_of(packed=True) if self.is_packed else expanded
+        return BlockNeeds(packed, expanded, LayerWidths.of(self.model.config), self.dtype.itemsize)
+
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """The same with a measured footprint. ``is_free``: with fewer blocks if not all fit.
+        """The same with blocks that fit into a limit of memory. ``is_free``: with fewer blocks if not all fit.
+
+        On an accelerator blocks take no memory of the machine, and only what a node takes without them must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
@@ -196,8 +267,10 @@ class _Loaded:
         from swarmnet_node.owner.machine import release_memory
         from swarmnet_protocols.models.partial_model import LayerWidths
 
-        first = self.blocks[0] if self.blocks is not None else 0
-        block_bytes = self._load(first, first + 1).weight_bytes
+        block_bytes = 0
+        if self.devices[0].type == "cpu":
+            first = self.blocks[0] if self.blocks is not None else 0
+            block_bytes = self._load(first, first + 1).weight_bytes
         release_memory()
         footprint = Footprint(
             psutil.Process().memory_info().rss,
@@ -205,13 +278,13 @@ class _Loaded:
             LayerWidths.of(self.model.config),
             self.dtype.itemsize,
         )
-        if self.blocks is not None:
-            footprint.check(max_ram_bytes, self.blocks[1] - self.blocks[0])
-            return replace(self, footprint=footprint)
+        if self.blocks is not None or block_bytes == 0:
+            footprint.check(max_ram_bytes, 0 if self.blocks is None else self.blocks[1] - self.blocks[0])
+            return self
         fitting = footprint.blocks_within(max_ram_bytes)
         num_blocks = min(self.num_blocks, fitting) if is_free and fitting > 0 else self.num_blocks
         footprint.check(max_ram_bytes, num_blocks)
-        return replace(self, footprint=footprint, num_blocks=num_blocks)
+        return replace(self, num_blocks=num_blocks)
 
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
@@ -240,20 +313,41 @@ class _Loaded:
         if self.preloaded:
             return self.preloaded.pop()
         try:
-            return Stage.load(
+            stage = Stage.load(
                 self.model,
                 start,
                 end,
                 dtype=self.dtype,
-                device=self.device,
+                device=self.devices[0],
                 backend=self.backend,
                 packed=self.is_packed,
+                devices=() if self.placement is None else self.placement.devices(end - start),
+                quantized=self.quantized,
             )
+            if self.placement is not None:
+                stage.preallocate(self.placement.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
-                f"blocks {start}:{end} do not fit into the memory of {self.device}",
+                f"blocks {start}:{end} do not fit into the memory of {', '.join(map(str, self.devices))}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
+        return stage
+
+
+def _check_quantizable(model: "LocalModel") -> None:
+    """Raises ``ConfigError`` unless the weights of ``model`` can be quantised."""
+    from swarmnet_protocols.quantization.quantize import UNQUANTIZED
+
+    if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
+        raise ConfigError(
+            f"the weights of {model.name} are quantised already: {model.precision}",
+            hint="leave out --dtype: they are used as they are",
+        )
+    if getattr(model.config, "num_experts_per_tok", None):
+        raise ConfigError(
+            f"{model.name} has merged experts, which are not quantised at load",
+            hint="leave out --dtype, or host a .gguf file of the model",
+        )
 
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":

@@ -19,7 +19,13 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.memory_account import Footprint, check_headroom, resource_limits
+from swarmnet_node.engine.memory_account import (
+    DEVICE_SHARES,
+    SHARES,
+    Footprint,
+    check_headroom,
+    resource_limits,
+)
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
@@ -151,7 +157,8 @@ class Supervisor:
     def set_limits(self, limits: Limits) -> None:
         """Apply other limits. Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old ones stay."""
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
-            held = self._node.engine.cache_bytes if self._node.engine is not None else 0
+            engine = self._node.engine
+            held = 0 if engine is None or engine.stage.is_on_accelerator else engine.cache_bytes
             check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
         self._machine.enforce(limits)
         self._limits = limits
@@ -332,20 +339,18 @@ class Governor:
             self._is_limited = False
             return
         stage = engine.stage
-        footprint = Footprint(
-            0,
-            stage.weight_bytes // stage.blocks,
-            stage.widths,
-            stage.dtype.itemsize,
-        )
+        is_elsewhere = stage.is_on_accelerator
+        block_bytes = 0 if is_elsewhere else stage.weight_bytes // stage.blocks
+        footprint = Footprint(0, block_bytes, stage.widths, stage.dtype.itemsize)
         held = dict(self._resources.system.used)
         held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
-        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes)
-        free_bytes = found[Resource.CACHE] - held[Resource.CACHE]
+        shares = DEVICE_SHARES if is_elsewhere else SHARES
+        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes, shares)
+        # Graphs of passes take what caches leave free.
+        free_bytes = found.get(Resource.CACHE, self._configured[Resource.CACHE]) - held[Resource.CACHE]
         found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
-        self._set(
-            engine, {resource: min(limit, self._configured[resource]) for resource, limit in found.items()}
-        )
+        limits = {resource: min(limit, self._configured[resource]) for resource, limit in found.items()}
+        self._set(engine, {**self._configured, **limits})
         if not self._is_limited:
             self._resources.limit(Resource.MEMORY, system=footprint.message_bytes)
         self._is_limited = True

@@ -172,8 +172,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # Iterations that an OpenMP thread spins before it sleeps; read when torch is imported. Long enough for the gap between two
-    # operations of one forward (threads that sleep in it make decoding twice as slow), and too short to slow other processes down.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # Iterations that an OpenMP thread spins before it sleeps; read when torch is imported. Long enough for the end of an operation, when all
+    # threads compute. A thread that spins longer waits for one that another process has displaced, and takes its core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "300")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

@@ -27,6 +27,12 @@ def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:
     return check_all
 
 
+def _check_devices(text: str) -> str:
+    for name in text.split(","):
+        _check_device(name)
+    return text
+
+
 def _check_device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", text):
         raise typer.BadParameter(
@@ -41,6 +47,10 @@ def _check_dtype(text: str) -> str:
             f"{text!r} is not a number format: use auto, float32 or bfloat16", param_hint="'--dtype'"
         )
     return text
+
+
+def _check_host_dtype(text: str) -> str:
+    return text if text in {"int8", "int4"} else _check_dtype(text)
 
 
 def _choose_transport(name: str) -> str:
@@ -160,6 +170,15 @@ DtypeOption = Annotated[
         callback=_check_dtype,
     ),
 ]
+HostDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|int8|int4",
+        help="Number format of the weights. auto: as stored on a CPU, bfloat16 on an accelerator. int8, int4: quantised when they are loaded.",
+        callback=_check_host_dtype,
+    ),
+]
 MetricsOption = Annotated[
     str | None,
     typer.Option(
@@ -170,6 +189,11 @@ MetricsOption = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def devices_option(about: str) -> Any:
+    """The option `--device` of a command that computes on several."""
+    return typer.Option("--device", metavar="auto|cpu|cuda[:N[,…]]|mps", help=about, callback=_check_devices)
 
 
 def device_option(about: str) -> Any:

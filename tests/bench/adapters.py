@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 
 import torch
 

@@ -13,7 +13,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 
 import torch
 

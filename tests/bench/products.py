@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import load_products
 from tests.unit.test_packed_products import random_matrix
 

@@ -138,6 +138,25 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 ],
             ),
         ],
+        "perplexity": [
+            Headline(
+                "perplexity of blocks quantised at load to 8 bits",
+                "% above float32",
+                "at most 1",
+                key("percent", precision="int8"),
+            ),
+            Headline("the same to 4 bits", "% above float32", "at most 4", key("percent", precision="int4")),
+        ],
+        "gpu": [
+            Headline(
+                "one stream on a GPU",
+                "x transformers with a static cache",
+                "at least 1.0",
+                key("one_stream_over_transformers", part="speed"),
+            ),
+            Headline("32 streams on a GPU", "x one", "at least 8", key("32_streams_over_one", part="speed")),
+            Headline("GPU memory that a pause returns", "", "at least 0.95", key("freed", part="memory")),
+        ],
         "frame_cost": [
             Headline("what the resource account adds to a message", "us", "", key("difference_us")),
         ],

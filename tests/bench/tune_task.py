@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 
 import torch
 

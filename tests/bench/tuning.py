@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `swarmnet run` does
+os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 
 import torch
 

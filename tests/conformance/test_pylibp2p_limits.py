@@ -197,6 +197,24 @@ def test_a_peer_that_sends_more_than_it_was_granted_is_disconnected(
     run(main)
 
 
+def test_a_peer_dials_from_the_port_on_which_it_listens(tmp_path: Path) -> None:
+    """Its router then has one mapping for both. A port that still belongs to a former connection keeps no new one from being made."""
+
+    async def main() -> None:
+        listening = P2pdConfig(tmp_path / "a", listen=LOOPBACK)
+        dialling = P2pdConfig(tmp_path / "b", listen=("/ip4/0.0.0.0/tcp/0",))
+        async with PyLibp2pTransport.create(listening) as a, PyLibp2pTransport.create(dialling) as b:
+            await b.connect(a.peer_id, a.addresses(), deadline_s=DEADLINE_S)
+            await until(lambda: bool(a._daemon._all_connections()))
+            [seen] = await a.addresses_of(b.peer_id)
+            assert seen.split("/")[4] in {each.split("/")[4] for each in b.addresses()}
+            await b._daemon.disconnect(a.peer_id)
+            await b.connect(a.peer_id, a.addresses(), deadline_s=DEADLINE_S)
+            assert await b.is_connected(a.peer_id)
+
+    run(main)
+
+
 def test_connections_of_one_address_are_limited(tmp_path: Path) -> None:
     limits = ConnectionLimits(per_host=4, per_subnet=8, total=20)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,8 +123,10 @@ def test_witnesses_cover_the_span_and_are_none_of_those_left_out(
     spans: list[tuple[int, int]], seed: int
 ) -> None:
     hosts = [HostInfo(PeerId(f"p{at}"), start, start + size, 0.1) for at, (start, size) in enumerate(spans)]
+    others = [replace(host, peer=PeerId(f"{host.peer} of int4"), precision="int4") for host in hosts]
     without = frozenset({PeerId("p0")})
-    found = witnesses(hosts, (2, 8), without, random.Random(seed))
+    found = witnesses([*hosts, *others], Hop(PeerId("p0"), 2, 8), without, random.Random(seed))
+    assert {hop.precision for hop in found} <= {""}
     if found:
         assert found[0].start == 2
         assert found[-1].end == 8

@@ -13,6 +13,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import (
     GUARD_MARGIN,
     MARGIN,
+    PRECISION_S,
     Hop,
     HostInfo,
     View,
@@ -22,6 +23,7 @@ from swarmnet_protocols.routing.chain_search import (
 )
 
 BLOCKS = 4
+PRECISIONS = st.sampled_from(["bf16", "int4"])
 SECONDS = st.floats(0.0, 1.0)
 
 
@@ -31,7 +33,7 @@ def views(draw: st.DrawFn) -> View:
     for index in range(draw(st.integers(1, 5))):
         start = draw(st.integers(0, BLOCKS - 1))
         end = draw(st.integers(start + 1, BLOCKS))
-        hosts.append(HostInfo(PeerId(f"p{index}"), start, end, draw(SECONDS)))
+        hosts.append(HostInfo(PeerId(f"p{index}"), start, end, draw(SECONDS), precision=draw(PRECISIONS)))
     peers = [host.peer for host in hosts]
     pairs = st.tuples(st.sampled_from(peers), st.sampled_from(peers))
     return View(
@@ -48,9 +50,13 @@ def views(draw: st.DrawFn) -> View:
     )
 
 
-def cost(view: View, chain: list[Hop], source: PeerId | None, sink: PeerId | None) -> float:
+def cost(
+    view: View, chain: list[Hop], source: PeerId | None, sink: PeerId | None, precision: str | None
+) -> float:
     total, last = 0.0, source
     for index, hop in enumerate(chain):
+        total += PRECISION_S * (precision not in (None, hop.precision))
+        precision = hop.precision
         seconds = view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
         seconds += view.block_s[hop.peer] * (hop.end - hop.start)
         is_end = (index == 0 and source is None) or (index == len(chain) - 1 and sink is None)
@@ -68,13 +74,13 @@ def every_chain(hosts: list[HostInfo], start: int, end: int) -> Iterator[list[Ho
         if host.start <= start < host.end:
             for leave in sorted(boundaries & {*range(start + 1, min(host.end, end) + 1)}):
                 for rest in every_chain(hosts, leave, end):
-                    yield [Hop(host.peer, start, leave), *rest]
+                    yield [Hop(host.peer, start, leave, precision=host.precision), *rest]
 
 
 @settings(max_examples=150)
-@given(views(), st.integers(0, 3), st.booleans(), st.booleans())
+@given(views(), st.integers(0, 3), st.booleans(), st.booleans(), PRECISIONS | st.none())
 def test_a_chain_covers_all_blocks_once_at_nearly_the_lowest_cost(
-    view: View, seed: int, from_peer: bool, to_peer: bool
+    view: View, seed: int, from_peer: bool, to_peer: bool, precision: str | None
 ) -> None:
     source = view.hosts[0].peer if from_peer else None
     sink = view.hosts[-1].peer if to_peer else None
@@ -98,12 +104,12 @@ def test_a_chain_covers_all_blocks_once_at_nearly_the_lowest_cost(
         missing = {block for start, end in caught.value.missing for block in range(start, end)}
         assert missing == set(range(BLOCKS)) - covered
         return
-    chain = find_chain(view, (0, BLOCKS), random.Random(seed), source=source, sink=sink)
+    chain = find_chain(view, (0, BLOCKS), random.Random(seed), source=source, sink=sink, precision=precision)
     assert [hop.start for hop in chain] == [0, *(hop.end for hop in chain[:-1])]
     assert chain[-1].end == BLOCKS
     by_peer = {host.peer: host for host in view.hosts}
     assert all(by_peer[hop.peer].start <= hop.start < hop.end <= by_peer[hop.peer].end for hop in chain)
     assert all(one.peer != other.peer for one, other in pairwise(chain))
     view = credible(view)
-    best = min(cost(view, other, source, sink) for other in chains)
-    assert cost(view, chain, source, sink) <= best * (1 + MARGIN) + 1e-9
+    best = min(cost(view, other, source, sink, precision) for other in chains)
+    assert cost(view, chain, source, sink, precision) <= best * (1 + MARGIN) + 1e-9

@@ -15,7 +15,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
-from tests.support.lying_hosts import THREE_OF_EACH, start
+from tests.support.lying_hosts import THREE_OF_EACH, lying, start
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [2, 7, 1, 8]
@@ -120,6 +120,23 @@ def test_honest_hosts_are_audited_and_not_accused(reference: Reference, number: 
         return await used(lab, (), look)
 
     assert simulate(reference, scenario, seed=number) == reference.greedy(PROMPT, STEPS)
+
+
+def test_hosts_of_another_precision_accuse_no_host_and_are_not_accused(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start(lab, THREE_OF_EACH)
+        for name in "b8", "b9":
+            await lab.start(name, lying(lab.hosting((2, 4)), precision="int4"))
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert chain.report.precisions == ["f32", "int4"]
+            assert chain.report.audits
+            assert not chain.report.wrong
+            assert not swarm.ledger.doubted
+
+        await used(lab, ["a1", "b8", "c1"], look)
+
+    simulate(reference, scenario)
 
 
 @pytest.mark.parametrize("liar", ["a2", "b2", "c2"])

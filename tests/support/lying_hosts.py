@@ -22,12 +22,15 @@ def rolled(outputs: torch.Tensor) -> torch.Tensor:
 class LyingStage:
     """A stage that passes each of its outputs through ``lie``."""
 
-    def __init__(self, stage: Any, lie: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, stage: Any, lie: Callable[[torch.Tensor], torch.Tensor], precision: str | None = None
+    ) -> None:
         self._stage = stage
         self._lie = lie
+        self.precision: str = stage.precision if precision is None else precision
 
     def part(self, start: int, end: int) -> "LyingStage":
-        return LyingStage(self._stage.part(start, end), self._lie)
+        return LyingStage(self._stage.part(start, end), self._lie, self.precision)
 
     def forward(self, rows: Any) -> list[torch.Tensor]:
         return [self._lie(outputs) for outputs in self._stage.forward(rows)]
@@ -39,10 +42,12 @@ class LyingStage:
         return getattr(self._stage, name)
 
 
-def lying(hosting: Hosting, lie: Callable[[torch.Tensor], torch.Tensor] = rolled) -> Hosting:
-    """A node whose outputs are all wrong."""
+def lying(
+    hosting: Hosting, lie: Callable[[torch.Tensor], torch.Tensor] = rolled, *, precision: str | None = None
+) -> Hosting:
+    """A node whose outputs are all wrong, or right in ``precision`` and wrong in that of others."""
     load = hosting.load
-    loaded: Any = lambda start, end: LyingStage(load(start, end), lie)  # noqa: E731
+    loaded: Any = lambda start, end: LyingStage(load(start, end), lie, precision)  # noqa: E731
     return dataclasses.replace(hosting, load=loaded)
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import torch
 
 from swarmnet_node.engine.engine import Engine
@@ -14,7 +15,10 @@ from swarmnet_protocols.net.resources import Resource, ResourceManager
 GIB = 1 << 30
 
 
-def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
+@pytest.mark.parametrize("is_on_accelerator", [False, True])
+def test_everything_is_as_before_once_the_limit_is_taken_back(is_on_accelerator: bool) -> None:
+    # Adapters and caches are in the memory of an accelerator, which the limit does not count.
+    elsewhere = {Resource.ADAPTER_BYTES} if is_on_accelerator else set()
     resources = ResourceManager()
     hosting = Hosting("model", bytes(32), 4, lambda start, end: NotImplemented)
     for resource, most in (
@@ -25,7 +29,11 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
         resources.limit(resource, system=most)
     caches: list[int] = []
     stage = SimpleNamespace(
-        blocks=4, weight_bytes=GIB // 4, widths=LayerWidths(1024, 1024, 4096), dtype=torch.float32
+        blocks=4,
+        weight_bytes=GIB // 4,
+        widths=LayerWidths(1024, 1024, 4096),
+        dtype=torch.float32,
+        is_on_accelerator=is_on_accelerator,
     )
     engine = cast(
         "Engine",
@@ -39,9 +47,10 @@ def test_everything_is_as_before_once_the_limit_is_taken_back() -> None:
     governor = Governor(resources, hosting, fixed_bytes=GIB // 2)
     governor.adjust(engine, GIB, GIB // 2)
     limited = limits()
-    for resource in (Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES):
+    for resource in {Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES} - elsewhere:
         assert cast("int", limited[resource]) < cast("int", before[resource])
-    assert caches[-1] < hosting.max_cache_bytes
+    assert all(limited[resource] == before[resource] for resource in elsewhere)
+    assert (caches[-1] < hosting.max_cache_bytes) == (not is_on_accelerator)
     governor.adjust(engine, None, GIB // 2)
     assert limits() == before
     assert caches[-1] == hosting.max_cache_bytes

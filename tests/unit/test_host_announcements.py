@@ -79,6 +79,14 @@ def test_an_invalid_announcement_is_left_out_and_hides_no_other(body: bytes) -> 
     assert read(body, announcement()) == read(announcement())
 
 
+@pytest.mark.parametrize(
+    ("announced", "read_as"), [("q4_1", "q4_1"), ("bf16/bf16", "bf16/bf16"), ("\x1b[2J", ""), ("f" * 99, "")]
+)
+def test_only_the_name_of_a_precision_is_read_as_one(announced: str, read_as: str) -> None:
+    (host,) = read(announcement(precision=announced))
+    assert host.precision == read_as
+
+
 def test_a_host_with_many_addresses_is_found_by_the_first() -> None:
     many = [f"/ip4/203.0.113.{number}/tcp/4001" for number in range(100)]
     (host,) = read(announcement(addresses=many))

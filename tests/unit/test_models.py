@@ -263,7 +263,7 @@ def test_an_architecture_that_cannot_be_split_is_named(family: str, name: str, t
         {"num_hidden_layers": "many"},
         {"hidden_size": -1},
         {"num_attention_heads": 0},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
     ],
 )

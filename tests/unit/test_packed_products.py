@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization import products as products_module
-from swarmnet_protocols.quantization.packed_tensor import FORMATS, Format, PackedTensor, Segment
+from swarmnet_protocols.quantization.formats import BLOCKS, Format
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
 from swarmnet_protocols.quantization.products import FEW_ROWS, Products, load_products
 from swarmnet_protocols.quantization.unpack import unpack
 
@@ -20,7 +20,7 @@ HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6
 
 def random_matrix(format: Format, rows: int, columns: int, seed: int = 0) -> PackedTensor:
     """Random bytes, with scales of ordinary size."""
-    weights, block_bytes = GGML_QUANT_SIZES[format]
+    weights, block_bytes = BLOCKS[format]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // weights, block_bytes), np.uint8)
     if format in (Format.F32, Format.BF16):
@@ -30,6 +30,11 @@ def random_matrix(format: Format, rows: int, columns: int, seed: int = 0) -> Pac
     for at in HALVES.get(format, ()):
         scales = rng.normal(size=blocks.shape[:2]).astype(np.float16)
         blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    if format in (Format.FP8, Format.INT4):
+        scales = rng.normal(size=blocks.shape[:2]).astype(np.float32)
+        blocks[:, :, :4] = scales[..., None].view(np.uint8)
+    if format == Format.FP8:
+        blocks[:, :, 4:][(blocks[:, :, 4:] & 127) == 127] = 0  # codes that are no number
     if format == Format.MXFP4:
         blocks[:, :, 0] = rng.integers(118, 132, blocks.shape[:2])
     return PackedTensor.of(format, torch.from_numpy(blocks.reshape(rows, -1)))
@@ -42,14 +47,14 @@ def products() -> Products:
     return found
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
-def test_native_code_unpacks_exactly_what_gguf_does(products: Products, format: Format) -> None:
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
+def test_native_code_unpacks_exactly_what_python_does(products: Products, format: Format) -> None:
     matrix = random_matrix(format, 7, 512)
     assert torch.equal(products.dequantize(matrix), matrix.dequantize())
 
 
 @pytest.mark.parametrize("draw", range(3))
-@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
 def test_torch_unpacks_exactly_what_gguf_does(format: Format, draw: int) -> None:
     matrix = random_matrix(format, 7, 512, draw)
     [segment] = matrix.segments
@@ -58,7 +63,7 @@ def test_torch_unpacks_exactly_what_gguf_does(format: Format, draw: int) -> None
     assert torch.equal(unpack(format, segment.data[2:5]), unpacked[2:5])
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
 def test_another_device_than_the_cpu_multiplies_in_its_own_memory(
     products: Products, format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +109,7 @@ def test_every_scale_of_mxfp4_is_read_as_gguf_does(products: Products) -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, FEW_ROWS, FEW_ROWS + 1])
-@pytest.mark.parametrize("format", sorted(FORMATS), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
 def test_products_equal_those_of_the_dequantised_weights(
     products: Products, format: Format, rows: int, native: bool
 ) -> None:
@@ -164,11 +169,10 @@ def test_selected_rows_are_copied_as_they_are_packed() -> None:
         (Format.Q4_0, torch.zeros(2, 17, dtype=torch.uint8)),
         (Format.Q4_0, torch.zeros(36, dtype=torch.uint8)),
         (Format.Q4_0, torch.zeros(2, 18)),
-        (Format.IQ2_S, torch.zeros(2, 82, dtype=torch.uint8)),
     ],
 )
 def test_bytes_that_are_no_whole_blocks_are_refused(format: Format, data: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"format|bytes"):
+    with pytest.raises(ValueError, match="bytes"):
         Segment(format, data)
 
 

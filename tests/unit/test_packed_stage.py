@@ -17,8 +17,9 @@ from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.checkpoint import ModelCheckpoint
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear, install, packed_bytes
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
 from tests.support.peft_oracle import random_tensors
 from tests.support.tiny_models import save_tiny, write_gguf

@@ -67,6 +67,28 @@ def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_o
     assert [hop.peer for hop in chain(View(hosts[:2], unreachable=view.unreachable))] == [A, B]
 
 
+def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
+    hosts = [
+        HostInfo(A, 0, 2, 0.001, precision="int4"),
+        HostInfo(B, 0, 2, 0.3, precision="bf16"),
+        HostInfo(C, 2, 4, 0.001, precision="bf16"),
+    ]
+    assert [hop.peer for hop in chain(View(hosts))] == [B, C]
+    assert [
+        hop.peer for hop in chain(View([hosts[0], HostInfo(B, 0, 2, 9.0, precision="bf16"), hosts[2]]))
+    ] == [A, C]
+    twins = [HostInfo(A, 0, 4, 0.001, precision="int4"), HostInfo(B, 0, 4, 0.3, precision="bf16")]
+    for precision, peer in (("int4", A), ("bf16", B)):
+        found = find_chain(View(twins), (0, 4), random.Random(0), precision=precision)
+        assert found == [Hop(peer, 0, 4, precision=precision)]
+
+
+def test_many_fast_hosts_of_one_precision_do_not_hide_another() -> None:
+    hosts = [HostInfo(PeerId(f"p{index:02}"), 0, 2, 0.001, precision="int4") for index in range(20)]
+    hosts += [HostInfo(B, 0, 2, 0.01, precision="bf16"), HostInfo(C, 2, 4, 0.01, precision="bf16")]
+    assert {hop.precision for hop in chain(View(hosts))} == {"bf16"}
+
+
 def test_a_busy_or_distant_host_is_avoided() -> None:
     hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1)]
     near = {A: 0.01, B: 0.01}

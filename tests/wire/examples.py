@@ -146,6 +146,7 @@ def record_messages() -> Iterator[Protobuf]:
         sessions=2,
         addresses=_ADDRESSES,
         public_name="a volunteer",
+        precision="bf16/bf16",
     )
     yield host
     record = Record(

@@ -74,18 +74,22 @@ class Ledger:
 
 
 def witnesses(
-    hosts: Sequence[HostInfo], span: tuple[int, int], without: frozenset[PeerId], rng: random.Random
+    hosts: Sequence[HostInfo], audited: Hop, without: frozenset[PeerId], rng: random.Random
 ) -> list[Hop]:
-    """Random hosts outside of ``without`` that together have the blocks of ``span``; empty if there are none."""
-    able = [host for host in hosts if host.online and host.peer not in without]
+    """Random hosts outside of ``without`` that together have the blocks of ``audited`` in its precision; empty if there are none."""
+    able = [
+        host
+        for host in hosts
+        if host.online and host.peer not in without and host.precision == audited.precision
+    ]
     found: list[Hop] = []
-    reached = span[0]
-    while reached < span[1]:
+    reached, end = audited.start, audited.end
+    while reached < end:
         next_hosts = [host for host in able if host.start <= reached < host.end]
         if not next_hosts:
             return []
-        whole = [host for host in next_hosts if host.end >= span[1]]
+        whole = [host for host in next_hosts if host.end >= end]
         host = rng.choice(whole or next_hosts)
-        found.append(Hop(host.peer, reached, min(host.end, span[1]), host.addresses))
+        found.append(Hop(host.peer, reached, min(host.end, end), host.addresses, host.precision))
         reached = host.end
     return found

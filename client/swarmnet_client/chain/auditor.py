@@ -298,7 +298,8 @@ class Auditor:
         return outputs
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
-        """Hosts outside of the chain: an audited host must not witness for itself or its neighbours."""
+        """Hosts outside of the chain: an audited host must not witness for itself or its neighbours. Only those of its precision: quantised
+        weights differ from others by more than the tolerance."""
         in_chain = {live.hop.peer for live in self._supervisor.hops}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
-        return witnesses(self._swarm.hosts, (hop.start, hop.end), without, self._ledger.rng)
+        return witnesses(self._swarm.hosts, hop, without, self._ledger.rng)

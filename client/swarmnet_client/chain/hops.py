@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,10 +54,20 @@ class ChainReport:
     longest_stall_s: float = 0.0
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)
     """Host and blocks [start, end) of each hop."""
+    precisions: list[str] = field(default_factory=list)
+    """Precisions of all hops so far: first that of most blocks of the first route, then others in the order in which they came."""
     audits: int = 0
     """Outputs of a hop that another host computed again."""
     wrong: list[PeerId] = field(default_factory=list)
     """Hosts whose outputs two others contradicted. Answers from before each was replaced may be wrong."""
+
+    def take(self, hops: Sequence[Hop]) -> None:
+        """Note the hops of a route that covers all blocks."""
+        self.route = [(hop.peer, hop.start, hop.end) for hop in hops]
+        blocks: Counter[str] = Counter()
+        for hop in hops:
+            blocks[hop.precision] += hop.end - hop.start
+        self.precisions += [each for each, _ in blocks.most_common() if each not in self.precisions]
 
 
 @dataclass(frozen=True)

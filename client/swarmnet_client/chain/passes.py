@@ -128,9 +128,7 @@ class RemoteBatch:
             )
         )
         self._walked = [hop_passes for hop_passes, _ in done]
-        self.report.route = [
-            (hop_pass.hop.peer, hop_pass.hop.start, hop_pass.hop.end) for hop_pass in self._walked[-1]
-        ]
+        self.report.take([hop_pass.hop for hop_pass in self._walked[-1]])
         return torch.cat([outputs for _, outputs in done])
 
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -191,7 +189,8 @@ class RemoteBatch:
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while reached < span[1]:
             try:
-                hop = self._swarm.route((reached, span[1]))[0]
+                precision = before[-1].precision if before else None
+                hop = self._swarm.route((reached, span[1]), precision=precision)[0]
                 hop_pass = HopPass(
                     hop, before, counts, values, self._swarm.new_session() if keep_graphs else b""
                 )

@@ -139,7 +139,7 @@ class ChainSupervisor:
                 await self._relink()
         except TimeoutError:
             raise self._explain(self._gaps()) from self._last_error
-        self._report.route = [(live.hop.peer, live.hop.start, live.hop.end) for live in self._hops]
+        self._report.take([live.hop for live in self._hops])
         self._swarm.chain_opened(self._hops[0].hop.peer, self._hops[-1].hop.peer)
 
     def _extend_deadline(self) -> None:
@@ -191,12 +191,22 @@ class ChainSupervisor:
                 source = next((live.hop.peer for live in self._hops if live.hop.end == gap[0]), None)
                 after = next((live for live in self._hops if live.hop.start == gap[1]), None)
                 try:
-                    route = self._swarm.route(gap, source=source, sink=after.hop.peer if after else None)
+                    route = self._swarm.route(
+                        gap,
+                        source=source,
+                        sink=after.hop.peer if after else None,
+                        precision=self._precision(),
+                    )
                 except NoRoute as error:
                     self._last_error = error
                     continue
                 await self._open_all(route, after)
             rounds += 1
+
+    def _precision(self) -> str | None:
+        """The precision that new hops should have: that of the chain, or of its first hops; None before there are any."""
+        known = self._report.precisions or [live.hop.precision for live in self._hops]
+        return known[0] if known else None
 
     async def _open_all(self, route: list[Hop], after: LiveHop | None) -> None:
         """Open sessions on the hosts of ``route`` at once; ``after`` is the hop behind them."""

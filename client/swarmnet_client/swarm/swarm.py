@@ -187,12 +187,17 @@ class Swarm:
     # ---- routes ------------------------------------------------------------------------------------------
 
     def route(
-        self, span: tuple[int, int], *, source: PeerId | None = None, sink: PeerId | None = None
+        self,
+        span: tuple[int, int],
+        *,
+        source: PeerId | None = None,
+        sink: PeerId | None = None,
+        precision: str | None = None,
     ) -> list[Hop]:
-        """The hosts of a chain over the blocks of ``span``. Raises ``NoRoute``."""
+        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops. Raises ``NoRoute``."""
         view = self._view(explore=self._rng.random() < EXPLORE)
         try:
-            return find_chain(view, span, self._rng, source=source, sink=sink)
+            return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:
             raise self.no_route(error.missing) from error
 

@@ -27,12 +27,13 @@ class LayerTargets:
     """The parts of a layer that an adapter may change.
 
     ``linears``: (outputs, inputs) of the linear modules, by path. ``products``: for each product that the stage computes, the linear
-    modules whose outputs it concatenates. ``shape``: what the layer keeps for each position of a prefix.
+    modules whose outputs it concatenates. ``shape``: what the layer keeps for each position of a prefix. ``device``: where the layer is.
     """
 
     linears: Mapping[str, tuple[int, int]]
     products: Mapping[str, tuple[str, ...]]
     shape: LayerShape
+    device: torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +66,11 @@ class StageAdapter:
 
 
 def load_adapter(
-    tensors: Mapping[str, torch.Tensor], start: int, targets: Sequence[LayerTargets], like: torch.Tensor
+    tensors: Mapping[str, torch.Tensor], start: int, targets: Sequence[LayerTargets], dtype: torch.dtype
 ) -> StageAdapter:
     """An adapter from tensors by name, for layers with these targets. The first layer is block ``start``.
 
-    ``like`` has the stage's dtype and device. Outputs of the adapter can be differentiated with respect to ``tensors``. Raises
+    Its tensors become ``dtype``, each on the device of its layer. Outputs of the adapter can be differentiated with respect to ``tensors``. Raises
     ``ProtocolViolation`` for tensors that do not fit.
     """
     blocks = by_block(tensors)
@@ -82,6 +83,7 @@ def load_adapter(
     for number, target in enumerate(targets, start):
         block = blocks.get(number, BlockTensors())
         _check(number, block, target)
+        like = torch.empty(0, dtype=dtype, device=target.device)
         layers.append(_lora_updates(number, block, target, like, named))
         prefix.append(_prefix(number, block, like, named))
     return StageAdapter(start, named, LoraLayers(tuple(layers)), tuple(prefix), prefix_positions(blocks))

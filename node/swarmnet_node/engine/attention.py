@@ -8,14 +8,19 @@ attention has to know which position belongs to which sequence. There are two ki
 
 transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``), and hands it the batch as a keyword
 argument of the model's forward.
+
+On an accelerator, where the caches are in an arena, :class:`RangedBatch` takes the place of the first, and has no loop over sequences.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
-from swarmnet_node.engine.kernels.backend import AttentionRule, Backend
+from swarmnet_node.engine.cache_arena import SPARE_ROWS, CacheArena
+from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, Ranges
 from swarmnet_node.engine.kernels.torch_backend import causal_mask
 from swarmnet_node.engine.kv_cache import LayerShape, Prefix, SequenceCache
 
@@ -88,7 +93,7 @@ class PackedBatch:
         self._counts = list(counts)
         self._backend = backend
         self._first_layer = first_layer
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None, torch.device], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
@@ -120,17 +125,75 @@ class PackedBatch:
             keys.narrow(2, first, end - first),
             values.narrow(2, first, end - first),
             rule,
-            None if is_causal else self._mask(row, window),
+            None if is_causal else self._mask(row, window, query.device),
         )
 
-    def _mask(self, row: int, sliding_window: int | None) -> torch.Tensor:
-        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers."""
-        if (row, sliding_window) not in self._masks:
+    def _mask(self, row: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers of a device."""
+        if (row, sliding_window, device) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
-            positions = torch.arange(first, sequence.length + count, device=sequence.geometry.device)
-            self._masks[row, sliding_window] = causal_mask(positions[-count:], positions, sliding_window)
-        return self._masks[row, sliding_window]
+            positions = torch.arange(first, sequence.length + count, device=device)
+            self._masks[row, sliding_window, device] = causal_mask(
+                positions[-count:], positions, sliding_window
+            )
+        return self._masks[row, sliding_window, device]
+
+
+class RangedBatch:
+    """New positions of several sequences in an arena. Their keys and values go to ``places`` int64 [T] of the arena, in one operation, and
+    ``Backend.ranged_attention`` attends to ``ranges``.
+
+    Unlike ``PackedBatch`` it reads nothing but tensors, so that it can be recorded.
+    """
+
+    def __init__(self, arena: CacheArena, backend: Backend, places: torch.Tensor, ranges: Ranges) -> None:
+        self._arena = arena
+        self._backend = backend
+        self._places = {places.device: places}
+        self._ranges = {places.device: ranges}
+
+    @classmethod
+    def of(
+        cls, arena: CacheArena, backend: Backend, sequences: Sequence[SequenceCache], counts: Sequence[int]
+    ) -> "RangedBatch":
+        """``counts[i]`` new positions of ``sequences[i]``, for which there is room; the sequences are in the order of their starts."""
+        device = sequences[0].geometry.device
+        places = torch.cat(
+            [
+                torch.arange(each.start + each.length, each.start + each.length + count)
+                for each, count in zip(sequences, counts, strict=True)
+            ]
+        )
+        lengths = [each.length + count for each, count in zip(sequences, counts, strict=True)]
+        starts = [*(each.start for each in sequences), arena.positions + SPARE_ROWS]
+        queries = [0, *accumulate(counts)]
+        numbers = torch.tensor([*starts, *lengths, *queries], dtype=torch.int32).to(device)
+        of_starts, of_lengths, of_queries = torch.split(numbers, [len(starts), len(lengths), len(queries)])
+        ranges = Ranges(of_starts, of_lengths, of_queries, max(counts), max(lengths))
+        return cls(arena, backend, places.to(device), ranges)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        keys, values = self._arena.buffers[layer]
+        places, ranges = self._on(keys.device)
+        keys.index_copy_(0, places, key[0].transpose(0, 1))
+        values.index_copy_(0, places, value[0].transpose(0, 1))
+        return self._backend.ranged_attention(query[0].transpose(0, 1), keys, values, ranges, rule)[None]
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, Ranges]:
+        """Places and ranges on the device of a layer: those of a stage may be on several."""
+        if device not in self._places:
+            [places, ranges] = next(zip(self._places.values(), self._ranges.values(), strict=True))
+            self._places[device] = places.to(device)
+            self._ranges[device] = replace(
+                ranges,
+                starts=ranges.starts.to(device),
+                lengths=ranges.lengths.to(device),
+                first_queries=ranges.first_queries.to(device),
+            )
+        return self._places[device], self._ranges[device]
 
 
 class SequenceBatch:

@@ -296,7 +296,6 @@ class Engine:
                         self._remove_pass(work)
                 continue
             async with self._core_lock.exclusive():
-                await asyncio.sleep(0)  # steps that the network has delivered already join this batch
                 await self._wait_for_more()
                 if self._steps:  # clients may have left meanwhile
                     await self._forward()

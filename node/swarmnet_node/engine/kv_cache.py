@@ -10,6 +10,9 @@ The first dimension is the batch dimension that torch's attention expects. One h
 them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised.
 ``capacity`` is a multiple of ``GROWTH_POSITIONS``, the same in all layers.
 
+Arena. On an accelerator the same tensors are views of a range in a :class:`CacheArena`, which all sequences share; the views are strided, and
+change when the range moves.
+
 Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and copies the valid positions. There
 are no pages: every sequence has tensors of its own, and attention needs no block table.
 
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swarmnet_node.engine.cache_arena import CacheArena
 from swarmnet_node.engine.kernels.backend import LoraLayers
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
@@ -46,15 +50,25 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shapes, dtype and device of a sequence's cache on one stage."""
+    """Shapes, dtype and device of a sequence's cache on one stage.
+
+    ``arena``, if the stage has one, contains the caches: ``first`` is the first of these layers in it. A sequence takes its positions in all layers of
+    the arena, also on a part of the stage.
+    """
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
+    arena: CacheArena | None = None
+    first: int = 0
+    devices: tuple[torch.device, ...] = ()
+    """The device of each layer; empty: ``device`` has all."""
 
     @property
     def bytes_per_position(self) -> int:
         """Bytes of the keys and values of one position in all layers."""
+        if self.arena is not None:
+            return self.arena.bytes_per_position
         return sum(s.heads * (s.key_size + s.value_size) for s in self.layers) * self.dtype.itemsize
 
     def bytes_for(self, length: int) -> int:
@@ -90,20 +104,37 @@ class SequenceCache:
         """Bytes of the buffers that are allocated."""
         return self._capacity * self.geometry.bytes_per_position
 
+    @property
+    def span(self) -> range:
+        """The layers of this cache, counted from the first of the arena."""
+        return range(self.geometry.first, self.geometry.first + len(self.geometry.layers))
+
+    @property
+    def start(self) -> int:
+        """The first position in the arena; 0 without one."""
+        return 0 if self.geometry.arena is None else self.geometry.arena.start_of(self)
+
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)`` afterwards."""
+        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)`` afterwards.
+
+        Raises ``torch.OutOfMemoryError`` if the arena or the device has no room.
+        """
         capacity = _capacity_for(length)
         if capacity <= self._capacity:
             return
-        if not self.layers:
-            self.layers = [self._empty(shape, capacity) for shape in self.geometry.layers]
+        is_new, arena = not self.layers, self.geometry.arena
+        if arena is not None:
+            arena.grow(self, capacity)
+        elif is_new:
+            self.layers = [self._empty(index, capacity) for index in range(len(self.geometry.layers))]
+        else:
+            for index in range(len(self.layers)):
+                self.layers[index] = self._copy(index, self._empty(index, capacity))
+        if is_new:
             for buffers, states in zip(self.layers, self._prefix, strict=False):
                 for buffer, state in zip(buffers, states, strict=True):
                     buffer[:, :, : self.prefix_positions] = state
-        else:
-            for index, shape in enumerate(self.geometry.layers):
-                self.layers[index] = self._copy(index, self._empty(shape, capacity))
         self._capacity = capacity
 
     def truncate(self, length: int) -> None:
@@ -125,8 +156,10 @@ class SequenceCache:
             twin.length = self.length
         return twin
 
-    def _empty(self, shape: LayerShape, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"dtype": self.geometry.dtype, "device": self.geometry.device}
+    def _empty(self, index: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, devices = self.geometry.layers[index], self.geometry.devices
+        device = devices[index] if devices else self.geometry.device
+        options = {"dtype": self.geometry.dtype, "device": device}
         keys = torch.empty(1, shape.heads, capacity, shape.key_size, **options)  # type: ignore[call-overload]
         values = torch.empty(1, shape.heads, capacity, shape.value_size, **options)  # type: ignore[call-overload]
         return keys, values

@@ -22,8 +22,9 @@ from swarmnet_node.engine.kernels.backend import (
     RmsNorm,
     Rotary,
 )
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
-from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 
 def has_llama_shape(model: Any) -> bool:
@@ -37,18 +38,26 @@ def has_llama_shape(model: Any) -> bool:
 class LlamaLayers:
     """A decoder stack of the Llama shape: llama, qwen2, qwen3, mistral and others."""
 
-    def __init__(self, model: Any, rules: Sequence[AttentionRule], backend: Backend) -> None:
-        """``rules`` has the attention rule of each layer. The weights of ``model`` become views of the joined weights here, so that
+    def __init__(
+        self,
+        model: Any,
+        rules: Sequence[AttentionRule],
+        backend: Backend,
+        devices: Sequence[torch.device],
+    ) -> None:
+        """``rules`` and ``devices`` have the attention rule and the device of each layer. The weights of ``model`` become views of the joined weights here, so that
         the model keeps working and no weight is held twice.
         """
         self.rotary: Rotary = model.rotary_emb
         self.layers = [_decoder_layer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
         self._backend = backend
+        self._devices = devices
 
     def part(self, start: int, end: int) -> "LlamaLayers":
         """Layers [start, end) of these, on the same weights."""
         part = LlamaLayers.__new__(LlamaLayers)
         part.rotary, part.layers, part._backend = self.rotary, self.layers[start:end], self._backend
+        part._devices = self._devices[start:end]
         return part
 
     def __call__(
@@ -58,7 +67,12 @@ class LlamaLayers:
         cosines, sines = self.rotary(inputs[None], positions[None])
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]
-        for layer in self.layers:
+        device = inputs.device
+        for layer, own_device in zip(self.layers, self._devices, strict=True):
+            if own_device != device:
+                device = own_device
+                inputs = inputs.to(device)
+                angles = angles[0].to(device), angles[1].to(device)
             # One after the other, and in functions of their own, so that neither's temporary tensors outlive it.
             inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
             inputs = inputs + self._mlp(layer, inputs, lora)

@@ -21,6 +21,7 @@ from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 
 MIB = 1 << 20
+GIB = 1 << 30
 P2PD_BYTES = 96 * MIB
 """Resident bytes of p2pd with some dozens of peers, measured."""
 MIN_CLIENT_BYTES = 64 * MIB
@@ -35,6 +36,10 @@ MIN_MESSAGES_BYTES = 16 * MIB
 """Lower bound of the memory for messages that are being received."""
 SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
 """Share of the free memory by which each resource of clients may grow until the next look."""
+
+
+DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
+"""The same for a node that computes on an accelerator: caches and adapters are in the accelerator's memory."""
 
 
 def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
@@ -56,7 +61,7 @@ class Footprint:
     runtime_bytes: int
     """Resident bytes of the process before any block is loaded, without p2pd."""
     block_bytes: int
-    """Bytes of the weights of one block."""
+    """Bytes of the weights of one block; 0 if they are in the memory of an accelerator."""
     widths: LayerWidths
     dtype_bytes: int = 4
     """Bytes of one value of weights and activations."""
@@ -90,10 +95,10 @@ class Footprint:
         """Raise ``OutOfResources`` if so many blocks do not fit."""
         needed = self.min_ram_bytes(blocks)
         if max_ram_bytes < needed:
-            fewer = self.blocks_within(max_ram_bytes)
+            fewer = self.blocks_within(max_ram_bytes) if self.block_bytes else 0
             alternative = f", or host fewer blocks: --num-blocks {fewer}" if fewer > 0 else ""
             raise OutOfResources(
-                f"{blocks} blocks do not fit into {max_ram_bytes / MIB:.0f} MiB",
+                f"{f'{blocks} blocks do' if self.block_bytes else 'a node does'} not fit into {max_ram_bytes / MIB:.0f} MiB",
                 hint=f"allow at least --max-ram {-(-needed // MIB)}MiB{alternative}",
             )
 
@@ -109,15 +114,20 @@ def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
 
 
 def resource_limits(
-    max_ram_bytes: int, rss_bytes: int, held: Mapping[Resource, int], footprint: Footprint, fixed_bytes: int
+    max_ram_bytes: int,
+    rss_bytes: int,
+    held: Mapping[Resource, int],
+    footprint: Footprint,
+    fixed_bytes: int,
+    shares: Mapping[Resource, float] = SHARES,
 ) -> dict[Resource, int]:
-    """Limits of the resources of clients until the next look.
+    """Limits until the next look of those resources of clients that ``shares`` names: the others are not in the memory that is limited.
 
     ``held`` is what clients hold of the ``rss_bytes`` that are resident; ``fixed_bytes`` were resident when they held nothing. Memory
     that is reserved and not yet touched is not resident, so the fixed part never counts as less than ``fixed_bytes``.
     """
-    holding = {resource: held.get(resource, 0) for resource in SHARES}
+    holding = {resource: held.get(resource, 0) for resource in shares}
     total = sum(holding.values())
     fixed = max(fixed_bytes, rss_bytes - total)
     free = int(max_ram_bytes * (1 - MARGIN)) - footprint.work_bytes - fixed - total
-    return {resource: holding[resource] + int(max(0, free) * share) for resource, share in SHARES.items()}
+    return {resource: holding[resource] + int(max(0, free) * share) for resource, share in shares.items()}

@@ -7,15 +7,22 @@ A stage computes a forward in one of three ways, chosen when it is loaded:
 3. of few positions by the backend's decode step, where the backend has one for these layers.
 
 The second and third are used only if they reproduce the first on random inputs. Which backend computes is chosen by the caller.
+
+On an accelerator :meth:`Stage.preallocate` puts the KV caches into an arena. Then attention of a batch is one call, and decode steps are recorded
+(``decode_graphs.py``), both again only if they reproduce what they replace.
 """
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from swarmnet_node.engine.adapters import BatchLora, LayerTargets, StageAdapter, linear_modules, load_adapter
 from swarmnet_node.engine.attention import (
@@ -23,54 +30,88 @@ from swarmnet_node.engine.attention import (
     Batch,
     GeometryProbe,
     PackedBatch,
+    RangedBatch,
     SequenceBatch,
     register,
 )
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, record_forward
+from swarmnet_node.engine.cache_arena import CacheArena
+from swarmnet_node.engine.decode_graphs import DecodeGraphs
 from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, Backend, DecodeRow, DecodeStep
+from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.kv_cache import KVGeometry, Prefix, SequenceCache
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, Prefix, SequenceCache
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.partial_model import LayerWidths, with_blocks
-from swarmnet_protocols.quantization.packed_linear import packed_bytes
+from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
+from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.quantize import precision_of
+
+_log = logging.getLogger(__name__)
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
 """Largest relative error of a trial, in units of the dtype's epsilon. Rounding differs by a few units; another function by its size."""
 TORCH: Backend = TorchBackend()
+_ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
+"""The part of a precision that names the activations."""
 
 
 class Stage:
     """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
 
-    def __init__(self, model: Any, hidden_size: int, backend: Backend = TORCH) -> None:
-        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it."""
+    def __init__(
+        self,
+        model: Any,
+        hidden_size: int,
+        backend: Backend = TORCH,
+        *,
+        precision: str = "",
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it.
+
+        ``precision`` names that of weights and activations, as ``HostRecord`` does.
+        ``devices`` has the device of each layer, if they are not all on one. Hidden states then move before a layer that is elsewhere; they enter and
+        leave on the first device.
+        """
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
+        self.devices = tuple(devices) or (next(model.parameters()).device,) * len(model.layers)
+        if len(set(self.devices)) > 1:
+            for layer, device in zip(model.layers, self.devices, strict=True):
+                layer.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
         weight = next(model.parameters())
         self.hidden_size = hidden_size
+        self.precision = precision
         self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
         self.blocks = len(self._model.layers)
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)
+        self.weight_bytes = weight_bytes(model)
         self._first = 0
         self._backend = backend
         self._llama_layers: LlamaLayers | None = None
         self._decode_step: DecodeStep | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._is_fused = False
         self._parts: dict[tuple[int, int], Stage] = {}
         probe = self._probe()
-        self.geometry = KVGeometry(tuple(shape for shape, _ in probe.layers), self.dtype, self.device)
+        shapes = tuple(shape for shape, _ in probe.layers)
+        self.geometry = KVGeometry(shapes, self.dtype, self.device, devices=self.devices)
         linears = [linear_modules(layer) for layer in model.layers]
-        self._choose_layers([rule for _, rule in probe.layers])
+        self._rules = [rule for _, rule in probe.layers]
+        self._choose_layers(self._rules)
         self._targets = tuple(
             LayerTargets(
-                paths, PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths}, shape
+                paths,
+                PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths},
+                shape,
+                device,
             )
-            for paths, shape in zip(linears, self.geometry.layers, strict=True)
+            for paths, shape, device in zip(linears, shapes, self.devices, strict=True)
         )
 
     @classmethod
@@ -84,10 +125,39 @@ class Stage:
         device: torch.device,
         backend: Backend = TORCH,
         packed: bool = False,
+        quantized: Format | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> "Stage":
-        """Load blocks [start, end); ``packed`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values."""
-        span = model.load_span(start, end, dtype=dtype, device=device, packed=packed)
-        return cls(span, model.manifest.hidden_size, backend)
+        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values.
+
+        ``devices`` has the device of each block; by default ``device`` has all.
+        """
+        devices = devices or [device] * (end - start)
+        spans: list[Any] = []
+        at = start
+        for own, blocks in groupby(devices):
+            until = at + len(list(blocks))
+            spans.append(
+                model.load_span(at, until, dtype=dtype, device=own, packed=packed, quantized=quantized)
+            )
+            at = until
+        weights = model.precision if quantized is None else precision_of(quantized)
+        return cls(
+            _joined(spans, model.config, start, end),
+            model.manifest.hidden_size,
+            backend,
+            precision=weights + _ACTIVATIONS[dtype],
+            devices=devices,
+        )
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether weights and caches are in other memory than the machine's own."""
+        return bool(self.device.type != "cpu")
+
+    @property
+    def _is_on_one_device(self) -> bool:
+        return len(set(self.devices)) == 1
 
     @property
     def has_llama_layers(self) -> bool:
@@ -98,6 +168,34 @@ class Stage:
     def has_decode_step(self) -> bool:
         """Whether forwards of few positions use the backend's decode step."""
         return self._decode_step is not None
+
+    @property
+    def has_recordings(self) -> bool:
+        """Whether decode steps are recorded."""
+        return self._graphs is not None and not self._graphs.failure
+
+    @torch.inference_mode()
+    def preallocate(self, cache_bytes: int) -> None:
+        """Allocate the KV caches of all later sequences now, in an arena of ``cache_bytes``; for accelerators. No sequence may exist yet."""
+        bare = replace(self.geometry, arena=None)
+        positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
+        arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
+        self.geometry = replace(bare, arena=arena)
+        self._decode_step = None  # it reads caches that are contiguous
+        self._parts.clear()
+        self._is_fused = self._can_be_fused(arena) and self._fused_agrees()
+        # A recording is of one device, and steps that move between several are not recorded.
+        recorder = self._backend.recorder(self.device) if self._is_on_one_device else None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(
+                self._run,
+                self._agree,
+                recorder,
+                self._backend,
+                arena,
+                torch.empty(self.hidden_size, dtype=self.dtype, device=self.device),
+                is_fused=self._is_fused,
+            )
 
     def part(self, start: int, end: int) -> "Stage":
         """A stage of blocks [start, end), counted from the first of this one, on the same weights."""
@@ -112,8 +210,15 @@ class Stage:
             part._model.config = with_blocks(self._model.config, start, end)
             part._model.config._attn_implementation = IMPLEMENTATION
             part.blocks = end - start
-            part.geometry = replace(self.geometry, layers=self.geometry.layers[start:end])
             part._first = self._first + start
+            part.devices = self.devices[start:end]
+            part.geometry = replace(
+                self.geometry,
+                layers=self.geometry.layers[start:end],
+                devices=part.devices,
+                first=part._first,
+            )
+            part._graphs = None  # there may be many parts
             if self._llama_layers is not None:
                 part._llama_layers = self._llama_layers.part(start, end)
                 if self._decode_step is not None:
@@ -128,9 +233,7 @@ class Stage:
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
         """
-        return load_adapter(
-            tensors, start, self._targets, torch.empty(0, dtype=self.dtype, device=self.device)
-        )
+        return load_adapter(tensors, start, self._targets, self.dtype)
 
     def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
         """The KV cache of a new sequence, with the adapter's prefix if it has one. Allocates nothing yet."""
@@ -153,10 +256,19 @@ class Stage:
                 raise ValueError(f"inputs of shape {tuple(inputs.shape)}, expected [n, {self.hidden_size}]")
         if not rows:
             return []
+        for sequence, inputs in rows:
+            sequence.reserve(sequence.length + len(inputs))
+        if self.geometry.arena is not None:
+            order = sorted(range(len(rows)), key=lambda index: rows[index][0].start)
+            outputs_in_order = self._forward_rows([rows[index] for index in order])
+            places = {index: place for place, index in enumerate(order)}
+            return [outputs_in_order[places[index]] for index in range(len(rows))]
+        return self._forward_rows(rows)
+
+    def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
+        """``forward`` of sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
-        for (sequence, _), count in zip(rows, counts, strict=True):
-            sequence.reserve(sequence.length + count)
-        packed = torch.cat([inputs.to(self.device, self.dtype) for _, inputs in rows])
+        packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
             outputs = self._decode_step(
@@ -225,15 +337,51 @@ class Stage:
     def _forward_packed(
         self, packed: torch.Tensor, sequences: Sequence[SequenceCache], counts: list[int]
     ) -> torch.Tensor:
+        if self._graphs is not None and max(counts) == 1:
+            outputs = self._graphs.step(packed, sequences)
+            if outputs is not None:
+                return outputs.cpu()
         positions = torch.cat(
             [
                 torch.arange(sequence.length, sequence.length + n)
                 for sequence, n in zip(sequences, counts, strict=True)
             ]
         )
-        batch = PackedBatch(sequences, counts, self._backend, first_layer=self._first)
+        batch = self._batch(sequences, counts)
         lora = BatchLora([sequence.lora for sequence in sequences], counts, self._backend)
         return self._run(packed, positions.to(self.device), batch, lora or None).cpu()
+
+    def _batch(self, sequences: Sequence[SequenceCache], counts: list[int]) -> Batch:
+        """All rows in one call where that is possible, and no slower."""
+        arena = self.geometry.arena
+        if arena is not None:
+            lengths = [sequence.length + 1 for sequence in sequences]
+            if self._is_fused or (max(counts) == 1 and is_worth_padding(lengths)):
+                return RangedBatch.of(arena, self._backend, sequences, counts)
+        return PackedBatch(sequences, counts, self._backend, first_layer=self._first)
+
+    def _can_be_fused(self, arena: CacheArena) -> bool:
+        """Whether the backend attends to ranges in all layers, for any number of queries."""
+        return all(
+            self._backend.is_fused(keys[:1], values, rule)
+            for (keys, values), rule in zip(arena.buffers, self._rules, strict=True)
+        )
+
+    def _fused_agrees(self) -> bool:
+        """Whether attention of several sequences in one call gives what it gives for one after the other."""
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(2, TRIAL_POSITIONS + 1, self.hidden_size, generator=generator)
+        found = []
+        for self._is_fused in (False, True):
+            sequences = [self.new_sequence(), self.new_sequence()]
+            prompts = [(sequences[0], inputs[0, :-1]), (sequences[1], inputs[1, :-3])]
+            steps = [(sequences[0], inputs[0, -1:]), (sequences[1], inputs[1, -3:])]
+            try:
+                found.append(torch.cat([*self.forward(prompts), *self.forward(steps)]))
+            except RuntimeError as error:
+                _log.warning("attention runs one sequence at a time: %s", error)
+                return False
+        return self._agree(found[1], found[0])
 
     def _run(
         self,
@@ -243,12 +391,12 @@ class Stage:
         lora: BatchLora | None = None,
     ) -> torch.Tensor:
         if self._llama_layers is not None:
-            return self._llama_layers(inputs, positions, batch, lora)
+            return self._llama_layers(inputs, positions, batch, lora).to(self.device)
         with lora.hooked(self._model.layers, self._first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
                 inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
             ).last_hidden_state
-        return outputs[0]
+        return outputs[0].to(self.device)
 
     @torch.inference_mode()
     def _probe(self) -> GeometryProbe:
@@ -269,7 +417,7 @@ class Stage:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=generator)
         [expected] = self.forward([(self.new_sequence(), inputs)])
-        self._llama_layers = LlamaLayers(self._model, rules, self._backend)
+        self._llama_layers = LlamaLayers(self._model, rules, self._backend, self.devices)
         [outputs] = self.forward([(self.new_sequence(), inputs)])
         if not self._agree(outputs, expected):
             self._llama_layers = None
@@ -284,3 +432,24 @@ class Stage:
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
         error = (outputs - expected).float().norm() / expected.float().norm()
         return bool(error < TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps)
+
+
+def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Move the inputs of a layer, hidden states and rotary angles, to its device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+
+
+def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
+    """One decoder stack of the layers of all, each on its device, with what else the first one has."""
+    whole, *others = spans
+    for span in others:
+        for module in span.layers.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx += len(whole.layers)
+        whole.layers.extend(span.layers)
+    if others:
+        whole.config = with_blocks(config, start, end)
+        for module in whole.layers.modules():
+            if hasattr(module, "config"):  # each layer has that of its own span
+                module.config._attn_implementation = IMPLEMENTATION
+    return whole

@@ -54,6 +54,7 @@ class Announcement:
             addresses=listed(sorted(self.addresses, key=_is_loopback)),
             public_name=self.public_name,
             nat=_nat(self.reach),
+            precision=engine.stage.precision if engine else "",
         )
 
 

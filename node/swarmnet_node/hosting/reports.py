@@ -52,7 +52,7 @@ def describe_host(
         start=status.start,
         end=status.end,
         state=status.state,
-        dtype=str(engine.stage.dtype).removeprefix("torch."),
+        dtype=engine.stage.precision,
         step_s=step_s,
         token_s=engine.token_s,
         queue_s=engine.queue_s,

@@ -356,10 +356,12 @@ class HostedSession:
                 is_rebuilt = step.replay and not self._sequences
                 computed = step.with_values(await self._compute(step))
                 self._outbox.append(computed)
-                self._received.add(step)
-                self._count(step, is_rebuilt=is_rebuilt)
                 if self._is_last and not step.replay:
                     await self._answer(computed)
+                else:
+                    await asyncio.sleep(0)  # the outputs are sent before the step is digested and counted
+                self._received.add(step)
+                self._count(step, is_rebuilt=is_rebuilt)
             except (StreamEnded, DeadlineExceeded):
                 return  # the client is gone, or does not read: its stream ends the session
             except ProtocolViolation as error:

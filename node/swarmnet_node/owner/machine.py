@@ -145,8 +145,12 @@ def _rss_bytes(process: psutil.Process) -> int:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system."""
+    """Return freed memory to the system, and that of accelerators to their drivers."""
     gc.collect()
+    if "torch" in sys.modules:
+        from swarmnet_protocols.machine.devices import release_device_memory
+
+        release_device_memory()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,6 +1,7 @@
 """Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible."""
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +20,8 @@ MAX_ADDRESSES = 16
 MAX_ADDRESSES_BYTES = 2048
 """Most bytes of all addresses in one record."""
 MAX_STEP_S = 3600.0
+PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
+"""Precisions that a host may announce."""
 PROTOCOL = 1
 """Version of session.proto that this release implements."""
 
@@ -66,6 +69,7 @@ async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[Hos
                 online=body.state == pb.HOST_STATE_ONLINE,
                 is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
                 is_symmetric=body.nat == pb.NAT_SYMMETRIC,
+                precision=body.precision if PRECISION.fullmatch(body.precision) else "",
                 record=record.sealed,
             )
             found.append((info, body, record.sequence))

@@ -27,7 +27,6 @@ from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
-    AsyncExitStack,
     ExitStack,
     asynccontextmanager,
     contextmanager,
@@ -143,12 +142,17 @@ class FileCoreLock:
 
     @asynccontextmanager
     async def _held(self, *, shared: bool) -> AsyncIterator[None]:
-        async with self._queue.held() as is_next, AsyncExitStack() as stack:
-            if is_next:
-                await stack.enter_async_context(self._cores.held(shared=shared))
-            held = stack.pop_all()
-        async with held:
+        place, locked = await self._queue.acquire(), None
+        if place is not None:
+            try:
+                locked = await self._cores.acquire(shared=shared)
+            finally:
+                self._queue.release(place)
+        try:
             yield
+        finally:
+            if locked is not None:
+                self._cores.release(locked)
 
     def _exchange_last(self) -> None:
         """Read which process held the lock last, and write this one."""
@@ -206,19 +210,17 @@ class _FileLock:
             finally:
                 waiter.close()
 
-    @asynccontextmanager
-    async def held(self, *, shared: bool = False) -> AsyncIterator[bool]:
-        """Hold the lock while the context is open; yields False without it if its holder is stopped."""
-        locked = await self._acquire(shared)
-        if locked is None:
-            yield False
-            return
-        self._sign()
-        try:
-            yield True
-        finally:
-            self._sign_timer.cancel()
-            unlock(locked.fileno())
+    async def acquire(self, *, shared: bool = False) -> IO[str] | None:
+        """Hold the lock until ``release`` of the file that this returns; None without it if its holder is stopped."""
+        locked = self._file if _try_lock(self._file, shared=shared) else await self._wait(shared)
+        if locked is not None:
+            self._sign()
+        return locked
+
+    def release(self, locked: IO[str]) -> None:
+        """Release the lock that ``acquire`` gave."""
+        self._sign_timer.cancel()
+        unlock(locked.fileno())
 
     @contextmanager
     def held_briefly(self) -> Iterator[None]:
@@ -241,10 +243,8 @@ class _FileLock:
         os.utime(self._file.fileno())
         self._sign_timer = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
-    async def _acquire(self, shared: bool) -> IO[str] | None:
-        """The file that is locked; None if the holder is stopped."""
-        if _try_lock(self._file, shared=shared):
-            return self._file
+    async def _wait(self, shared: bool) -> IO[str] | None:
+        """Wait for the lock. Returns the file that is locked; None if the holder is stopped."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         request = self._waiter.request(shared=shared)

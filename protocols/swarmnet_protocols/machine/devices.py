@@ -1,11 +1,14 @@
-"""The device, precision and GPU memory limit that the user chose."""
+"""The devices, precision and GPU memory limit that the user chose, and the free memory of the devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from swarmnet_protocols.errors import ConfigError
 
-_MPS_DEFAULT_SHARE = 1.7
-"""PyTorch's default limit as a share of Metal's recommendation. It lets the system swap."""
+MOST_SHARE = 0.95
+"""Share of a device's memory that may be filled: a driver that has none left ends other programs."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -13,21 +16,54 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device  # cuda has a number
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"this machine has no device {name}", hint="use --device auto or --device cpu"
         ) from error
-    return device
+
+
+@dataclass(frozen=True)
+class Card:
+    """The memory of one accelerator; ``name`` is for people."""
+
+    device: torch.device
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """Bytes that no program uses, at the time of looking."""
+
+
+def cards_of(devices: Sequence[torch.device]) -> list[Card]:
+    """The memory of each accelerator among ``devices``; a CPU has no memory of its own."""
+    return [_card(device) for device in devices if device.type in ("cuda", "mps")]
+
+
+def _card(device: torch.device) -> Card:
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return Card(device, "the GPU", total, max(0, total - torch.mps.driver_allocated_memory()))
+    free, total = torch.cuda.mem_get_info(device)
+    return Card(device, f"{device} ({torch.cuda.get_device_name(device)})", total, free)
+
+
+def allowed_bytes(most: float | None, total_bytes: int) -> int:
+    """The bytes of a device that a limit allows: a share if at most 1, else bytes; None: ``MOST_SHARE`` of it."""
+    return int(_share(most, total_bytes) * total_bytes)
+
+
+def release_device_memory() -> None:
+    """Return freed memory of accelerators to their drivers. What the driver keeps for a process that computes stays until it ends."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
 
 
 def limit_memory(device: torch.device, most: float | None) -> None:
-    """Limit the memory that this process allocates on ``device`` to ``most``: a share if at most 1, else bytes; None: no limit.
+    """Limit the memory that this process allocates on ``device`` to ``most``: a share if at most 1, else bytes; None: ``MOST_SHARE`` of it.
 
     Existing allocations stay. Beyond the limit PyTorch raises its out-of-memory error. The driver's own memory, some hundred MB, is not
     counted. Does nothing for a CPU.
@@ -35,14 +71,24 @@ def limit_memory(device: torch.device, most: float | None) -> None:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if most is None else _share(most, total), index)
+        torch.cuda.set_per_process_memory_fraction(_share(most, total), index)
     elif device.type == "mps":
         total = torch.mps.recommended_max_memory()
-        torch.mps.set_per_process_memory_fraction(_MPS_DEFAULT_SHARE if most is None else _share(most, total))
+        torch.mps.set_per_process_memory_fraction(_share(most, total))
 
 
-def _share(most: float, total_bytes: int) -> float:
+def _share(most: float | None, total_bytes: int) -> float:
+    if most is None:
+        return MOST_SHARE
     return most if most <= 1 else min(1.0, most / total_bytes)
+
+
+def pick_devices(names: str) -> list[torch.device]:
+    """The devices of names with commas between them: one as ``pick_device``, or several CUDA devices. Raises ``ConfigError``."""
+    found = [pick_device(name) for name in names.split(",")]
+    if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
+        raise ConfigError(f"{names} are not several GPUs", hint="use for example --device cuda:0,cuda:1")
+    return found
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

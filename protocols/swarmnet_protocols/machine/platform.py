@@ -119,10 +119,15 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 # ---- ports --------------------------------------------------------------------------------------------
 
 
-def keep_port(end: socket.socket) -> None:
-    """Let a socket listen on a port whose connections have ended a moment ago, but on none at which another socket listens."""
+def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
+    """Let a socket listen on a port whose connections have ended a moment ago, but on none at which another socket listens.
+
+    ``is_shared``: sockets of this user for which ``share_port`` was called may have the same port, except on Windows.
+    """
     if sys.platform == "win32":  # SO_REUSEADDR would take the port of another process
         end.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    elif is_shared:
+        share_port(end)
     else:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.quantization.formats import Format
+
 _CHUNK_BYTES = 1 << 20
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
@@ -84,6 +86,10 @@ class ModelCheckpoint(Protocol):
     @property
     def naming(self) -> BlockNaming: ...
 
+    @property
+    def precision(self) -> str:
+        """The format in which most weights of the blocks are stored, in lower case: ``bf16``, ``q4_k``."""
+
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
 
@@ -103,12 +109,14 @@ class ModelCheckpoint(Protocol):
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
         ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised and 16-bit weights of its linear modules and
-        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. These are on ``device``, moved one by one as they
-        are read; an accelerator gets the 16-bit ones as ordinary tensors.
+        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. With ``quantized`` they
+        are rounded to that format, if ``can_be_quantized`` holds for them. These are on ``device``, moved one by one as they are read; an
+        accelerator gets the 16-bit ones as ordinary tensors.
         """
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.quantization.formats import Format
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 MAX_TENSORS = 1_000_000
@@ -194,6 +196,16 @@ class GgufCheckpoint:
     def fetch(self, files: Iterable[str]) -> None:
         """Nothing: the file is there."""
 
+    @property
+    def precision(self) -> str:
+        from gguf import GGMLQuantizationType
+
+        weights: Counter[int] = Counter()
+        for name, tensor in self._tensors.items():
+            if _NAMING.block_of(name) is not None:
+                weights[tensor.type] += math.prod(tensor.shape)
+        return GGMLQuantizationType(max(weights, key=weights.__getitem__)).name.lower() if weights else "f32"
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return set(self.files)
 
@@ -258,6 +270,7 @@ class GgufCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
         import numpy as np
@@ -270,6 +283,7 @@ class GgufCheckpoint:
         )
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
@@ -285,7 +299,8 @@ class GgufCheckpoint:
                 if packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        parsed["tensors"][own_name] = matrix.select(order).loaded(device)
+                        rounded = quantize_if_wanted(matrix.select(order), quantized)
+                        parsed["tensors"][own_name] = rounded.loaded(device)
                         continue
                 try:
                     weights = dequantize(rows, GGMLQuantizationType(tensor.type))
@@ -310,14 +325,13 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
     """A matrix as it is stored, from its bytes [rows, bytes of a row]; None for a tensor that is no matrix of a packed format."""
     import numpy as np
     import torch
-    from gguf import GGMLQuantizationType
 
-    from swarmnet_protocols.quantization.packed_tensor import FORMATS, PackedTensor
+    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
-    kind = GGMLQuantizationType(tensor.type)
-    if len(tensor.shape) != 2 or kind not in FORMATS:
+    if len(tensor.shape) != 2 or tensor.type not in {*Format}:
         return None
-    return PackedTensor.of(kind, torch.from_numpy(np.require(rows, requirements=["W"])))
+    return PackedTensor.of(Format(tensor.type), torch.from_numpy(np.require(rows, requirements=["W"])))
 
 
 def _row_order(

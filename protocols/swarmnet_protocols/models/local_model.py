@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.quantization.formats import Format
+
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change from which its times show the next one."""
 
@@ -61,6 +63,11 @@ class LocalModel:
     def max_positions(self) -> int:
         """Positions that a sequence may have."""
         return int(self.config.max_position_embeddings)
+
+    @property
+    def precision(self) -> str:
+        """The format in which most weights of the blocks are stored: ``bf16``, ``q4_k``."""
+        return self._checkpoint.precision
 
     def fetch(self) -> None:
         """Download the files that are not on this machine. Raises as ``ModelCheckpoint.fetch``."""
@@ -110,16 +117,27 @@ class LocalModel:
         *,
         device: "torch.device",
         packed: bool = False,
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         self._check(names)
-        return self._checkpoint.state_dict(names, first_block, model, packed=packed, device=device)
+        return self._checkpoint.state_dict(
+            names, first_block, model, packed=packed, device=device, quantized=quantized
+        )
 
     def load_span(
-        self, start: int, end: int, *, dtype: "torch.dtype", device: "torch.device", packed: bool = False
+        self,
+        start: int,
+        end: int,
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        packed: bool = False,
+        quantized: "Format | None" = None,
     ) -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
-        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules stay as they are stored, in ``PackedLinear``.
+        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules stay as they are stored, in ``PackedLinear``;
+        with ``quantized`` those of 16 and 32 bits are rounded to that format.
         Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
@@ -131,7 +149,9 @@ class LocalModel:
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
         return build_span(self.config, start, end).load(
-            lambda model: self._state_dict(names, start, model, packed=packed, device=device),
+            lambda model: self._state_dict(
+                names, start, model, packed=packed, device=device, quantized=quantized
+            ),
             dtype=dtype,
             device=device,
             products=load_products(self.cache_dir) if packed else None,

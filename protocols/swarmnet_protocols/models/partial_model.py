@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.language_model import headed_class
-from swarmnet_protocols.quantization.packed_linear import install
+from swarmnet_protocols.quantization.packed_linear import install, packed_bytes
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
 
@@ -279,6 +279,11 @@ class ModelBuilder:
         model.name_or_path = model.config.name_or_path = ""
         loaded: nn.Module = model.to(device).requires_grad_(False)
         return loaded
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights, packed ones as they are packed."""
+    return sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)
 
 
 def with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":

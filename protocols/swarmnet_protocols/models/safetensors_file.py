@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from swarmnet_protocols.models.language_model import language_config
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from swarmnet_protocols.models.quantized_weights import Scheme
+    from swarmnet_protocols.quantization.formats import Format
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -39,9 +43,10 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
 _BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+_SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
@@ -173,10 +178,33 @@ class SafetensorsCheckpoint:
                         f"{self.root / file} lacks tensor {min(missing)[:200]!r} of {INDEX_NAME}"
                     )
 
+    @property
+    def precision(self) -> str:
+        if self._scheme is not None:
+            return self._scheme.precision
+        dtype = str(self.config().dtype or "torch.float32")
+        return _SHORT_NAMES.get(dtype, dtype.removeprefix("torch."))
+
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
 
+    @cached_property
+    def _scheme(self) -> "Scheme | None":
+        """How weights are quantised. Raises ``ConfigError`` if that is not read."""
+        from swarmnet_protocols.models.quantized_weights import scheme_of
+
+        settings = getattr(self._config(), "quantization_config", None)
+        if settings is None or isinstance(settings, Mapping):
+            return None if settings is None else scheme_of(settings)
+        raise ConfigError(f"{self.root / 'config.json'}: its quantization_config is not an object")
+
     def config(self) -> "PretrainedConfig":
+        config = self._config()
+        if self._scheme is not None:  # transformers would look for packages that multiply with such weights
+            del config.quantization_config
+        return config
+
+    def _config(self) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -190,11 +218,6 @@ class SafetensorsCheckpoint:
             )
         except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
             raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{path}: the weights are quantised in a way that is not read",
-                hint="use the original checkpoint, or a .gguf file of it",
-            )
         return config
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -249,31 +272,49 @@ class SafetensorsCheckpoint:
         *,
         packed: bool,
         device: "torch.device",
+        quantized: "Format | None" = None,
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are.
+        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are. With ``quantized``, on any device, those of
+        32-bit numbers too.
         """
         import torch
         from safetensors import SafetensorError, safe_open
 
+        from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_linear import packable_weight
-        from swarmnet_protocols.quantization.packed_tensor import Format, PackedTensor
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        formats = {"BF16": Format.BF16, "F16": Format.F16}
+        formats = {"BF16": Format.BF16, "F16": Format.F16} | ({"F32": Format.F32} if quantized else {})
+        is_packed = packed and (quantized is not None or device.type == "cpu")
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
                 opened[file] = safe_open(self.root / file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise IntegrityError(f"{self.root / file} cannot be read: {error}") from error
+
+        def slice_of(name: str) -> Any:
+            return opened[self._file_of[name]].get_slice(name)
+
         found: dict[str, Any] = {}
-        for name in names:
-            file, hf_name = opened[self._file_of[name]], self.naming.renumbered(name, first_block)
-            tensor = file.get_slice(name)
-            own_name = packable_weight(model, hf_name) if packed and device.type == "cpu" else None
+        plain = set(names)
+        for stored in self._scheme.weights(names, slice_of) if self._scheme is not None else ():
+            plain.difference_update(stored.tensors)
+            hf_name = self.naming.renumbered(stored.name, first_block)
+            own_name = packable_weight(model, hf_name) if packed else None
+            if own_name is not None:
+                found[own_name] = stored.packed().loaded(device)
+            else:
+                found[hf_name] = stored
+        for name in sorted(plain):
+            hf_name, tensor = self.naming.renumbered(name, first_block), slice_of(name)
+            own_name = packable_weight(model, hf_name) if is_packed else None
             if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
-                found[own_name] = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
+                found[own_name] = quantize_if_wanted(matrix, quantized).loaded(device)
             else:
                 found[hf_name] = tensor
         return found

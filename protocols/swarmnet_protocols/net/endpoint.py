@@ -53,9 +53,9 @@ class Endpoint:
     def serves(self, protocol_id: str) -> bool:
         return protocol_id in self._handlers
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run a task that ends with this endpoint."""
-        self._start(coroutine, self._tasks)
+        return self._start(coroutine, self._tasks)
 
     def open(
         self, pipe: Pipe, peer: PeerId, protocol: ProtocolSpec, link: LinkLimiter | None = None
@@ -120,7 +120,10 @@ class Endpoint:
             pipe.writer.write(last_frame)
             pipe.writer.close()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+    ) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        return task

@@ -104,9 +104,8 @@ class FramedStream:
             await self._write_in_pieces(head, memoryview(payload), window if needs_credit else None)
             return
         await self._acquire(message_bytes, message_bytes=message_bytes)
-        self._pipe.writer.write(head)
-        if payload:
-            self._pipe.writer.write(payload)
+        # At once: p2pd would send the head on by itself.
+        self._pipe.writer.writelines((head, payload) if payload else (head,))
         await self._pipe.writer.drain()
 
     async def _write_in_pieces(self, head: bytes, payload: memoryview, window: SendWindow | None) -> None:

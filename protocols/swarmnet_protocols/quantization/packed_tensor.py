@@ -1,24 +1,15 @@
 """Packed matrices: weights in memory as a gguf file has them, in blocks of a few bits a weight."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType, dequantize
 
+from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, Format
 from swarmnet_protocols.quantization.unpack import unpack
 
-Format = GGMLQuantizationType
-
-FORMATS = frozenset(
-    {
-        *(Format.F32, Format.F16, Format.BF16),
-        *(Format.Q4_0, Format.Q4_1, Format.Q5_0, Format.Q5_1, Format.Q8_0),
-        *(Format.Q4_K, Format.Q5_K, Format.Q6_K, Format.MXFP4),
-    }
-)
-"""The formats that ``unpack.h`` and ``unpack.py`` read."""
 _NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
 """Formats that torch has as a dtype."""
 
@@ -31,26 +22,24 @@ class Segment:
     data: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` unless ``data`` has whole blocks of a format in ``FORMATS``."""
-        if self.format not in FORMATS:
-            raise ValueError(f"{self.format.name} is not a format of packed weights")
+        """Raises ``ValueError`` unless ``data`` has whole blocks of its format."""
         if self.data.dtype != torch.uint8 or self.data.dim() != 2:
             raise ValueError("a segment is bytes [rows, bytes of a row]")
-        _, block_bytes = GGML_QUANT_SIZES[self.format]
+        _, block_bytes = BLOCKS[self.format]
         if self.data.shape[1] % block_bytes:
             raise ValueError(f"rows of {self.data.shape[1]} bytes in blocks of {block_bytes}")
 
     @property
     def columns(self) -> int:
         """Weights of a row."""
-        weights, block_bytes = GGML_QUANT_SIZES[self.format]
+        weights, block_bytes = BLOCKS[self.format]
         return self.data.shape[1] // block_bytes * weights
 
     def dequantize(self) -> torch.Tensor:
         """The weights, float32 [rows, columns], as gguf's Python code computes them; on another device than the CPU by torch."""
-        if self.data.device.type != "cpu":
+        if self.data.device.type != "cpu" or self.format in OWN_FORMATS:
             return unpack(self.format, self.data)
-        values = dequantize(self.data.contiguous().numpy(), self.format)
+        values = dequantize(self.data.contiguous().numpy(), GGMLQuantizationType(self.format))
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(self.data), -1)
 
 
@@ -109,7 +98,7 @@ class PackedTensor:
         """Matrices of so many rows each, one after another, on the same memory."""
         pieces, first = [], 0
         for size in sizes:
-            pieces.append(self._rows(first, first + size))
+            pieces.append(self.rows(first, first + size))
             first += size
         return pieces
 
@@ -124,7 +113,8 @@ class PackedTensor:
         """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
         return torch.cat([segment.dequantize() for segment in self.segments])
 
-    def _rows(self, first: int, end: int) -> "PackedTensor":
+    def rows(self, first: int, end: int) -> "PackedTensor":
+        """Rows [first, end), on the same memory."""
         found: list[Segment] = []
         for segment in self.segments:
             size = len(segment.data)
@@ -132,8 +122,3 @@ class PackedTensor:
                 found.append(Segment(segment.format, segment.data[max(first, 0) : min(end, size)]))
             first, end = first - size, end - size
         return PackedTensor(tuple(found))
-
-
-def formats_of(matrices: Iterable[PackedTensor]) -> list[str]:
-    """The names of the formats of some matrices, sorted."""
-    return sorted({segment.format.name for matrix in matrices for segment in matrix.segments})

@@ -13,8 +13,9 @@
 #include <immintrin.h>
 #endif
 
-/* gguf's numbers of the formats (GGMLQuantizationType). packed_tensor.py lists the same. */
+/* The numbers of the formats, as in formats.py: gguf's, and two of our own. */
 enum {
+    FP8 = 1000, INT4 = 1001,
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, MXFP4 = 39
 };
 
@@ -73,6 +74,16 @@ static inline void eight_weights(const uint8_t *in, int shift, int zero, float s
 #endif
 }
 
+/* Eight weights that are signed bytes, times scale. */
+static inline void eight_bytes(const uint8_t *in, float scale, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)in));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * (int8_t)in[i];
+#endif
+}
+
 /* 32 weights in 16 bytes: the first 16 are the low four bits, the others the high ones. */
 static inline void unpack_nibbles(const uint8_t *in, int zero, float scale, float plus, float *restrict out) {
     for (int i = 0; i < 16; i += 8) {
@@ -116,7 +127,7 @@ static inline void unpack_q5_1(const uint8_t *in, int64_t blocks, float *restric
 static inline void unpack_q8_0(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 34, out += 32) {
         float scale = from_half(in);
-        for (int i = 0; i < 32; i++) out[i] = scale * (int8_t)in[2 + i];
+        for (int i = 0; i < 32; i += 8) eight_bytes(in + 2 + i, scale, out + i);
     }
 }
 
@@ -161,10 +172,10 @@ static inline void unpack_q5_k(const uint8_t *in, int64_t blocks, float *restric
 
 static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 210, out += 256) {
-        int8_t weights[256];
+        uint8_t weights[256]; /* signed bytes */
         for (int half = 0; half < 2; half++) {
             const uint8_t *low = in + 64 * half, *high = in + 128 + 32 * half;
-            int8_t *to = weights + 128 * half;
+            uint8_t *to = weights + 128 * half;
             for (int i = 0; i < 32; i++) {
                 to[i] = ((low[i] & 15) | (high[i] & 3) << 4) - 32;
                 to[i + 32] = ((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4) - 32;
@@ -175,7 +186,7 @@ static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restric
         float scale = from_half(in + 208);
         for (int j = 0; j < 16; j++) { /* groups with a scale each */
             float by = scale * (int8_t)in[192 + j];
-            for (int i = 0; i < 16; i++) out[16 * j + i] = by * weights[16 * j + i];
+            for (int i = 0; i < 16; i += 8) eight_bytes(weights + 16 * j + i, by, out + 16 * j + i);
         }
     }
 }
@@ -190,6 +201,32 @@ static inline void unpack_mxfp4(const uint8_t *in, int64_t blocks, float *restri
         for (int i = 0; i < 16; i++) {
             out[i] = scale * values[in[1 + i] & 15];
             out[i + 16] = scale * values[in[1 + i] >> 4];
+        }
+    }
+}
+
+static inline void unpack_fp8(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 132, out += 128) {
+        float scale;
+        memcpy(&scale, in, sizeof scale);
+        for (int i = 0; i < 128; i++) {
+            /* Exponent and fraction of E4M3 as those of a float, whose bias is 120 more. */
+            uint32_t bits = (uint32_t)(in[4 + i] & 127) << 20 | (uint32_t)(in[4 + i] & 128) << 24;
+            float code;
+            memcpy(&code, &bits, sizeof code);
+            out[i] = code * 0x1p120f * scale;
+        }
+    }
+}
+
+static inline void unpack_int4(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 37, out += 64) {
+        float scale;
+        memcpy(&scale, in, sizeof scale);
+        int zero = in[4];
+        for (int i = 0; i < 32; i++) {
+            out[i] = scale * ((in[5 + i] & 15) - zero);
+            out[i + 32] = scale * ((in[5 + i] >> 4) - zero);
         }
     }
 }
@@ -209,6 +246,8 @@ static inline void unpack(int64_t format, const uint8_t *in, int64_t size, float
     case Q5_K: unpack_q5_k(in, size / 256, out); break;
     case Q6_K: unpack_q6_k(in, size / 256, out); break;
     case MXFP4: unpack_mxfp4(in, size / 32, out); break;
+    case FP8: unpack_fp8(in, size / 128, out); break;
+    case INT4: unpack_int4(in, size / 64, out); break;
     }
 }
 

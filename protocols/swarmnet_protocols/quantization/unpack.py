@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Format
+
+from swarmnet_protocols.quantization.formats import BLOCKS, Format
 
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of the sixteen 4-bit floats of MXFP4."""
@@ -19,7 +19,7 @@ _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def unpack(format: Format, data: torch.Tensor) -> torch.Tensor:
     """The weights of whole blocks uint8 [rows, bytes of a row]: float32 [rows, weights of a row], on the device of ``data``."""
-    _, block_bytes = GGML_QUANT_SIZES[format]
+    _, block_bytes = BLOCKS[format]
     return _UNPACKERS[format](data.reshape(-1, block_bytes)).view(len(data), -1)
 
 
@@ -92,6 +92,16 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * _e2m1_doubled(blocks.device)[_digits(blocks[:, 1:], 4, 16).int()]
 
 
+def _fp8(blocks: torch.Tensor) -> torch.Tensor:
+    codes = blocks[:, 4:].contiguous().view(torch.float8_e4m3fn)
+    return codes.float() * blocks[:, :4].contiguous().view(torch.float32)
+
+
+def _int4(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _digits(blocks[:, 5:], 4, 32).float() - blocks[:, 4:5].float()
+    return codes * blocks[:, :4].contiguous().view(torch.float32)
+
+
 @cache
 def _e2m1_doubled(device: torch.device) -> torch.Tensor:
     """Copied to a device once: a CUDA graph cannot record a copy from the CPU."""
@@ -111,4 +121,6 @@ _UNPACKERS: Mapping[Format, Callable[[torch.Tensor], torch.Tensor]] = {
     Format.Q5_K: _q5_k,
     Format.Q6_K: _q6_k,
     Format.MXFP4: _mxfp4,
+    Format.FP8: _fp8,
+    Format.INT4: _int4,
 }

@@ -3,7 +3,7 @@
 A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
 step of one token::
 
-    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks) + delay from the last hop
+    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks) + delay from the last hop + changes of precision * PRECISION_S
 
 Delays are one-way seconds, measured from the client; the first and last delay are to and from the client (or ``source`` and
 ``sink``). ``queue_s`` is the wait for the host's engine, ``block_s`` its seconds per block. A hop may begin and end inside the span that
@@ -19,6 +19,7 @@ The search has three steps:
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -35,8 +36,12 @@ UNREACHABLE_COST_S = 10.0
 """Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
 RELAY_S = 0.05
 """Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
+PRECISION_S = 1.0
+"""Seconds added where a hop computes in another precision than the hop before it: a chain of one precision is taken unless it is far slower."""
 CANDIDATES_PER_BLOCK = 8
-"""Cheapest hosts of each block that the search considers."""
+"""Cheapest hosts of each block and precision that the search considers."""
+PRECISIONS = 3
+"""Precisions that are told apart when candidates are chosen: those of the most hosts. All others count as one."""
 MARGIN = 0.1
 """Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
 ENOUGH_MEASURED = 3
@@ -63,6 +68,8 @@ class HostInfo:
     """Whether other peers can dial it, as far as is known."""
     is_symmetric: bool = False
     """Whether it is behind a router through which no hole is punched."""
+    precision: str = ""
+    """The precision in which it computes, as in ``HostRecord``; empty if it is unknown."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
 
@@ -79,6 +86,7 @@ class Hop:
     start: int
     end: int
     addresses: tuple[str, ...] = ()
+    precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,8 +168,9 @@ def find_chain(
     *,
     source: PeerId | None = None,
     sink: PeerId | None = None,
+    precision: str | None = None,
 ) -> list[Hop]:
-    """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
+    """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). ``precision``: that of the chain's other hops.
 
     A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
     each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. With guards, a first or last hop that is no guard costs
@@ -173,7 +182,7 @@ def find_chain(
     if missing:
         raise NoRoute(missing)
     stretch = {host.peer: 1 + MARGIN * rng.random() for host in allowed}
-    return _search(_shortlist(view, allowed, span, stretch), view, span, stretch, (source, sink))
+    return _search(_shortlist(view, allowed, span, stretch), view, span, stretch, (source, sink), precision)
 
 
 def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
@@ -220,14 +229,15 @@ def _shortlist(
         return stretch[host.peer] * cost_s
 
     cheapest = sorted(hosts, key=price)
-    taken = [0] * (span[1] - span[0])
+    usual = [precision for precision, _ in Counter(host.precision for host in hosts).most_common(PRECISIONS)]
+    taken: Counter[tuple[int, str | None]] = Counter()
     kept: list[HostInfo] = []
     for host in cheapest:
         blocks = range(max(host.start, span[0]) - span[0], min(host.end, span[1]) - span[0])
-        if host.peer in view.guards or any(taken[block] < CANDIDATES_PER_BLOCK for block in blocks):
+        kind = host.precision if host.precision in usual else None
+        if host.peer in view.guards or any(taken[block, kind] < CANDIDATES_PER_BLOCK for block in blocks):
             kept.append(host)
-            for block in blocks:
-                taken[block] += 1
+            taken.update((block, kind) for block in blocks)
     return kept
 
 
@@ -246,7 +256,7 @@ class _Path(NamedTuple):
     def hops(self, end: int) -> list[Hop]:
         """All hops. The last one ends at ``end``."""
         earlier = self.before.hops(self.begun) if self.before is not None else []
-        return [*earlier, Hop(self.host.peer, self.begun, end, self.host.addresses)]
+        return [*earlier, Hop(self.host.peer, self.begun, end, self.host.addresses, self.host.precision)]
 
 
 def _search(
@@ -255,6 +265,7 @@ def _search(
     span: tuple[int, int],
     stretch: Mapping[PeerId, float],
     ends: tuple[PeerId | None, PeerId | None],
+    precision: str | None,
 ) -> list[Hop]:
     """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
 
@@ -284,7 +295,8 @@ def _search(
                 here_s = view.queue_s.get(peer, 0.0) + view.block_s[peer] * blocks
                 if is_first:
                     cost, before = factor * (view.delay_between(source, peer) + here_s), None
-                elif (entry := _cheapest_entry(view, ready, peer, factor)) is not None:
+                    cost += PRECISION_S * (precision not in (None, host.precision))
+                elif (entry := _cheapest_entry(view, ready, host, factor)) is not None:
                     cost, before = entry[0] + factor * here_s, entry[1]
                 else:
                     continue
@@ -303,13 +315,18 @@ def _search(
 
 
 def _cheapest_entry(
-    view: View, paths: Sequence[_Path], peer: PeerId, factor: float
+    view: View, paths: Sequence[_Path], host: HostInfo, factor: float
 ) -> tuple[float, _Path] | None:
-    """The lowest cost at which one of ``paths`` continues at ``peer``, and that path; None if none does."""
+    """The lowest cost at which one of ``paths`` continues at ``host``, and that path; None if none does."""
     entries = (
-        (path.cost + factor * view.delay_between(path.host.peer, peer), path)
+        (
+            path.cost
+            + factor * view.delay_between(path.host.peer, host.peer)
+            + PRECISION_S * (path.host.precision != host.precision),
+            path,
+        )
         for path in paths
-        if path.host.peer != peer
+        if path.host.peer != host.peer
     )
     return min(entries, key=itemgetter(0), default=None)
 

@@ -33,7 +33,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``run --json`` prints. ``token_ids`` are the new tokens.
+    """What ``run --json`` prints. ``token_ids`` are the new tokens. ``precisions``: those of the hosts, more than one if there was no chain of one.
 
     ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
     """
@@ -49,6 +49,7 @@ class Answer:
     longest_stall_s: float
     audited: int = 0
     wrong_hosts: list[str] = field(default_factory=list)
+    precisions: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -75,6 +76,9 @@ class Screen:
         print_text()
         for peer in answer.wrong_hosts:
             note(f"host {peer} gave wrong outputs and was replaced: this answer may be wrong, ask again")
+        if len(answer.precisions) > 1:
+            named = " and ".join(each or "unknown" for each in answer.precisions)
+            note(f"hosts of different precision computed this answer: {named}")
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
         note(f"{counted(len(answer.token_ids), 'token')}, {speed}, {hops}")
@@ -172,6 +176,7 @@ class _Streamer:
             longest_stall_s=run.longest_stall_s,
             audited=run.audits,
             wrong_hosts=list(run.wrong),
+            precisions=list(run.precisions),
         )
 
     def _line(self) -> str:

@@ -16,7 +16,7 @@ from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
-    DtypeOption,
+    HostDtypeOption,
     IssuerOption,
     JsonFlag,
     ListenOption,
@@ -25,12 +25,12 @@ from swarmnet.cli.options import (
     ModelOption,
     SwarmArgument,
     TransportOption,
-    device_option,
+    devices_option,
     parse_blocks,
     parse_p2pd_bytes,
     parse_size_bytes,
 )
-from swarmnet.cli.output import note_if_first
+from swarmnet.cli.output import note, note_if_first
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_node.owner.limits import Limits
@@ -58,8 +58,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    device: Annotated[str, device_option("Device to compute on.")] = "auto",
-    dtype: DtypeOption = "auto",
+    device: Annotated[str, devices_option("Device to compute on, or several GPUs: cuda:0,cuda:1.")] = "auto",
+    dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
         str,
         typer.Option(
@@ -177,7 +177,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             limits=limits,
         )
         Foreground(
-            lambda report: start(config, progress=report),
+            lambda report: start(
+                config, progress=report, notice=lambda text: None if as_json else note(text)
+            ),
             directory,
             as_json=as_json,
             stop_on_eof=stop_on_eof,

@@ -148,6 +148,40 @@ class DecodeStep(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """The sequences of a batch in a buffer of keys. All tensors are int32 on the buffer's device.
+
+    Sequence i has ``lengths[i]`` positions from ``starts[i]`` on, and its queries are those of its last positions: the queries
+    [first_queries[i], first_queries[i + 1]) of the batch. ``starts`` [B + 1] ascends and ends with the end of the buffer. ``most_queries`` is the
+    largest number of queries of one sequence; no sequence is longer than ``longest``.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    first_queries: torch.Tensor
+    most_queries: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded computation: ``replay`` computes it again, from the same memory into ``outputs``."""
+
+    outputs: torch.Tensor
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records computations on one device."""
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
+        """Record ``compute``, which has run before and reads and writes memory at fixed addresses.
+
+        Raises ``RuntimeError`` if it does what cannot be recorded, such as reading a value back.
+        """
+
+
 class Backend(Protocol):
     """The operations of a decoder layer. All tensors of a call have one dtype and one device.
 
@@ -177,6 +211,26 @@ class Backend(Protocol):
         The queries are the last T of the S positions. ``visible`` [T, S] is true where a query sees a key; without it each query sees
         every position up to its own. The sliding window of ``rule`` is ignored: ``visible`` contains it.
         """
+
+    def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
+        """Whether ``ranged_attention`` takes any number of queries of each sequence, for tensors like these."""
+
+    def ranged_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        ranges: Ranges,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Attention of queries [T, H, d], each over the range of its own sequence in keys and values [P, Hkv, d]: [T, H, d].
+
+        Each query sees the keys up to its own position, within the sliding window of ``rule``. Unless ``is_fused`` there is one query of each
+        sequence.
+        """
+
+    def recorder(self, device: torch.device) -> Recorder | None:
+        """Records decode steps on ``device``; None if this backend cannot record there."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The gated activation of an MLP, silu(gate) * up (Shazeer, 2020): [T, 2 n] to [T, n]."""

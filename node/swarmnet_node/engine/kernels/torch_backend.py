@@ -14,9 +14,18 @@ from swarmnet_node.engine.kernels.backend import (
     DecodeStep,
     Linear,
     LoraUpdate,
+    Ranges,
+    Recorder,
     RmsNorm,
     Rotary,
 )
+from swarmnet_node.engine.kernels.ranged_attention import (
+    attention_with_scores,
+    fused_attention,
+    is_fused,
+    padded_attention,
+)
+from swarmnet_node.engine.kernels.recorder import CudaRecorder
 from swarmnet_protocols.quantization import packed_linear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
@@ -60,7 +69,7 @@ class TorchBackend:
             positions = torch.arange(total, device=query.device)
             visible = causal_mask(positions[-count:], positions, None)
         if needs_scores:
-            return _attention_with_scores(query, keys, values, rule, visible)
+            return attention_with_scores(query, keys, values, rule, visible)
         if count == 1 and visible is None:
             return _attention_of_one(query, keys, values, rule.scaling)
         return functional.scaled_dot_product_attention(
@@ -72,6 +81,24 @@ class TorchBackend:
             scale=rule.scaling,
             enable_gqa=True,
         )
+
+    def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
+        return is_fused(query, values, rule)
+
+    def ranged_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        ranges: Ranges,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        if is_fused(query, values, rule):
+            return fused_attention(query, keys, values, ranges, rule)
+        return padded_attention(query, keys, values, ranges, rule)
+
+    def recorder(self, device: torch.device) -> Recorder | None:
+        return CudaRecorder(device) if device.type == "cuda" else None
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _apply(_SwiGlu, gate_up) if gate_up.requires_grad else _swiglu(gate_up)
@@ -91,30 +118,6 @@ def causal_mask(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int |
     if sliding_window is not None:
         mask &= keys[None, :] > queries[:, None] - sliding_window
     return mask
-
-
-def _attention_with_scores(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rule: AttentionRule,
-    visible: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with capped scores or sinks, which torch's fused attention lacks."""
-    rows, heads, count, size = query.shape
-    grouped = query.reshape(rows, keys.shape[1], -1, count, size)
-    scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
-    scores = scores * (size**-0.5 if rule.scaling is None else rule.scaling)
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
-    if rule.sinks is None:
-        weights = scores.softmax(-1, dtype=torch.float32)
-    else:
-        sinks = rule.sinks.to(scores.dtype).reshape(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    return (weights.to(values.dtype) @ values.unsqueeze(2)).reshape(rows, heads, count, -1)
 
 
 def _attention_of_one(

@@ -7,6 +7,7 @@ a socket pair, so that everything above is the code that p2pd's streams use.
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -24,7 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.platform import keep_port
+from swarmnet_protocols.machine.platform import keep_port, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
@@ -52,6 +53,8 @@ MAX_PENDING = 128
 MAX_PENDING_PER_SUBNET = 16
 CLOSE_S = 10.0
 """Seconds that a closed stream waits for the other side to close it, too."""
+
+_PORT_IN_USE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 T = TypeVar("T")
 OnStream = Callable[[socket.socket, PeerId, str, str], None]
@@ -262,7 +265,7 @@ class PyLibp2p(P2pd):
                     return
             stream = None
             try:
-                stream = await trio.open_tcp_stream(host, int(port))
+                stream = await self._open_tcp(host, int(port))
                 connection = await upgrade(stream, self._noise, address.partition("/p2p/")[0], peer)
             except (*STREAM_ERRORS, PeerUnreachable, IncompatibleVersion, ValueError) as error:
                 errors.append(f"{address}: {error or type(error).__name__}")
@@ -285,6 +288,29 @@ class PyLibp2p(P2pd):
                     nursery.start_soon(dial, address, nursery.cancel_scope)
         if self._connection(peer) is None:
             raise PeerUnreachable(f"{peer} does not answer: {'; '.join(errors) or 'in time'}")
+
+    async def _open_tcp(self, host: str, port: int) -> trio.SocketStream:
+        """A TCP connection, if possible from the port on which this peer listens: a router then has one mapping for both, as a punched hole needs."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for listener in self._sockets:
+            own_host, own_port = listener.getsockname()[:2]
+            if listener.family != family or own_host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+                continue
+            plain = socket.socket(family, socket.SOCK_STREAM)
+            plain.setblocking(False)
+            end = trio.socket.from_stdlib_socket(plain)
+            try:
+                share_port(plain)
+                await end.bind((own_host, own_port))
+                await end.connect((host, port))
+            except BaseException as error:
+                end.close()
+                # Windows shares no port with a listener; elsewhere there is or was such a connection from this port.
+                if isinstance(error, PermissionError) or getattr(error, "errno", 0) in _PORT_IN_USE:
+                    break
+                raise
+            return trio.SocketStream(end)
+        return await trio.open_tcp_stream(host, port)
 
     def _add(self, connection: Connection) -> None:
         self._connections.setdefault(connection.peer, []).append(connection)
@@ -468,7 +494,7 @@ def _listener(address: str) -> socket.socket:
             raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
     listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
     try:
-        keep_port(listener)
+        keep_port(listener, is_shared=True)  # with connections that this peer dials: see ``_open_tcp``
         if family == "ip6":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, int(port)))

@@ -63,10 +63,15 @@ class PyLibp2pTransport(P2pdTransport):
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
 
             def take(ours: socket.socket, peer: PeerId, protocol_id: str, address: str) -> None:
+                unused = contextlib.ExitStack()
+                unused.enter_context(ours)
+
                 async def handle() -> None:
+                    unused.pop_all()  # the pipe closes it
                     await transport.endpoint.handle(await adopt(ours), peer, protocol_id, address)
 
-                transport.endpoint.start(handle())
+                # A task that is cancelled before its first step runs nothing of it.
+                transport.endpoint.start(handle()).add_done_callback(lambda _: unused.close())
 
             host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, take)
             daemon_config = DaemonConfig(config.identity_path, config.listen, config.announce)

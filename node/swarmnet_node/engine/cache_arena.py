@@ -1,0 +1,141 @@
+"""Cache arena: the KV caches of all sequences of a stage in one buffer of keys and one of values for each layer, which never move.
+
+An accelerator attends to all sequences of a batch in one call, and replays recorded steps; both need caches at fixed addresses. A sequence has
+a range of consecutive positions, the same in all layers. Ranges have no pages: attention reads a range directly, and every operation on the
+cache of one sequence works on views of its range. When no gap is large enough, all ranges move together, so that free memory is never lost
+between them (docs/decisions/0059).
+
+Layout: keys [positions + SPARE_ROWS, key heads, key size], values [positions + SPARE_ROWS, key heads, value size].
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+Buffers = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+SPARE_ROWS = 64
+"""Positions behind those of sequences: rows that fill up a recorded step write there."""
+
+
+class Shape(Protocol):
+    """Sizes of the keys and values that one layer keeps for each position."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def key_size(self) -> int: ...
+
+    @property
+    def value_size(self) -> int: ...
+
+
+class Owner(Protocol):
+    """A sequence, which ``layers`` are set for whenever its range changes."""
+
+    length: int
+    layers: list[Buffers]
+
+    @property
+    def span(self) -> range:
+        """Its layers, counted from the first of the arena."""
+
+
+class CacheArena:
+    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread; sequences may be dropped on any."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        positions: int,
+    ) -> None:
+        """``devices`` has the device of each layer."""
+        self.positions = positions
+        self.buffers: list[Buffers] = [
+            (
+                torch.zeros(positions + SPARE_ROWS, shape.heads, shape.key_size, dtype=dtype, device=device),
+                torch.zeros(
+                    positions + SPARE_ROWS, shape.heads, shape.value_size, dtype=dtype, device=device
+                ),
+            )
+            for shape, device in zip(shapes, devices, strict=True)
+        ]
+        self.bytes_per_position = sum(
+            (keys[0].numel() + values[0].numel()) * dtype.itemsize for keys, values in self.buffers
+        )
+        self._ranges: WeakKeyDictionary[Owner, range] = WeakKeyDictionary()
+        """The positions of each sequence that is alive."""
+
+    def start_of(self, sequence: Owner) -> int:
+        """The first position of a sequence, of those that it has had since its last growth or a move; 0 before the first growth."""
+        return self._ranges.get(sequence, range(0)).start
+
+    def grow(self, sequence: Owner, capacity: int) -> None:
+        """Give a sequence ``capacity`` positions, more than it has, with what its first ``length`` ones contain. Other sequences may move.
+
+        Raises ``torch.OutOfMemoryError`` if so many are not free.
+        """
+        mine = self._ranges.get(sequence, range(0))
+        others = sorted(
+            (each for owner, each in list(self._ranges.items()) if owner is not sequence),
+            key=lambda each: each.start,
+        )
+        if sum(map(len, others)) + capacity > self.positions:
+            raise torch.OutOfMemoryError(f"{capacity} positions in an arena of {self.positions} that is full")
+        start = _first_gap(others, mine, capacity, self.positions)
+        if start is None:
+            self._move_together(sequence)
+            mine = self._ranges.get(sequence, range(0))
+            start = mine.start if mine else sum(map(len, others))
+        if len(mine) and start != mine.start:
+            for buffers in self.buffers:
+                for buffer in buffers:
+                    kept = buffer[mine.start : mine.start + sequence.length]
+                    buffer[start : start + sequence.length] = kept
+        self._set(sequence, range(start, start + capacity))
+
+    def _move_together(self, last: Owner) -> None:
+        """Move all ranges to the beginning without gaps, that of ``last`` behind the others. Copies one buffer at a time."""
+        ranges = sorted(self._ranges.items(), key=lambda each: (each[0] is last, each[1].start))
+        old = torch.cat([torch.arange(each.start, each.stop) for _, each in ranges])
+        for buffers in self.buffers:
+            for buffer in buffers:
+                buffer[: len(old)] = buffer.index_select(0, old.to(buffer.device))
+        start = 0
+        for sequence, each in ranges:
+            self._set(sequence, range(start, start + len(each)))
+            start += len(each)
+
+    def _set(self, sequence: Owner, positions: range) -> None:
+        self._ranges[sequence] = positions
+        sequence.layers = [
+            (_view(keys, positions), _view(values, positions))
+            for keys, values in self.buffers[sequence.span.start : sequence.span.stop]
+        ]
+
+
+def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) -> int | None:
+    """Where ``capacity`` positions are free: at ``mine`` if it can grow where it is, else the first gap beside all ranges, else None.
+
+    ``others`` are in the order of their starts.
+    """
+    following = min((each.start for each in others if each.start >= mine.stop), default=total)
+    if len(mine) and mine.start + capacity <= following:
+        return mine.start
+    end = 0
+    for each in sorted([*others, mine], key=lambda each: each.start):
+        if each.start - end >= capacity:
+            return end
+        end = max(end, each.stop)
+    return end if total - end >= capacity else None
+
+
+def _view(buffer: torch.Tensor, positions: range) -> torch.Tensor:
+    """A range as attention reads the cache of one sequence: [1, key heads, capacity, size]."""
+    return buffer[positions.start : positions.stop].transpose(0, 1)[None]

@@ -1,0 +1,151 @@
+"""Device memory: how many blocks fit onto accelerators, how they are spread over several cards, and whether weights stay packed. Pure.
+
+On each card the memory that may be filled holds the weights of its blocks, their share of the KV caches, and what one forward needs besides.
+Quantised weights are expanded when they are loaded if all wanted blocks fit so, for products with expanded weights move fewer bytes; otherwise they
+stay packed, which fits more blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarmnet_node.engine.memory_account import GIB, MIB, activation_bytes
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.machine.devices import MOST_SHARE, Card, allowed_bytes
+from swarmnet_protocols.models.partial_model import LayerWidths
+from swarmnet_protocols.quantization.products import ACCELERATOR_PANEL_BYTES
+from swarmnet_protocols.session.passes import MAX_POSITIONS
+
+LIBRARY_BYTES = 256 * MIB
+"""For workspaces of libraries, recorded graphs, and memory between allocations that is too small to be used."""
+UNPACKED_PANELS = 4
+"""Panels of packed weights that are in memory at once while one is unpacked: digits, products, sums, and the panel in the dtype of a product."""
+
+
+@dataclass(frozen=True)
+class BlockNeeds:
+    """The memory needs of one block on an accelerator, the largest of those that may be hosted."""
+
+    packed_bytes: int
+    """Weights with quantised matrices as the checkpoint stores them; the same as ``expanded_bytes`` if it stores none."""
+    expanded_bytes: int
+    widths: LayerWidths
+    dtype_bytes: int
+
+    def weight_bytes(self, *, packed: bool) -> int:
+        return self.packed_bytes if packed else self.expanded_bytes
+
+    def scratch_bytes(self, *, packed: bool) -> int:
+        """Memory of a card besides weights and caches: the largest forward, or one block twice while its matrices are joined."""
+        forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
+        unpacking = UNPACKED_PANELS * ACCELERATOR_PANEL_BYTES if packed else 0
+        return LIBRARY_BYTES + max(forward + unpacking, self.weight_bytes(packed=packed))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many consecutive blocks each of ``cards`` gets, and whether quantised weights stay packed."""
+
+    cards: tuple[Card, ...]
+    blocks: tuple[int, ...]
+    packed: bool
+    needs: BlockNeeds
+    cache_bytes: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks)
+
+    def devices(self, blocks: int) -> list[torch.device]:
+        """The device of each of so many blocks, one card after the other, which is ``total`` or one to be measured."""
+        spread_over = [
+            card.device for card, count in zip(self.cards, self.blocks, strict=True) for _ in range(count)
+        ]
+        return spread_over[:blocks]
+
+    def describe(self, total_blocks: int) -> str:
+        """What is hosted and why, for the owner."""
+        each = self.needs.weight_bytes(packed=self.packed)
+        scratch = self.needs.scratch_bytes(packed=self.packed)
+        where = " and ".join(
+            f"{count} on {card.name} ({card.free_bytes / GIB:.1f} of {card.total_bytes / GIB:.1f} GiB free)"
+            for card, count in zip(self.cards, self.blocks, strict=True)
+            if count
+        )
+        form = ", weights as the checkpoint packs them" if self.packed else ""
+        return (
+            f"{self.total} of {total_blocks} blocks fit: {where}; a block takes {each / MIB:.0f} MiB{form}, the sessions of clients "
+            f"{self.cache_bytes / MIB:.0f} MiB, computing {scratch / MIB:.0f} MiB of each card"
+        )
+
+
+def place(  # noqa: PLR0913 - memory, needs and limits, each a number
+    cards: Sequence[Card],
+    needs: BlockNeeds,
+    *,
+    wanted: int,
+    is_fixed: bool,
+    cache_bytes: int,
+    most: float | None,
+    forms: Sequence[bool] = (False, True),
+) -> Placement:
+    """The placement of ``wanted`` blocks, or unless ``is_fixed`` of as many as fit.
+
+    ``forms`` says whether quantised weights may be expanded and whether they may stay packed: the first one with the most blocks is taken.
+    ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each card: a share if at most 1, else bytes. Raises
+    ``OutOfResources`` if they do not fit, or no block does.
+    """
+    packed, counts = forms[0], (0,) * len(cards)
+    for form in forms:
+        found = _counts(cards, needs, wanted, cache_bytes, most, packed=form)
+        if sum(found) > sum(counts):
+            packed, counts = form, found
+    fitting = sum(counts)
+    if fitting == 0 or (is_fixed and fitting < wanted):
+        free = sum(card.free_bytes for card in cards) / GIB
+        fewer = f"host fewer blocks: --num-blocks {fitting}, or " if fitting else ""
+        raise OutOfResources(
+            f"{wanted} blocks do not fit into the {free:.1f} GiB that are free on {', '.join(card.name for card in cards)}",
+            hint=f"{fewer}allow less for sessions: --max-cache, or more in all: --max-gpu-mem; --device cpu uses the memory of the machine",
+        )
+    return Placement(tuple(cards), counts, packed, needs, cache_bytes)
+
+
+def room_bytes(card: Card, most: float | None) -> int:
+    """Bytes that a node may still allocate on a card: together with other programs at most ``MOST_SHARE`` of it, and at most ``most``."""
+    unused = card.free_bytes - int((1 - MOST_SHARE) * card.total_bytes)
+    return max(0, min(unused, allowed_bytes(most, card.total_bytes)))
+
+
+def _counts(
+    cards: Sequence[Card],
+    needs: BlockNeeds,
+    wanted: int,
+    cache_bytes: int,
+    most: float | None,
+    *,
+    packed: bool,
+) -> tuple[int, ...]:
+    """Blocks for each card, ``wanted`` or as many as fit. Each block brings its share of the caches to its card."""
+    scratch = needs.scratch_bytes(packed=packed)
+    rooms = [max(0, room_bytes(card, most) - scratch) for card in cards]
+    for count in range(wanted, 0, -1):
+        each = needs.weight_bytes(packed=packed) + -(-cache_bytes // count)
+        if sum(room // each for room in rooms) >= count:
+            return spread(count, rooms)
+    return (0,) * len(cards)
+
+
+def spread(count: int, rooms: Sequence[int]) -> tuple[int, ...]:
+    """``count`` blocks in proportion to ``rooms``, of which one is not 0, by the method of D'Hondt.
+
+    It fills no card above the share of its room that the fullest card must have: if blocks of one size fit in any way, they fit in this one.
+    """
+    counts = [0] * len(rooms)
+    for _ in range(count):
+        fullest = [
+            (had + 1) / room if room else float("inf") for had, room in zip(counts, rooms, strict=True)
+        ]
+        counts[fullest.index(min(fullest))] += 1
+    return tuple(counts)

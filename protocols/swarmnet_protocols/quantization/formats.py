@@ -1,0 +1,37 @@
+"""The formats of packed weights: those of gguf files, by gguf's numbers, and two that hold the weights of quantised safetensors checkpoints."""
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from gguf import GGML_QUANT_SIZES
+
+
+class Format(IntEnum):
+    """What ``unpack.h`` and ``unpack.py`` read."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    BF16 = 30
+    MXFP4 = 39
+    FP8 = 1000
+    """A scale, float32, and 128 codes of E4M3: w = scale * code."""
+    INT4 = 1001
+    """A scale, float32, a zero point, uint8, and 64 codes of 4 bits, low digits first: w = scale * (code - zero)."""
+
+
+OWN_FORMATS = frozenset({Format.FP8, Format.INT4})
+"""Those that gguf does not have."""
+BLOCKS: Mapping[Format, tuple[int, int]] = {
+    **{Format(kind): block for kind, block in GGML_QUANT_SIZES.items() if kind in {*Format}},
+    Format.FP8: (128, 132),
+    Format.INT4: (64, 37),
+}
+"""The weights of a block of each format, and its bytes."""

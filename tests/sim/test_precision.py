@@ -1,0 +1,30 @@
+"""Chains keep to hosts of one precision, and say when they cannot."""
+
+import asyncio
+
+from tests.support.lying_hosts import lying
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [2, 7, 1, 8]
+
+
+def test_failover_stays_within_one_precision_and_the_report_says_when_it_cannot(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        for name, span in {"a1": (0, 2), "b1": (2, 4), "b2": (2, 4), "c1": (4, 6)}.items():
+            await lab.start(name, lab.hosting(span))
+        for name in "b7", "b8", "b9":
+            await lab.start(name, lying(lab.hosting((2, 4)), precision="int4"))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm:
+            await asyncio.sleep(1.0)
+            async with lab.chain(swarm) as chain:
+                seen = []
+
+                def stop_the_middle(_: int) -> None:
+                    seen.append(list(chain.report.precisions))
+                    lab.network.crash(chain.report.route[1][0])
+
+                await lab.generate(chain, PROMPT, 3, stop_the_middle)
+                assert seen == [["f32"], ["f32"], ["f32", "int4"]]
+
+    simulate(reference, scenario)

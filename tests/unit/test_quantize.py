@@ -1,0 +1,131 @@
+"""Matrices that are quantised when they are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swarmnet.paths import default_cache_dir
+from swarmnet_node.engine.kernels.native_backend import NativeBackend
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.start import _check_quantizable
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import DEFAULT_MODEL, resolve
+from swarmnet_protocols.quantization import quantize as module
+from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.packed_linear import PackedLinear
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, can_be_quantized, quantize
+from tests.support.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+FORMATS = sorted(PRECISIONS.values())
+
+
+def matrix(values: torch.Tensor) -> PackedTensor:
+    format = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}[values.dtype]
+    return PackedTensor.of(format, values.contiguous().view(torch.uint8))
+
+
+def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    values[:, ::50] *= 6.0  # some channels are larger than the rest
+    return values
+
+
+@pytest.fixture
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(module, "_PANEL_WEIGHTS", 512)
+    return 512
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_the_error_is_at_most_that_of_gguf(format: Format) -> None:
+    values = random(64, 256)
+    theirs = gguf.dequantize(gguf.quantize(values.numpy(), format), format)
+    error = (quantize(matrix(values), format).dequantize() - values).norm()
+    assert error <= 1.001 * np.linalg.norm(theirs - values.numpy())
+    assert format != Format.Q4_1 or error <= 0.97 * np.linalg.norm(theirs - values.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_weights_on_the_grid_of_the_format_stay_as_they_are(format: Format, dtype: torch.dtype) -> None:
+    codes = torch.arange(16.0).repeat(3, 4)
+    values = torch.cat([codes - 5, torch.zeros(3, 32), torch.full((3, 32), -0.5)], 1).to(dtype)
+    close = quantize(matrix(values), format).dequantize()
+    assert torch.allclose(close, values.float(), rtol=0, atol=10 / 254 * 1.01)
+    assert torch.equal(close[:, 64:96], torch.zeros(3, 32))
+    if format == Format.Q4_1:
+        assert torch.equal(close, values.float())
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_a_few_rows_at_a_time_are_expanded_and_each_is_rounded_by_itself(
+    format: Format, small_panels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = random(21, 160).bfloat16()
+    expanded = []
+    real = PackedTensor.dequantize
+
+    def counted(self: PackedTensor) -> torch.Tensor:
+        expanded.append(self.shape.numel())
+        return real(self)
+
+    monkeypatch.setattr(PackedTensor, "dequantize", counted)
+    found = quantize(matrix(values), format)
+    assert max(expanded) <= small_panels
+    monkeypatch.setattr(module, "_PANEL_WEIGHTS", 1 << 20)
+    [segment] = found.segments
+    assert torch.equal(segment.data[7:9], quantize(matrix(values[7:9]), format).segments[0].data)
+
+
+def test_only_whole_groups_of_plain_numbers_can_be_quantized() -> None:
+    assert can_be_quantized(matrix(torch.zeros(2, 3 * GROUP)))
+    assert not can_be_quantized(matrix(torch.zeros(2, GROUP + 8)))
+    assert not can_be_quantized(quantize(matrix(torch.zeros(2, GROUP)), Format.Q8_0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma2"])
+def test_a_stage_computes_with_quantised_weights_as_with_their_values(
+    family: str, precision: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = save_tiny(family, tmp_path / "model", hidden_size=64, intermediate_size=96)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = resolve(str(folder), cache_dir=tmp_path / "cache")
+    native = NativeBackend.load(default_cache_dir())
+    assert native is not None
+    options: dict[str, Any] = {**FLOAT32, "backend": native}
+    mine = Stage.load(model, 1, 3, packed=True, quantized=PRECISIONS[precision], **options)
+    assert mine.precision == precision
+    quantised = {name for name, each in mine._model.named_modules() if isinstance(each, PackedLinear)}
+    assert {"layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"} <= quantised
+    theirs = Stage.load(model, 1, 3, **options)
+    assert theirs.precision == "f32"
+    expected = model.load_span(1, 3, **FLOAT32)
+    for name in quantised:
+        weight = expected.get_parameter(f"{name}.weight")
+        weight.data = quantize(matrix(weight.data), PRECISIONS[precision]).dequantize()
+        assert torch.equal(weight.data, mine._model.get_submodule(name).packed.dequantize())
+    rounded = Stage(expected, 64, native)
+    inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, rounded)]
+    assert (outputs[0] - outputs[1]).norm() <= 2e-6 * outputs[1].norm()
+
+
+@pytest.mark.parametrize(("family", "reason"), [("", "already: q4_1"), ("mixtral", "experts")])
+def test_what_cannot_be_quantised_at_load_is_refused_with_the_reason(
+    family: str, reason: str, tmp_path: Path
+) -> None:
+    name = str(save_tiny(family, tmp_path / "model")) if family else DEFAULT_MODEL
+    model = resolve(name, cache_dir=tmp_path / "cache" if family else default_cache_dir())
+    with pytest.raises(ConfigError, match=reason):
+        _check_quantizable(model)
