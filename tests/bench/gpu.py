@@ -30,7 +30,7 @@ from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner import control
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.quantization.packed_tensor import FORMATS
+from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.unpack import unpack
 from tests.support.processes import Swarm
 from tests.unit.test_packed_products import random_matrix
@@ -65,7 +65,7 @@ def exact(local: LocalModel, device: torch.device) -> dict[str, Any]:
             )
             for segment in random_matrix(format, 64, 1024).segments
         )
-        for format in sorted(FORMATS)
+        for format in Format
     }
     report: dict[str, Any] = {"same_bits": same_bits}
     ok = all(same_bits.values())
