@@ -11,6 +11,7 @@ from tests.catch_up_defences import CATCH_UP
 from tests.defences import Defence
 from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
+from tests.fetch_defences import FETCHING
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
 from tests.gateway_defences import GATEWAY
@@ -36,6 +37,7 @@ DEFENCES = (
     *IDENTITY,
     *STATEMENTS,
     *HASHES,
+    *FETCHING,
     *LIMITS,
     *FLOODS,
     *WEB,

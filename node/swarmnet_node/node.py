@@ -29,11 +29,12 @@ from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announ
 from swarmnet_protocols.directory.host_announcements import hosts_topic, read_records
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
 from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -85,6 +86,8 @@ class Hosting:
     public_name: str = ""
     version: str = "0"
     limits: HostLimits = field(default_factory=HostLimits)
+    library: Library | None = None
+    """The weights that this machine serves to members; None: none."""
 
 
 class Node:
@@ -139,6 +142,9 @@ class Node:
             node._host = host
             await host.serve()
             await services.serve(REPORT, Reporter(node.report).handle)
+            if hosting.library is not None:
+                weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
+                await services.serve(WEIGHTS, weights.handle)
             node._state = pb.HOST_STATE_ONLINE
             await node._announce()
             node._log("online")

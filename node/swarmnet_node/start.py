@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import ONE_CLIENT, Limits
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.rate_limit import LinkLimiter
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
@@ -41,6 +43,8 @@ class NodeConfig:
     cache_dir: Path
     folder: Path
     """Folder of the files that keep the limits and the usage of this month."""
+    max_disk_bytes: int | None = None
+    """Most room for parts of models on disk. None: no limit."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -81,14 +85,32 @@ async def start(
                     await paused.enter_async_context(pause("p2pd is restarted"))
                 yield
 
+        from swarmnet_protocols.directory.host_announcements import read_hosts
+        from swarmnet_protocols.fetching.peers import SwarmPeers
+        from swarmnet_protocols.models.outline import fetch_outline
+        from swarmnet_protocols.timing import Timing
+
         # Reading the model and connecting to the swarm take a second each, so both run at once.
-        loading = loop.run_in_executor(executor, _Loaded.of, config, progress)
+        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())
+        loading = loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         try:
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, link=link, step_aside=step_aside))
             )
+            peers.attach(transport, partial(read_hosts, directory))
+            stack.callback(peers.detach)
+        except BaseException:
+            peers.detach()
+            raise
         finally:
-            loaded = await loading
+            try:
+                loaded = await loading
+            except Unreachable:
+                manifest = config.network.rules.names.get(config.model)
+                if manifest is None or not peers.is_attached:
+                    raise
+                await fetch_outline(peers, config.model, manifest, config.cache_dir)
+                loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
         from swarmnet_node.node import Dependencies
@@ -99,7 +121,6 @@ async def start(
         from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
-        from swarmnet_protocols.timing import Timing
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
@@ -157,7 +178,7 @@ class _Loaded:
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
     @classmethod
-    def of(cls, config: NodeConfig, progress: "Progress | None") -> "_Loaded":
+    def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "_Loaded":
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
@@ -171,7 +192,13 @@ class _Loaded:
         dtype = pick_dtype("auto" if quantized is not None else config.dtype, devices[0])
         for device in devices:
             limit_memory(device, config.limits.max_gpu_mem)
-        model = resolve(config.model, cache_dir=config.cache_dir, progress=progress)
+        model = resolve(
+            config.model,
+            cache_dir=config.cache_dir,
+            progress=progress,
+            max_disk_bytes=config.max_disk_bytes,
+        )
+        model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
         if quantized is not None:
             _check_quantizable(model)
@@ -303,6 +330,7 @@ class _Loaded:
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
             limits=_limits(config.network.rules.quotas, config.client_share),
+            library=self.model.shared(),
         )
 
     def _load(self, start: int, end: int) -> "Stage":

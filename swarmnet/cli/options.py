@@ -161,6 +161,15 @@ CacheDirOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", metavar="DIR", help="Folder of model files.", show_default="per user"),
 ]
+MaxDiskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-disk",
+        metavar="SIZE",
+        help="Most room for parts of models from the hub or peers; what was used least recently makes way.",
+        show_default="no limit",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(

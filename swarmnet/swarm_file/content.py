@@ -80,6 +80,8 @@ class ListedModel:
     name: str
     manifest: bytes
     """SHA-256 of the manifest, as ``swarmnet model show`` prints it."""
+    pieces: bytes | None = None
+    """The pieces hash of the model: newcomers take weights from any member, and verify them by it."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ class SwarmFile:
             quotas=self.policy.quotas,
             serial=self.serial,
             models=frozenset(model.manifest for model in self.models),
+            names={model.name: model.manifest for model in self.models},
+            pieces_hashes={model.manifest: model.pieces for model in self.models if model.pieces is not None},
         )
 
     def _fields(self) -> dict[str, object]:
@@ -182,7 +186,10 @@ class SwarmFile:
             "admission": self.admission,
             "anyone": sorted(self.anyone),
             "allow": {peer: sorted(roles) for peer, roles in self.allow.items()},
-            "models": [[model.name, model.manifest.hex()] for model in self.models],
+            "models": [
+                [model.name, model.manifest.hex(), *([] if model.pieces is None else [model.pieces.hex()])]
+                for model in self.models
+            ],
             "certificate_lifetime_s": self.policy.certificate_lifetime_s,
             "revocation_refresh_s": self.policy.revocation_refresh_s,
             "quotas": self.policy.quotas.to_dict(),

@@ -158,11 +158,12 @@ class Reader:
     def _models(self) -> tuple[ListedModel, ...]:
         models = []
         for each in self._top.tables("models", MAX_MODELS):
-            each.check_keys({"name", "manifest"})
+            each.check_keys({"name", "manifest", "pieces"})
             name = each.text("name")
             if not 0 < len(name) <= _MAX_MODEL_NAME_CHARS or not name.isprintable():
                 raise each.wrong("name", f"must be 1 to {_MAX_MODEL_NAME_CHARS} printable characters")
-            models.append(ListedModel(name, each.hex_bytes("manifest", "sha256:", 32)))
+            pieces = each.hex_bytes("pieces", "sha256:", 32) if "pieces" in each else None
+            models.append(ListedModel(name, each.hex_bytes("manifest", "sha256:", 32), pieces))
         return tuple(models)
 
     def _trusted(self, key: str) -> tuple[PeerId, ...]:

@@ -24,6 +24,7 @@ from swarmnet_protocols.directory import catalog, node_reports, records
 from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.fetching.pieces import PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -370,6 +371,10 @@ def manifest_seeds() -> list[bytes]:
     return [manifest.to_json().encode()]
 
 
+def piece_table_seeds() -> list[bytes]:
+    return [PieceTable(1000, bytes(32 * 5)).encode()]
+
+
 def read_multiaddr(data: bytes) -> None:
     prepare_hivemind()
     try:
@@ -466,6 +471,7 @@ TARGETS: dict[str, Target] = {
     "job file": Target(jobs.parse_job, job_seeds, ("training.jobs.parse_job",)),
     "sealed job": Target(jobs.open_job, sealed_job_seeds, ("training.jobs.open_job",)),
     "manifest": Target(read_manifest, manifest_seeds, ()),
+    "piece table": Target(lambda data: PieceTable.decode(data, 3 << 20), piece_table_seeds, ()),
     "gguf": Target(
         partial(from_file, gguf_file.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],

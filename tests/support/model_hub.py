@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,8 +30,16 @@ class ModelHub:
     """Bytes after which the next answer with a file breaks off."""
     damaged: set[str] = field(default_factory=set)
     """Files whose last byte is sent with one bit flipped."""
+    flipped: dict[str, int] = field(default_factory=dict)
+    """Files of which the byte at this offset is sent with one bit flipped."""
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    """The ranges [start, end) that were asked for."""
+    fault: str = ""
+    """What is wrong with answers to requests for a range: ``whole``, ``shifted``, ``endless``, ``silent`` or ``compressed``."""
     is_closed: bool = False
     """Whether every request is refused."""
+    address: str = ""
+    closing: threading.Event = field(default_factory=threading.Event)
 
     @property
     def weight_bytes(self) -> int:
@@ -41,7 +50,7 @@ class ModelHub:
         for path in sorted(self.folder.iterdir()):
             size = path.stat().st_size
             entry: dict[str, object] = {"type": "file", "oid": "0" * 40, "size": size, "path": path.name}
-            if path.suffix == ".safetensors":
+            if path.suffix in {".safetensors", ".gguf"}:
                 entry["lfs"] = {"oid": _sha256(path), "size": size, "pointerSize": 134}
             found.append(entry)
         return found
@@ -83,12 +92,28 @@ def _handler(hub: ModelHub) -> type[BaseHTTPRequestHandler]:
                 return
             if file.name in hub.damaged:
                 content[-1] ^= 1
-            first = int((self.headers.get("range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-            part = bytes(content[first:])
-            if first:
-                headers["content-range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            if file.name in hub.flipped:
+                content[hub.flipped[file.name]] ^= 1
+            asked = self.headers.get("range")
+            begin, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+            first, last = int(begin), min(int(end or len(content) - 1), len(content) - 1)
+            if asked and end:
+                hub.ranges.append((file.name, first, last + 1))
+            is_part = bool(asked) and hub.fault != "whole"
+            part = bytes(content[first : last + 1]) if is_part else bytes(content)
+            if is_part:
+                shift = hub.fault == "shifted"
+                headers["content-range"] = f"bytes {first + shift}-{last + shift}/{len(content)}"
+            if asked and hub.fault == "compressed":
+                headers["content-encoding"] = "gzip"
+            if asked and hub.fault == "endless":
+                part += bytes(1 << 20)
+            if asked and hub.fault == "silent":
+                hub.closing.wait(60)
+                self.close_connection = True
+                return
             stop = hub.stop_after.pop(file.name, len(part))
-            self.send_response(206 if first else 200)
+            self.send_response(206 if is_part else 200)
             for name, value in {**headers, "content-length": str(len(part))}.items():
                 self.send_header(name, value)
             self.end_headers()
@@ -116,4 +141,6 @@ def model_hub(model: Path, folder: Path) -> Iterator[ModelHub]:
     hub = ModelHub(model)
     with stand_in(_handler(hub), folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+        hub.address = huggingface_hub.constants.ENDPOINT
         yield hub
+        hub.closing.set()

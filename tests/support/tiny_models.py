@@ -107,11 +107,11 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
     return directory
 
 
-def write_gguf(path: Path, architecture: str) -> Path:
-    """Write a random model as gguf: 3 blocks of width 64, weights quantised to Q8_0."""
+def write_gguf(path: Path, architecture: str, *, blocks: int = 3) -> Path:
+    """Write a random model as gguf: ``blocks`` blocks of width 64, weights quantised to Q8_0."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(3)
+    writer.add_block_count(blocks)
     writer.add_context_length(128)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(96)
@@ -142,7 +142,7 @@ def write_gguf(path: Path, architecture: str) -> Path:
         writer.add_value_length(16)
     add("token_embd.weight", 64, 64)
     add("output_norm.weight", 64)
-    for block in range(3):
+    for block in range(blocks):
         for name, *shape in (("attn_norm", 64), ("ffn_norm", 64), ("attn_q", 64, 64), ("attn_k", 32, 64), ("attn_v", 32, 64), ("attn_output", 64, 64)):  # fmt: skip
             add(f"blk.{block}.{name}.weight", *shape)
         if architecture == "qwen3moe":

@@ -182,15 +182,15 @@ def test_models_from_the_hub_are_listed(
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
-    assert cli.execute(["model", "ls", "--json"]) == 0
+    assert cli.execute(["model", "ls", "--json", "--cache-dir", str(tmp_path / "ours")]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "models": [
             {"name": "smollm2-135m-instruct", "default": True},
-            {"name": "org/model", "default": False},
+            {"name": "org/model", "default": False, "present_bytes": 2, "total_bytes": None},
         ]
     }
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "absent"))
-    assert cli.execute(["model", "ls"]) == 0
+    assert cli.execute(["model", "ls", "--cache-dir", str(tmp_path / "ours")]) == 0
     assert capsys.readouterr().out == "smollm2-135m-instruct  (the default)\n"
 
 

@@ -1,7 +1,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.fetching.pieces import Hasher
 from swarmnet_protocols.models import LocalModel, Manifest, Progress, local_model, resolve
 from swarmnet_protocols.models.safetensors_file import read_header
 from tests.support.tiny_models import FAMILIES, REFUSED, flip_last_byte, save_tiny
@@ -207,13 +208,13 @@ def test_a_file_that_was_verified_is_hashed_again_when_it_changes(
     model: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    real = local_model.sha256_of
+    real = local_model.hash_pieces
 
-    def counting(path: Path, progress: Progress | None) -> bytes:
+    def counting(path: Path, starts: Sequence[int], progress: Progress | None) -> Hasher:
         hashed.append(path.name)
-        return real(path, progress)
+        return real(path, starts, progress)
 
-    monkeypatch.setattr(local_model, "sha256_of", counting)
+    monkeypatch.setattr(local_model, "hash_pieces", counting)
     file = "model-00002-of-00003.safetensors"
 
     def load_all() -> int:
@@ -344,7 +345,7 @@ def test_a_safetensors_header_that_does_not_match_its_file_is_refused(
     header: object, data_bytes: int, tmp_path: Path
 ) -> None:
     write_safetensors(tmp_path / "good", {"a": GOOD}, 8)
-    assert read_header(tmp_path / "good") == ("a",)
+    assert read_header(tmp_path / "good").spans.keys() == {"a"}
     write_safetensors(tmp_path / "bad", header, data_bytes)
     with pytest.raises(IntegrityError, match="bad"):
         read_header(tmp_path / "bad")

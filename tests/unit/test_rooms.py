@@ -18,6 +18,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "net",
         "reachability",
         "quantization",
+        "fetching",
         "models",
         "membership",
         "routing",

@@ -262,6 +262,20 @@ def test_trusted_hosts_are_signed_with_the_file(tmp_path: Path) -> None:
     assert swarm_file.load(tmp_path).swarm_id == made.swarm_id
 
 
+def test_the_pieces_of_a_model_are_signed_with_the_file(tmp_path: Path) -> None:
+    _create(tmp_path)
+    path = tmp_path / "swarm.toml"
+    model = f'[[models]]\nname = "org/model"\nmanifest = "sha256:{"0" * 64}"\n'
+    path.write_text(path.read_text().replace("[signature]", f"{model}\n[signature]"))
+    assert swarm_writer.sign(tmp_path, now=1.8e9).rules().pieces_hashes == {}
+    path.write_text(path.read_text().replace(model, f'{model}pieces = "sha256:{"1" * 64}"\n'))
+    with pytest.raises(IntegrityError):
+        swarm_file.load(tmp_path)
+    rules = swarm_writer.sign(tmp_path, now=1.8e9).rules()
+    assert rules.pieces_hashes == {bytes(32): b"\x11" * 32}
+    assert rules.names == {"org/model": bytes(32)}
+
+
 @pytest.mark.parametrize(
     ("is_open", "chosen", "expected"),
     [(False, None, True), (True, None, False), (False, False, False), (True, True, True)],

@@ -29,6 +29,7 @@ from swarmnet_protocols.wire import (
     report_pb2,
     session_pb2,
     training_pb2,
+    weights_pb2,
     workers_pb2,
 )
 
@@ -43,6 +44,7 @@ SCHEMAS = (
     report_pb2,
     session_pb2,
     training_pb2,
+    weights_pb2,
     workers_pb2,
 )
 """The schemas of all messages that peers exchange."""
@@ -412,6 +414,14 @@ def report_messages() -> Iterator[Protobuf]:
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
 
 
+def weights_messages() -> Iterator[Protobuf]:
+    pb = weights_pb2
+    yield pb.WeightsRequest(
+        manifest=_MANIFEST, what=pb.WHAT_DATA, file=_MANIFEST[::-1], offset=5 << 20, length=1 << 20
+    )
+    yield pb.WeightsReply(total_bytes=5 << 30)
+
+
 def vector(message: Protobuf) -> dict[str, Any]:
     return {
         "message": message.DESCRIPTOR.full_name,
@@ -432,6 +442,7 @@ def write() -> None:
         "refusal": [vector(message) for message in refusal_messages()],
         "report": [vector(message) for message in report_messages()],
         "relay": [vector(message) for message in relay_messages()],
+        "weights": [vector(message) for message in weights_messages()],
         "probe": [vector(message) for message in probe_messages()],
         "frame": frame(),
     }.items():

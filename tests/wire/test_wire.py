@@ -56,6 +56,7 @@ MESSAGES: list[dict[str, Any]] = [
         "report",
         "probe",
         "relay",
+        "weights",
     )
     for vector in vectors(name)
 ]

@@ -32,8 +32,9 @@ from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm, Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock
-from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models import LocalModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -184,7 +185,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
         raise Unreachable(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
-    local = resolve(name, cache_dir=cache_dir)
+    local = resolve_in_swarm(name, network, cache_dir=cache_dir)
     runtime = Runtime(lambda: Swarm.connect(local, network))
     try:
         model = wrap(local, runtime, options)

@@ -21,6 +21,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.swarm.entry_guards import EntryGuards
@@ -28,6 +29,7 @@ from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.errors import NoRoute, SwarmnetError
+from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
@@ -119,7 +121,7 @@ class Swarm:
     @classmethod
     @asynccontextmanager
     async def connect(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
-        """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``.
+        """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``, which takes missing weights from them too.
 
         Raises ``ConfigError`` where the swarm is for other models, and what ``connect`` raises.
         """
@@ -136,7 +138,13 @@ class Swarm:
                 trust=network.trust,
             ) as swarm,
         ):
-            yield swarm
+            peers = SwarmPeers(network.rules.pieces_hashes, Timing())
+            peers.attach(transport, partial(read_hosts, directory))
+            local.parts.peers = peers
+            try:
+                yield swarm
+            finally:
+                peers.detach()
 
     @property
     def id(self) -> bytes:

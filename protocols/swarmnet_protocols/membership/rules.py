@@ -68,6 +68,11 @@ class Rules:
     models: frozenset[bytes] = frozenset()
     """Manifest hashes of the models that the swarm serves; empty: any model."""
 
+    names: Mapping[str, bytes] = field(default_factory=dict)
+    """The manifest hashes of models, by the names that the swarm file gives them."""
+    pieces_hashes: Mapping[bytes, bytes] = field(default_factory=dict)
+    """The pieces hashes of models, by the hash of the manifest: see ``fetching/pieces.py``."""
+
     def check_model(self, name: str, manifest: bytes) -> None:
         """Raise ``NotAuthorised`` for a model that the swarm does not serve."""
         if self.models and manifest not in self.models:

@@ -1,6 +1,5 @@
 """The interface of a model's files on disk, which safetensors directories and gguf files implement, and hashing of files."""
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.models.hub_files import Known
+from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
+from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +20,6 @@ _CHUNK_BYTES = 1 << 20
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that transformers raises for a config that describes no model. RuntimeError includes NotImplementedError."""
-
-
-class Progress(Protocol):
-    """Receives the progress of a long operation: ``done`` of ``total``, which is None while it is unknown."""
-
-    def __call__(self, description: str, done: int, total: int | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,8 +70,18 @@ class ModelCheckpoint(Protocol):
     def known(self) -> Known:
         """Files whose size and hash their source has named. They may not be on disk yet."""
 
+    @property
+    def hub(self) -> "HubFiles | None":
+        """Where the files in ``known`` can be fetched from; None if they cannot."""
+
+    def path_of(self, file: str) -> Path:
+        """Where a file is: whole, or some of its pieces."""
+
+    def layout(self, file: str) -> Layout:
+        """Where the tensors of a file are, from its header, which must be on disk. Raises ``IntegrityError`` if it is damaged."""
+
     def fetch(self, files: Iterable[str]) -> None:
-        """Download those of these files that are not on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        """Download those of these files that are not whole on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -122,16 +126,21 @@ class ModelCheckpoint(Protocol):
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:
     """The SHA-256 of a file. Raises ``IntegrityError`` if it cannot be read."""
-    digest = hashlib.sha256()
+    return hash_pieces(path, (), progress).sha256
+
+
+def hash_pieces(path: Path, starts: Sequence[int], progress: Progress | None) -> Hasher:
+    """Hash a file as a whole and by the pieces that begin at ``starts``. Raises ``IntegrityError`` if it cannot be read."""
+    hasher = Hasher(starts)
     try:
         total = path.stat().st_size
         done = 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+                hasher.update(chunk)
                 done += len(chunk)
                 if progress is not None:
                     progress(f"checking {path.name}", done, total)
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.digest()
+    return hasher

@@ -10,13 +10,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
-from swarmnet_protocols.models.hub_files import Known
+from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +104,17 @@ def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
         raise IntegrityError(f"{path} is truncated or corrupt: {error}") from error
 
 
+def _layout(path: Path) -> Layout:
+    _, tensors = read_header(path)
+    spans = {name: (each.offset, each.offset + each.size_bytes) for name, each in tensors.items()}
+    return Layout(min((start for start, _ in spans.values()), default=path.stat().st_size), spans)
+
+
+def gguf_head_bytes(path: Path) -> int:
+    """The size of the header of a gguf file. Raises ``IntegrityError`` if it is damaged or not complete."""
+    return _layout(path).head_bytes
+
+
 def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]]:
     if cursor.take(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
         raise ValueError("not a gguf file of version 2 or 3")
@@ -128,6 +139,11 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]
         tensors[name] = GgufTensor(tensor.shape, tensor.type, data_start + tensor.offset, tensor.size_bytes)
         if tensors[name].offset + tensor.size_bytes > file_bytes:
             raise ValueError(f"tensor {name} lies beyond the end")
+    end = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
+        if tensor.offset < end:
+            raise ValueError(f"tensor {name} overlaps another one")
+        end = tensor.offset + tensor.size_bytes
     return fields.get("general.architecture", b"").decode(), tensors
 
 
@@ -175,26 +191,36 @@ class GgufCheckpoint:
     ``metadata_dir``, which belongs to this version of the file. A cached copy that has changed is made again.
     """
 
-    def __init__(self, path: Path, metadata_dir: Path) -> None:
+    def __init__(self, path: Path, metadata_dir: Path, hub: HubFiles | None = None) -> None:
+        """``hub``: the file belongs to a commit on the hub, and what is not there is fetched when needed."""
         self.path = path
         self.naming = _NAMING
         self.root = path.parent
         self.files = (path.name,)
-        self.known: Known = {}
+        self.hub = hub
+        self.known: Known = {path.name: hub.known[path.name]} if hub is not None else {}
         self._metadata_dir = metadata_dir
         self._architecture, self._tensors = read_header(path)
         self.tensor_names = tuple(self._tensors)
 
-    @cached_property
+    @property
     def _source(self) -> dict[str, Any]:
         return {
-            "pretrained_model_name_or_path": self.root,
+            "pretrained_model_name_or_path": self.path.parent,
             "gguf_file": self.path.name,
             "local_files_only": True,
         }
 
+    def path_of(self, file: str) -> Path:
+        return self.path
+
+    def layout(self, file: str) -> Layout:
+        return _layout(self.path)
+
     def fetch(self, files: Iterable[str]) -> None:
-        """Nothing: the file is there."""
+        name = self.path.name
+        if self.hub is not None and name in set(files) and self.path == self.hub.partial(name).path:
+            self.path = self.hub.fetch(name)
 
     @property
     def precision(self) -> str:

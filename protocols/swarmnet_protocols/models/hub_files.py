@@ -1,24 +1,30 @@
 """Weight files of a model on the hub, which are downloaded when their tensors are needed.
 
 The hub lists the size and the SHA-256 of every large file. They are enough for the model's manifest, so a host or a client knows the model's
-identity before it has the weights, and downloads only the files that contain its part. Each file is hashed before it is read.
+identity before it has the weights. It downloads pieces of the files where their hashes are known, and whole files elsewhere.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
+from swarmnet_protocols.fetching.hub_ranges import HubRanges, no_answer
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import FileKey
 from swarmnet_protocols.machine.files import write_whole
 
 MAX_LISTED = 10_000
 """Files of a repository that are looked at."""
 MAX_FILE_BYTES = 1 << 50
+HEAD_BYTES = 128 << 10
+"""What is read first of a file to find its header; eight times as much each time that it is longer."""
+MAX_HEAD_BYTES = 64 << 20
 _SHA256_BYTES = hashlib.sha256().digest_size
 Known = Mapping[str, tuple[int, bytes]]
 """Size in bytes and SHA-256 of files, by name."""
@@ -31,21 +37,67 @@ class HubFiles:
     repository: str
     commit: str
     known: Known
+    parts: Path
+    """Folder of the files of which this machine has some pieces."""
 
-    def fetch(self, name: str) -> None:
-        """Download one file into the hub's cache, where the files of its commit are; an interrupted download is continued.
+    @property
+    def ranges(self) -> HubRanges:
+        """The files as a source of their bytes."""
+        return HubRanges(self.repository, self.commit)
+
+    def file(self, name: str) -> FileKey:
+        """The content of one file."""
+        return FileKey(name, *self.known[name])
+
+    def partial(self, name: str) -> PieceFile:
+        """The pieces of a file that are on this machine."""
+        file = self.file(name)
+        return PieceFile(self.parts / file.sha256.hex(), file)
+
+    def read_head(self, name: str, whole: Path, head_bytes: Callable[[Path], int]) -> None:
+        """Read the header of a file, unless it is on disk. It is not verified: that is done before a tensor is read.
+
+        ``head_bytes`` is the size of the header of the file at a path; it raises ``IntegrityError`` while too little is there. Raises that if the
+        file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``.
+        """
+        if whole.is_file():
+            return
+        partial, file, size = self.partial(name), self.file(name), HEAD_BYTES
+        if partial.exists:
+            with contextlib.suppress(IntegrityError):
+                head_bytes(partial.path)
+                return
+        data = b""
+        while True:
+            data += self.ranges.read_now(file, len(data), min(size, file.size))
+            if len(data) < min(size, file.size):  # the connection broke
+                continue
+            partial.write_head(data)
+            try:
+                if head_bytes(partial.path) <= len(data):
+                    return
+            except IntegrityError:
+                if size >= min(file.size, MAX_HEAD_BYTES):
+                    raise
+            size *= 8
+
+    def fetch(self, name: str) -> Path:
+        """Download one file into the hub's cache, where the files of its commit are; an interrupted download is continued. Returns its path.
 
         Raises ``Unreachable`` if the hub does not send it, and ``OutOfResources`` if the disk has no room.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        failures: tuple[type[Exception], ...] = (*_no_answer(), LocalEntryNotFoundError, OSError)
-        if isinstance(try_to_load_from_cache(self.repository, name, revision=self.commit), str):
-            return
-        _check_free_space(name, self.known[name][0])
+        failures: tuple[type[Exception], ...] = (*no_answer(), LocalEntryNotFoundError, OSError)
+        cached = try_to_load_from_cache(self.repository, name, revision=self.commit)
+        if isinstance(cached, str):
+            return Path(cached)
+        from huggingface_hub import constants
+
+        check_free_space(name, self.known[name][0], Path(constants.HF_HUB_CACHE))
         try:
-            hf_hub_download(self.repository, name, revision=self.commit)
+            return Path(hf_hub_download(self.repository, name, revision=self.commit))
         except failures as error:
             raise Unreachable(
                 f"{name} of {self.repository} is not on this machine and could not be fetched: {error}",
@@ -53,15 +105,13 @@ class HubFiles:
             ) from error
 
 
-def _check_free_space(name: str, size_bytes: int) -> None:
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
-    free = free_bytes(cache)
+def check_free_space(what: str, size_bytes: int, folder: Path) -> None:
+    """Raise ``OutOfResources`` if ``folder`` has no room for ``size_bytes``."""
+    free = free_bytes(folder)
     if free < size_bytes:
         raise OutOfResources(
-            f"{name} has {size_bytes >> 20} MiB, and {cache} has room for {free >> 20} MiB",
-            hint="free some space, host fewer blocks, or set HF_HUB_CACHE to a folder on another disk",
+            f"{what} has {size_bytes >> 20} MiB, and {folder} has room for {free >> 20} MiB",
+            hint="free some space, host fewer blocks, or choose another disk with --cache-dir and HF_HUB_CACHE",
         )
 
 
@@ -84,7 +134,12 @@ def list_hub_files(repository: str, commit: str, cache_dir: Path) -> HubFiles | 
         if listed is None:
             return None
         write_whole(kept, json.dumps(listed).encode())
-    return HubFiles(repository, commit, _read_listed(listed, repository))
+    return HubFiles(repository, commit, _read_listed(listed, repository), parts_folder(cache_dir))
+
+
+def parts_folder(cache_dir: Path) -> Path:
+    """The folder, in ``cache_dir``, of the files of which this machine has some pieces."""
+    return cache_dir / "parts"
 
 
 def _ask_hub(repository: str, commit: str) -> object | None:
@@ -93,7 +148,7 @@ def _ask_hub(repository: str, commit: str) -> object | None:
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile
 
-    failures: tuple[type[Exception], ...] = (*_no_answer(), OfflineModeIsEnabled, OSError)
+    failures: tuple[type[Exception], ...] = (*no_answer(), OfflineModeIsEnabled, OSError)
     try:
         entries = islice(HfApi().list_repo_tree(repository, revision=commit, recursive=True), MAX_LISTED)
         return {
@@ -103,13 +158,6 @@ def _ask_hub(repository: str, commit: str) -> object | None:
         }
     except failures:
         return None
-
-
-def _no_answer() -> tuple[type[Exception], ...]:
-    """Errors of a hub that cannot be reached or does not answer: the bases of its own error, which depend on its HTTP library."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
 
 
 def _read_listed(listed: object, repository: str) -> Known:

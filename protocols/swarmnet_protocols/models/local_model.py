@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, listing_hash
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces, sha256_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
+from swarmnet_protocols.models.parts import Parts
+from swarmnet_protocols.models.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +32,10 @@ SETTLED_NS = 2_000_000_000
 
 
 class LocalModel:
-    """A model on disk, or on the hub as far as it is not on disk yet: files are downloaded when a part is loaded that needs them.
+    """A model on disk, or elsewhere as far as it is not on disk yet: what a part needs is fetched when it is loaded.
 
     What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read, once until it changes: every
-    method raises ``IntegrityError``, which names the file, if a file does not have the manifest's hash.
+    method raises ``IntegrityError``, which names the file, if a file or a piece of it does not have its hash.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class LocalModel:
         self._checkpoint = checkpoint
         self._progress = progress
         self._checked: set[str] = set()
+        self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
+        """What fetches the pieces of files that are not whole on this machine."""
 
     @cached_property
     def config(self) -> "PretrainedConfig":
@@ -70,8 +76,8 @@ class LocalModel:
         return self._checkpoint.precision
 
     def fetch(self) -> None:
-        """Download the files that are not on this machine. Raises as ``ModelCheckpoint.fetch``."""
-        self._checkpoint.fetch(file.path for file in self.manifest.files)
+        """Download what is not on this machine. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        self._check(self._checkpoint.tensor_names)
 
     @property
     def present_files(self) -> tuple[ManifestFile, ...]:
@@ -79,35 +85,102 @@ class LocalModel:
         return tuple(
             file
             for file in self.manifest.files
-            if file.path not in self._checkpoint.known or (self._checkpoint.root / file.path).is_file()
+            if file.path not in self._checkpoint.known or self._checkpoint.path_of(file.path).is_file()
         )
 
+    @property
+    def size_on_disk(self) -> int:
+        """Bytes of the model that are on this machine."""
+        partial = self._partial_files
+        return sum(
+            partial[file.path].size_on_disk if file.path in partial else file.size
+            for file in self.present_files
+        )
+
+    @property
+    def _partial_files(self) -> dict[str, PieceFile]:
+        hub = self._checkpoint.hub
+        return {name: hub.partial(name) for name in self.parts.partial()} if hub is not None else {}
+
+    @property
+    def pieces_hash(self) -> bytes | None:
+        """The pieces hash of the model; None while the table of a file is not known here."""
+        listing = self.parts.tables.listing(self.manifest.hash, [_key(file) for file in self.manifest.files])
+        return listing_hash(listing) if listing else None
+
+    def shared(self) -> "SharedWeights":
+        """The weights that are on this machine and verified, to be served to peers."""
+        return SharedWeights(self.manifest, self._checkpoint, self.parts, self._is_verified)
+
     def verify(self, progress: Progress | None = None) -> None:
-        """Hash every file on this machine again."""
+        """Hash every file on this machine again, whole or the pieces that are here. Pieces that have changed are forgotten, to be fetched again."""
+        partial = self._partial_files
         for file in self.present_files:
-            self._check_file(file, progress, again=True)
+            if file.path in partial:
+                self._verify_pieces(partial[file.path], progress)
+            else:
+                self._check_file(file, progress, again=True)
+
+    def _verify_pieces(self, partial: PieceFile, progress: Progress | None) -> None:
+        tables = self.parts.tables
+        table = tables.known(partial.file) or tables.claimed(partial.file)
+        if table is None:
+            return  # only a header, which is verified before a tensor is read
+        partial.use(table, self._checkpoint.layout(partial.file.name).edges)
+        if not partial.verify(progress):
+            raise IntegrityError(
+                f"{partial.path} has pieces that do not have their hash",
+                hint="they are fetched again when they are needed",
+            )
 
     def _check(self, tensors: Sequence[str]) -> None:
-        """Fetch the files that contain these tensors; hash them, and those that contain no tensors, once each."""
+        """Fetch what is missing of these tensors; hash the files that contain them, and those that contain no tensors, once each."""
         weights = self._checkpoint.holders(self._checkpoint.tensor_names)
-        wanted = self._checkpoint.holders(tensors)
-        self._checkpoint.fetch(wanted)
+        partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces)}
+        wanted = self._checkpoint.holders(tensors) - partial
         for file in self.manifest.files:
             if file.path not in self._checked and (file.path in wanted or file.path not in weights):
                 self._check_file(file, self._progress)
 
+    def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
+        """Hash the pieces that are here, unless they were hashed before and have not changed since; forget those that have changed."""
+        mark = self._mark_of(partial.path, table.hash(partial.file))
+        if not _is_marked(mark, partial.path):
+            partial.verify(self._progress)
+            _mark(mark, partial.path)
+
     def _check_file(self, file: ManifestFile, progress: Progress | None, *, again: bool = False) -> None:
         """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: in any case."""
-        path = self._checkpoint.root / file.path
-        mark = self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + file.sha256).hexdigest()[:32]
-        if again or not _is_marked(mark, path):
-            if sha256_of(path, progress) != file.sha256:
+        path = self._checkpoint.path_of(file.path)
+        mark, key = self._mark_of(path, file.sha256), _key(file)
+        if again or not _is_marked(mark, path) or self.parts.tables.known(key) is None:
+            head_bytes, edges = file.size, [0]
+            if file.path in self._checkpoint.holders(self._checkpoint.tensor_names):
+                layout = self._checkpoint.layout(file.path)
+                head_bytes, edges = layout.head_bytes, layout.edges
+            hasher = hash_pieces(path, cut(file.size, edges), progress)
+            if hasher.sha256 != file.sha256:
                 raise IntegrityError(
                     f"{path} does not have the hash in its manifest",
                     hint="delete it and fetch the model again",
                 )
+            self.parts.add_whole(key, hasher.table(head_bytes))
             _mark(mark, path)
         self._checked.add(file.path)
+
+    def _is_verified(self, file: ManifestFile) -> bool:
+        """Whether a file is whole and was hashed, in this process or before, and has not changed since."""
+        if file.path in self._checked:
+            return True
+        path = self._checkpoint.path_of(file.path)
+        if not _is_marked(self._mark_of(path, file.sha256), path):
+            return False
+        self._checked.add(file.path)
+        return True
+
+    def _mark_of(self, path: Path, content: bytes) -> Path:
+        """The mark that a file was hashed and has this content."""
+        return self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + content).hexdigest()[:32]
 
     def _state_dict(
         self,
@@ -222,6 +295,10 @@ class LocalModel:
             model.generation_config = stored
 
 
+def _key(file: ManifestFile) -> FileKey:
+    return FileKey(file.path, file.size, file.sha256)
+
+
 def _is_marked(mark: Path, path: Path) -> bool:
     """Whether the file has been verified and is as it was then."""
     try:
@@ -272,7 +349,7 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
 def _describe_file(checkpoint: ModelCheckpoint, name: str, progress: Progress | None) -> ManifestFile:
     if name in checkpoint.known:
         return ManifestFile(name, *checkpoint.known[name])
-    path = checkpoint.root / name
+    path = checkpoint.path_of(name)
     return ManifestFile(name, path.stat().st_size, sha256_of(path, progress))
 
 

@@ -14,17 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.fetching.pieces import Progress
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import lock
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, Progress, sha256_of
-from swarmnet_protocols.models.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, sha256_of
+from swarmnet_protocols.models.gguf_file import GgufCheckpoint, gguf_head_bytes
 from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
+from swarmnet_protocols.models.inventory import note_model
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,
     METADATA_PATTERNS,
+    SINGLE_NAME,
     SafetensorsCheckpoint,
 )
 
@@ -36,21 +39,31 @@ _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE_BYTES = 98_362_432
 _FILE_SHA256 = bytes.fromhex("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
 _DOWNLOAD_TIMEOUT_S = 1800.0
-_HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?$")
+_HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?(?::([\w.-]{1,200}\.gguf))?$")
 
 
 def resolve(
-    name: str, *, cache_dir: Path, progress: Progress | None = None, published: bool = False
+    name: str,
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    published: bool = False,
+    max_disk_bytes: int | None = None,
 ) -> LocalModel:
     """The model with this name, downloaded if it is not on this machine.
 
-    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision]`` on the hub.
+    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
+    ``max_disk_bytes``: most room for partial files of all models in ``cache_dir``; the least recently used ones make way.
     ``published``: another peer chose the name, so it may not be a path of this machine. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     path, hub = _locate(name, cache_dir, progress, published=published)
-    return _open(name, path, hub, cache_dir, progress)
+    model = _open(name, path, hub, cache_dir, progress)
+    model.parts.max_disk_bytes = max_disk_bytes
+    if hub is not None:
+        note_model(model, cache_dir)
+    return model
 
 
 def _locate(
@@ -63,17 +76,65 @@ def _locate(
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
         return path.resolve(), None
     match = _HUB_NAME.match(name)
-    if match and not name.startswith(".") and path.suffix != ".gguf":
-        return _hub_snapshot(match[1], match[2], cache_dir)
+    if match and not name.startswith(".") and (match[3] or path.suffix != ".gguf"):
+        try:
+            if match[3]:
+                return _hub_gguf(match[1], match[2], match[3], cache_dir)
+            return _hub_snapshot(match[1], match[2], cache_dir)
+        except Unreachable:
+            from swarmnet_protocols.models.outline import find_outline
+
+            outline = find_outline(name, match[1], match[2], cache_dir)
+            if outline is None:
+                raise
+            return outline
     raise ConfigError(
         f"there is no model {name!r}",
-        hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision]",
+        hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision][:FILE.gguf]",
     )
 
 
 def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tuple[Path, HubFiles | None]:
-    """The hub's directory for a revision, with everything but the weights of a model in several files, if the hub names their hashes."""
+    """The hub's directory for a revision, with everything but the weights, if the hub names their hashes."""
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(repository, revision):
+        small = [*METADATA_PATTERNS, INDEX_NAME]
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+        hub = list_hub_files(repository, folder.name, cache_dir)
+        if hub is not None and ((folder / INDEX_NAME).is_file() or SINGLE_NAME in hub.known):
+            return folder, hub
+        whole = snapshot_download(repository, revision=folder.name, allow_patterns=list(HUB_PATTERNS))
+        return Path(whole), None
+
+
+def _hub_gguf(
+    repository: str, revision: str | None, name: str, cache_dir: Path
+) -> tuple[Path, HubFiles | None]:
+    """A gguf file of the hub: whole, if it is on this machine, or with its header only."""
+    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+
+    with _hub_errors(repository, revision):
+        # Every repository has this small file, so that its folder can be found without the hub later.
+        folder = snapshot_download(repository, revision=revision, allow_patterns=[".gitattributes"])
+        commit = Path(folder).name
+        cached = try_to_load_from_cache(repository, name, revision=commit)
+        hub = list_hub_files(repository, commit, cache_dir)
+        if hub is None:
+            whole = cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=commit)
+            return Path(whole), None
+        if name not in hub.known:
+            raise ConfigError(f"{repository} has no file {name}", hint="its page on the hub lists its files")
+        if isinstance(cached, str):
+            return Path(cached), hub
+        path = hub.partial(name).path
+        hub.read_head(name, path.with_name("whole"), gguf_head_bytes)
+        return path, hub
+
+
+@contextmanager
+def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
+    """Convert the errors of huggingface_hub."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -84,14 +145,7 @@ def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tup
 
     shown = repository if revision is None else f"{repository}@{revision}"
     try:
-        small = [*METADATA_PATTERNS, INDEX_NAME]
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
-        if (folder / INDEX_NAME).is_file():
-            hub = list_hub_files(repository, folder.name, cache_dir)
-            if hub is not None:
-                return folder, hub
-        whole = snapshot_download(repository, revision=folder.name, allow_patterns=list(HUB_PATTERNS))
-        return Path(whole), None
+        yield
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ConfigError(
             f"the hub has no model {shown}", hint="check the name; a gated model needs `hf auth login`"
@@ -180,8 +234,9 @@ def _open(
     if path.is_dir():
         checkpoint = SafetensorsCheckpoint(path, hub)
     else:
-        metadata = hashlib.sha256(json.dumps(_stamps(path.parent, (path.name,))).encode()).hexdigest()[:32]
-        checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata)
+        content = _stamps(path.parent, (path.name,)) if hub is None else hub.known[path.name][1].hex()
+        metadata = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+        checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata, hub)
     stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))
     stamps += [[each, size, digest.hex()] for each, (size, digest) in checkpoint.known.items()]
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
 from swarmnet_protocols.models.hub_files import HubFiles, Known
 from swarmnet_protocols.models.language_model import language_config
@@ -70,8 +71,8 @@ def naming_of(names: Collection[str]) -> BlockNaming:
     return BlockNaming(re.compile(r"^(layers\.)(\d+)(\..+)$"))
 
 
-def read_header(path: Path) -> tuple[str, ...]:
-    """The names of the tensors in a safetensors file. Raises ``IntegrityError`` unless its header is valid and matches the file's size."""
+def read_header(path: Path) -> Layout:
+    """Where the tensors of a safetensors file are. Raises ``IntegrityError`` unless its header is valid and matches the file's size."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -83,15 +84,16 @@ def read_header(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     header.pop("__metadata__", None)
-    spans = sorted(_span(name, entry, path) for name, entry in header.items())
+    spans = {name: _span(name, entry, path) for name, entry in header.items()}
     end = 0
-    for start, stop in spans:
+    for start, stop in sorted(spans.values()):
         if start != end:
             raise IntegrityError(f"{path}: its tensors leave a gap or overlap")
         end = stop
     if end != size - 8 - header_bytes:
         raise IntegrityError(f"{path} has {size} bytes, its header describes {8 + header_bytes + end}")
-    return tuple(header)
+    head = 8 + header_bytes
+    return Layout(head, {name: (head + start, head + stop) for name, (start, stop) in spans.items()})
 
 
 def _read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
@@ -138,16 +140,19 @@ class SafetensorsCheckpoint:
     def __init__(self, root: Path, hub: HubFiles | None = None) -> None:
         """``hub``: the directory belongs to a commit on the hub, and weight files that are not there are fetched when needed."""
         self.root = root
-        self._hub = hub
+        self.hub = hub
         self.known: Known = {}
         if not (root / "config.json").is_file():
             raise ConfigError(
                 f"{root} has no config.json",
                 hint="give a directory in Hugging Face layout, or a .gguf file",
             )
-        weights, self._index = _weight_files(root)
+        weights, self._index = _weight_files(root, has_single=hub is not None and SINGLE_NAME in hub.known)
         if hub is not None:
             self.known = {name: hub.known[name] for name in weights if name in hub.known}
+            if not self._index:  # without an index only the header knows the tensors
+                for name in self.known:
+                    hub.read_head(name, root / name, lambda path: read_header(path).head_bytes)
         file_of = {name: weight for weight in weights for name in self._names_in(weight)}
         if missing := self._index.keys() - file_of.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
@@ -163,20 +168,27 @@ class SafetensorsCheckpoint:
 
     def _names_in(self, weight: str) -> Iterable[str]:
         """The tensors in a file: by its header, or by the index while it is not on disk."""
-        if weight in self.known and not (self.root / weight).is_file():
+        if weight in self.known and self._index and not (self.root / weight).is_file():
             return [name for name, file in self._index.items() if file == weight]
-        return read_header(self.root / weight)
+        return read_header(self.path_of(weight)).spans
+
+    def path_of(self, file: str) -> Path:
+        whole = self.root / file
+        if self.hub is not None and file in self.known and not whole.is_file():
+            return self.hub.partial(file).path
+        return whole
+
+    def layout(self, file: str) -> Layout:
+        layout = read_header(self.path_of(file))
+        if missing := {name for name, at in self._index.items() if at == file} - layout.spans.keys():
+            raise IntegrityError(f"{self.path_of(file)} lacks tensor {min(missing)[:200]!r} of {INDEX_NAME}")
+        return layout
 
     def fetch(self, files: Iterable[str]) -> None:
         for file in sorted(files):
-            if self._hub is not None and file in self.known and not (self.root / file).is_file():
-                self._hub.fetch(file)
-                if missing := {name for name, at in self._index.items() if at == file} - set(
-                    read_header(self.root / file)
-                ):
-                    raise IntegrityError(
-                        f"{self.root / file} lacks tensor {min(missing)[:200]!r} of {INDEX_NAME}"
-                    )
+            if self.hub is not None and file in self.known and not (self.root / file).is_file():
+                self.hub.fetch(file)
+                self.layout(file)
 
     @property
     def precision(self) -> str:
@@ -292,9 +304,9 @@ class SafetensorsCheckpoint:
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
-                opened[file] = safe_open(self.root / file, framework="pt")
+                opened[file] = safe_open(self.path_of(file), framework="pt")
             except (SafetensorError, OSError) as error:
-                raise IntegrityError(f"{self.root / file} cannot be read: {error}") from error
+                raise IntegrityError(f"{self.path_of(file)} cannot be read: {error}") from error
 
         def slice_of(name: str) -> Any:
             return opened[self._file_of[name]].get_slice(name)
@@ -320,11 +332,11 @@ class SafetensorsCheckpoint:
         return found
 
 
-def _weight_files(root: Path) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files of a directory, and the file of each tensor by its index."""
+def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
+    """The safetensors files of a directory, and the file of each tensor by its index. ``has_single``: the hub has ``SINGLE_NAME``."""
     index = root / INDEX_NAME
     if not index.is_file():
-        if not (root / SINGLE_NAME).is_file():
+        if not has_single and not (root / SINGLE_NAME).is_file():
             raise ConfigError(
                 f"{root} has no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )

@@ -44,6 +44,14 @@ ADAPTER = ProtocolSpec(
 )
 PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
 
+WEIGHTS = ProtocolSpec(
+    "/swarmnet/weights/1",
+    max_header_bytes=1024,
+    max_payload_bytes=1 << 20,
+    roles=_CLIENT | _HOST | _TRAINER,
+    served_by=_HOST,
+)
+
 REPORT = ProtocolSpec(
     "/swarmnet/report/1",
     max_header_bytes=64 << 10,
@@ -104,7 +112,7 @@ REVOCATIONS = ProtocolSpec(
 HANDSHAKE = ProtocolSpec("/swarmnet/handshake/2", max_header_bytes=4096, max_payload_bytes=320 << 10)
 ADMISSION = ProtocolSpec("/swarmnet/admission/2", max_header_bytes=128 << 10)
 
-INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING)
+INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 """Served by nodes, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""

@@ -75,7 +75,7 @@ class Resource(StrEnum):
     ADAPTERS = "adapters"
     ADAPTER_BYTES = "adapter_bytes"
     TRANSFERS = "transfers"
-    """Downloads of a training job's state."""
+    """Downloads of a training job's state or of weights."""
     PENDING_ROUNDS = "pending_rounds"
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"

@@ -20,6 +20,7 @@ from swarmnet.cli.options import (
     IssuerOption,
     JsonFlag,
     ListenOption,
+    MaxDiskOption,
     MaxP2pdOption,
     MetricsOption,
     ModelOption,
@@ -58,6 +59,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
     device: Annotated[str, devices_option("Device to compute on, or several GPUs: cuda:0,cuda:1.")] = "auto",
     dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
@@ -138,6 +140,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     span = parse_blocks(blocks) if blocks is not None else None
     max_cache_bytes = parse_size_bytes(max_cache, option="--max-cache")
     max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
+    max_disk_bytes = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
     if len(public_name) > 64 or not public_name.isprintable():
         raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
     if priority not in {"low", "normal"}:
@@ -166,6 +169,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             ),
             swarm_name=entry.file.name,
             cache_dir=cache_dir,
+            max_disk_bytes=max_disk_bytes,
             blocks=span,
             num_blocks=num_blocks,
             device=device,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.options import CacheDirOption, JsonFlag
+from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, parse_size_bytes
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
@@ -15,28 +15,69 @@ from swarmnet_protocols.models import DEFAULT_MODEL
 if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel
 
-app = command_group("Fetch and check model files.")
+app = command_group("Fetch, check and remove model files.")
 ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 
 @app.command("ls")
-def list_models(*, as_json: JsonFlag = False) -> None:
-    """List the models on this machine: the default one, and those fetched from the hub."""
-    models: list[dict[str, object]] = [{"name": DEFAULT_MODEL, "default": True}, *_hub_models()]
+def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) -> None:
+    """List the models on this machine: the default one, and those fetched from the hub or from peers, with what is here of them."""
+    from swarmnet_protocols.models.inventory import stored_models
+
+    stored = stored_models(cache_dir or default_cache_dir())
     if as_json:
+        models: list[dict[str, object]] = [{"name": DEFAULT_MODEL, "default": True}]
+        models += [
+            {
+                "name": each.name,
+                "default": False,
+                "present_bytes": each.present_bytes,
+                "total_bytes": each.total_bytes,
+            }
+            for each in stored
+        ]
         print_json({"models": models})
         return
-    for model in models:
-        print_text(f"{model['name']}{'  (the default)' if model['default'] else ''}")
+    print_text(f"{DEFAULT_MODEL}  (the default)")
+    for each in stored:
+        whole = f" of {show_size(each.total_bytes)}" if each.total_bytes is not None else ""
+        print_text(f"{each.name}  {show_size(each.present_bytes)}{whole}")
+
+
+@app.command("rm")
+def remove(
+    model: Annotated[str, typer.Argument(metavar="M", help="As `swarmnet model ls` prints it.")],
+    *,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove what is on this machine of a model from the hub."""
+    from swarmnet_protocols.models.inventory import remove_model
+
+    freed = remove_model(model, cache_dir or default_cache_dir())
+    if as_json:
+        print_json({"name": model, "freed_bytes": freed})
+    else:
+        print_text(f"{model} is removed: {show_size(freed)} are free")
 
 
 @app.command("pull")
 def pull(
-    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+    model: ModelName = DEFAULT_MODEL,
+    *,
+    cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Fetch a model unless it is on this machine."""
-    local = _resolve(model, cache_dir, quiet=as_json)
-    local.fetch()
+    from swarmnet_protocols.models import resolve
+
+    limit = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
+    with progress(quiet=as_json) as report:
+        local = resolve(
+            model, cache_dir=cache_dir or default_cache_dir(), progress=report, max_disk_bytes=limit
+        )
+        local.fetch()
     if as_json:
         print_json(_summary(local))
     else:
@@ -80,18 +121,6 @@ def verify(
         print_text(f"{local.name}: {count} read, as the manifest says{rest}")
 
 
-def _hub_models() -> list[dict[str, object]]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    names = sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
-    return [{"name": name, "default": False} for name in names]
-
-
 def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":
     from swarmnet_protocols.models import resolve
 
@@ -108,6 +137,8 @@ def _summary(local: "LocalModel") -> dict[str, object]:
         "architecture": manifest.architecture,
         "blocks": manifest.blocks,
         "hidden_size": manifest.hidden_size,
+        "pieces": local.pieces_hash.hex() if local.pieces_hash is not None else None,
+        "present_bytes": local.size_on_disk,
         "files": [
             {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in manifest.files
         ],

@@ -34,9 +34,10 @@ from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.machine.platform import allow_open_files
-from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
 from swarmnet_protocols.models.chat_template import prepare_rendering
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     with progress(quiet=as_json) as report:
         import_transformers()
-        local = resolve(model, cache_dir=cache_dir or default_cache_dir(), progress=report)
+        local = resolve_in_swarm(model, network, cache_dir=cache_dir or default_cache_dir(), progress=report)
     serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
     prepare_rendering()
     allow_open_files(MAX_FILES)

@@ -1,0 +1,246 @@
+"""Downloads pieces from several sources at once, each as fast as it is, and verifies every piece on arrival.
+
+Sources take work from one queue. Peers begin; the hub joins after ``HUB_WAIT_S`` if they have not brought everything, and takes what no peer has at
+once. At the end a source without work repeats what another one is slow to bring. A source that sends wrong bytes is dropped and named, and its
+pieces come from another one.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import PIECE_BYTES, FileKey
+from swarmnet_protocols.machine.aio import cancel
+
+HUB_WAIT_S = 3.0
+"""Head start of peers over the hub, whose traffic others pay for."""
+REPEAT_S = 5.0
+"""A source without work repeats what another one has not brought after this long."""
+MAX_HOLDERS = 2
+"""Sources that fetch the same bytes at a time."""
+ATTEMPTS = 4
+"""Times in a row that a source may fail to answer before it is given up."""
+PAUSE_S = 0.5
+"""Pause after the first failure of a source; it doubles with each."""
+
+
+class Source(Protocol):
+    """Where pieces come from."""
+
+    name: str
+    """For messages."""
+    is_last: bool
+    """Others begin: the hub."""
+    connections: int
+    """Reads at a time."""
+    max_bytes: int
+    """Most bytes of one read."""
+
+    def has(self, file: FileKey, piece: int) -> bool:
+        """Whether it may have a piece."""
+
+    async def read(self, file: FileKey, start: int, end: int) -> bytes:
+        """The bytes [start, end) of a file, or the first of them. Raises ``SwarmnetError``."""
+
+
+@dataclass
+class _Unit:
+    """Pieces [first, last) that follow each other, which are fetched together."""
+
+    file: PieceFile
+    first: int
+    last: int
+    asked: dict[str, float] = field(default_factory=dict)
+    """Sources that were asked and have not answered, and when."""
+
+    @property
+    def start(self) -> int:
+        return self.file.starts[self.first]
+
+    @property
+    def end(self) -> int:
+        return self.file.starts[self.last]
+
+    def missing(self) -> bool:
+        return not all(self.file.has(piece) for piece in range(self.first, self.last))
+
+
+def _units(file: PieceFile, pieces: Sequence[int]) -> list[_Unit]:
+    """The missing ones of ``pieces``, joined as far as they follow each other and are together no longer than one piece may be."""
+    units: list[_Unit] = []
+    for piece in sorted(set(pieces)):
+        if file.has(piece):
+            continue
+        last = units[-1] if units else None
+        if last and last.last == piece and file.starts[piece + 1] - last.start <= PIECE_BYTES:
+            last.last = piece + 1
+        else:
+            units.append(_Unit(file, piece, piece + 1))
+    return units
+
+
+async def download(
+    wanted: Sequence[tuple[PieceFile, Sequence[int]]],
+    sources: Sequence[Source],
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, int]:
+    """Fetch the missing ones of the wanted pieces; returns the bytes by source. ``on_bytes`` is called with bytes done and of all.
+
+    Raises ``IntegrityError`` if all sources sent wrong bytes, ``Unreachable`` if some pieces could not be fetched for another reason, both with
+    the sources named, and ``OutOfResources`` for a full disk. What was verified is kept in any case.
+    """
+    running = _Download([unit for file, pieces in wanted for unit in _units(file, pieces)], on_bytes)
+    try:
+        await running.run(sources)
+    finally:
+        for file, _ in wanted:
+            await asyncio.to_thread(file.sync)
+    return running.bytes_from
+
+
+class _Download:
+    def __init__(self, units: Sequence[_Unit], on_bytes: Callable[[int, int], None]) -> None:
+        self.bytes_from: dict[str, int] = {}
+        self._queue = deque(units)
+        self._asked: list[_Unit] = []
+        self._on_bytes = on_bytes
+        self._total = sum(unit.end - unit.start for unit in units)
+        self._done = 0
+        self._failed: dict[str, SwarmnetError] = {}
+        self._dropped: dict[str, IntegrityError] = {}
+        self._changed = asyncio.Event()
+        self._sources: Sequence[Source] = ()
+        self._writing = asyncio.Lock()
+
+    async def run(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        working = {
+            asyncio.create_task(self._work(source)) for source in sources for _ in range(source.connections)
+        }
+        try:
+            while working and (self._queue or self._asked):
+                ended, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+        finally:
+            await cancel(*working)
+        if self._queue:
+            causes = "; ".join(
+                f"{name}: {error}" for name, error in {**self._dropped, **self._failed}.items()
+            )
+            kind = IntegrityError if self._dropped and not self._failed else Unreachable
+            raise kind(
+                f"parts of {self._queue[0].file.file.name} could not be fetched ({causes or 'no source has them'})",
+                hint="check the connection, and start again: what has arrived is kept",
+            )
+
+    def _is_out(self, source: Source) -> bool:
+        return source.name in self._dropped or source.name in self._failed
+
+    async def _work(self, source: Source) -> None:
+        """Fetch with one connection of a source until nothing is left that it could bring."""
+        began, failures = _now(), 0
+        while not self._is_out(source):
+            units = self._take(source, began)
+            if units is None:
+                return
+            if not units:
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HUB_WAIT_S / 10):
+                        await self._changed.wait()
+                continue
+            try:
+                error = await self._fetch(source, units)
+            finally:
+                self._release(source, units)
+            failures = 0 if error is None else failures + 1
+            if isinstance(error, IntegrityError):
+                self._dropped[source.name] = error
+            elif error is not None and (failures == ATTEMPTS or not source.is_last):
+                self._failed[source.name] = error
+            if failures and not self._is_out(source):
+                await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
+
+    def _take(self, source: Source, began: float) -> list[_Unit] | None:
+        """Adjacent units for one read; empty: wait; None: there is nothing left for this source."""
+        if not self._queue and not self._asked:
+            return None
+        others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
+        waits = source.is_last and others and _now() < began + HUB_WAIT_S
+        for unit in self._queue:
+            if _has(source, unit) and not (waits and any(_has(other, unit) for other in others)):
+                return self._with_adjacent(source, unit)
+        for unit in self._asked:
+            slow = min(unit.asked.values(), default=_now()) < _now() - REPEAT_S
+            if (
+                slow
+                and source.name not in unit.asked
+                and len(unit.asked) < MAX_HOLDERS
+                and _has(source, unit)
+            ):
+                unit.asked[source.name] = _now()
+                return [unit]
+        if not source.is_last and not any(_has(source, unit) for unit in (*self._queue, *self._asked)):
+            return None
+        return []
+
+    def _with_adjacent(self, source: Source, unit: _Unit) -> list[_Unit]:
+        """``unit`` and those in the queue that follow it, up to a fair share of what is left."""
+        workers = sum(each.connections for each in self._sources if not self._is_out(each))
+        left = sum(each.end - each.start for each in self._queue)
+        limit = min(source.max_bytes, max(left // (2 * workers), unit.end - unit.start))
+        units = [unit]
+        following = {(each.file.file.sha256, each.first): each for each in self._queue}
+        while (
+            (after := following.get((unit.file.file.sha256, units[-1].last))) is not None
+            and after.end - unit.start <= limit
+            and _has(source, after)
+        ):
+            units.append(after)
+        for each in units:
+            self._queue.remove(each)
+            self._asked.append(each)
+            each.asked[source.name] = _now()
+        return units
+
+    def _release(self, source: Source, units: list[_Unit]) -> None:
+        """Return to the queue what a source has not brought, unless another one is asked for it."""
+        for unit in units:
+            unit.asked.pop(source.name, None)
+            if unit in self._asked and not (unit.asked and unit.missing()):
+                self._asked.remove(unit)
+                if unit.missing():
+                    self._queue.appendleft(unit)
+        self._changed.set()
+
+    async def _fetch(self, source: Source, units: list[_Unit]) -> SwarmnetError | None:
+        """Read and write adjacent units. Returns what is wrong with the source. Raises ``OutOfResources`` for a full disk."""
+        first, last = units[0], units[-1]
+        try:
+            data = await source.read(first.file.file, first.start, last.end)
+        except SwarmnetError as error:
+            return error
+        async with self._writing:
+            before = [unit for unit in units if unit.missing()]
+            try:
+                written = await asyncio.to_thread(first.file.write, first.first, data)
+            except IntegrityError as error:
+                return IntegrityError(f"it sent wrong bytes: {error}")
+            self._done += sum(unit.end - unit.start for unit in before if not unit.missing())
+        self.bytes_from[source.name] = self.bytes_from.get(source.name, 0) + len(data)
+        self._on_bytes(self._done, self._total)
+        return None if written else Unreachable("it sent less than one piece")
+
+
+def _has(source: Source, unit: _Unit) -> bool:
+    return all(source.has(unit.file.file, piece) for piece in range(unit.first, unit.last))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

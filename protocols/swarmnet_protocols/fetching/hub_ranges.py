@@ -1,0 +1,105 @@
+"""Reads ranges of files on the hub over HTTP. What is read is not verified here."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from swarmnet_protocols.errors import IntegrityError, Unreachable
+from swarmnet_protocols.fetching.pieces import FileKey
+
+TIMEOUT_S = 20.0
+"""Longest time that the hub may send nothing."""
+MIN_BYTES_PER_S = 20_000
+"""An answer that is slower than this on average, after ``TIMEOUT_S``, is given up."""
+_CHUNK_BYTES = 256 << 10
+
+
+def no_answer() -> tuple[type[Exception], ...]:
+    """Errors of a hub that cannot be reached or does not answer: the bases of its own error, which depend on its HTTP library."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+
+
+@dataclass
+class HubRanges:
+    """The files of one commit of a repository, as a source of their bytes."""
+
+    repository: str
+    commit: str
+    name: str = "the hub"
+    is_last: bool = True
+    connections: int = 4
+    max_bytes: int = 16 << 20
+
+    def has(self, file: FileKey, piece: int) -> bool:
+        """Always: the hub has whole files."""
+        return True
+
+    async def read(self, file: FileKey, start: int, end: int) -> bytes:
+        """The bytes [start, end), or the first of them if the connection breaks.
+
+        Raises ``Unreachable`` if nothing comes, and ``IntegrityError`` for an answer that is no such part of the file.
+        """
+        stopped = threading.Event()
+        try:
+            return await asyncio.to_thread(self.read_now, file, start, end, stopped.is_set)
+        finally:
+            stopped.set()
+
+    def read_now(
+        self, file: FileKey, start: int, end: int, is_stopped: Callable[[], bool] = lambda: False
+    ) -> bytes:
+        """As ``read``, for threads. ``is_stopped`` is asked between chunks."""
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        found = bytearray()
+        failures: tuple[type[Exception], ...] = (*no_answer(), OfflineModeIsEnabled, OSError)
+        begun = time.monotonic()
+        try:
+            with self._answer(file, start, end) as answer:
+                _check_range(answer, file, start, end)
+                for chunk in answer.iter_raw(_CHUNK_BYTES):
+                    found += chunk[: end - start - len(found)]
+                    late = time.monotonic() - begun - TIMEOUT_S
+                    if len(found) == end - start or is_stopped() or late * MIN_BYTES_PER_S > len(found):
+                        break
+        except failures as error:
+            if not found:
+                raise Unreachable(f"{file.name} of {self.repository} cannot be read: {error}") from error
+        if not found:
+            raise Unreachable(f"nothing of {file.name} of {self.repository} was sent")
+        return bytes(found)
+
+    @contextlib.contextmanager
+    def _answer(self, file: FileKey, start: int, end: int) -> Iterator[Any]:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils._http import get_session
+
+        url = hf_hub_url(self.repository, file.name, revision=self.commit)
+        # Each request asks the hub again: the addresses to which it sends readers on expire.
+        headers = build_hf_headers() | {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
+        with get_session().stream(
+            "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
+        ) as answer:
+            yield answer
+
+
+def _check_range(answer: Any, file: FileKey, start: int, end: int) -> None:
+    """Raise unless the answer is the bytes [start, end) of a file of the expected size, as they are stored."""
+    if answer.status_code == 200 and (start, end) == (0, file.size):
+        return
+    if answer.status_code != 206:
+        raise Unreachable(
+            f"the answer to a request for a part of {file.name} has status {answer.status_code}"
+        )
+    sent = answer.headers.get("content-range", "")
+    if sent != f"bytes {start}-{end - 1}/{file.size}" or "content-encoding" in answer.headers:
+        raise IntegrityError(
+            f"another part of {file.name} was sent than bytes {start} to {end}: {sent[:100]!r}"
+        )

@@ -1,0 +1,274 @@
+"""A weight file of which this machine has some pieces: a sparse file of the full size, at the offsets that the whole file has.
+
+Readers of safetensors and gguf map it into memory like the whole file. Layout, in a folder that is named by the SHA-256 of the whole file::
+
+    model-00002-of-00030.safetensors   the file; where pieces are missing it has holes, which take no space
+    lock                               locked by the processes that use the file
+    present                            one bit for each piece, set once the piece is verified and on disk
+
+The bits are set after the data has reached the disk, so a process or a machine may stop at any moment: what is marked is there, and the rest is
+fetched by the next start.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from swarmnet_protocols.errors import IntegrityError, OutOfResources
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, has_bit
+from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.machine.platform import lock
+
+_PRESENT, _LOCK = "present", "lock"
+SYNC_BYTES = 64 << 20
+"""Data that is written between two marks of what is on disk. Lost at most, if the process is killed."""
+
+
+class PieceFile:
+    """A partial file. Created where it is missing. Raises ``OutOfResources`` for a full disk."""
+
+    def __init__(self, folder: Path, file: FileKey) -> None:
+        """``folder`` is for this file only."""
+        self.file = file
+        self.folder = folder
+        self.path = folder / file.name
+        self._bits_path = folder / _PRESENT
+        self._table: PieceTable | None = None
+        self._starts: tuple[int, ...] = ()
+        self._bits = bytearray()
+        self._written: list[int] = []
+        self._unsynced_bytes = 0
+        self._hold: weakref.finalize[..., PieceFile] | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether anything of the file has been fetched."""
+        return self.path.is_file()
+
+    @property
+    def size_on_disk(self) -> int:
+        """Bytes of disk that it takes."""
+        return folder_bytes(self.folder)
+
+    def create(self) -> None:
+        """Make the file with no pieces, unless it is there."""
+        with full_disk(self.folder):
+            make_private(self.folder)
+            with self.path.open("ab") as file:
+                if os.fstat(file.fileno()).st_size != self.file.size:
+                    self._bits_path.unlink(missing_ok=True)
+                    file.truncate(0)
+                    file.truncate(self.file.size)
+
+    # ---- which pieces are here ------------------------------------------------------------------------------
+
+    def use(self, table: PieceTable, edges: Iterable[int] | None) -> None:
+        """Read which pieces are here, by this table. ``edges``: where the tensors begin and end; None while the header is not here.
+
+        Raises ``IntegrityError`` if the table is not of a file with such tensors.
+        """
+        if edges is None:
+            self._starts = table.head_starts
+        else:
+            self._starts = cut(self.file.size, [table.head_bytes, *edges])
+            if len(self._starts) - 1 != table.count:
+                raise IntegrityError(
+                    f"{self.file.name} has {len(self._starts) - 1} pieces, the table of its pieces {table.count}"
+                )
+        self._table = table
+        bits = -(-table.count // 8)
+        try:
+            found = self._bits_path.read_bytes()
+        except OSError:
+            found = b""
+        self._bits = bytearray(found if len(found) == bits else bits)
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where the pieces begin, and where the last one ends."""
+        return self._starts
+
+    @property
+    def present(self) -> bytes:
+        """One bit for each piece, the first in the lowest bit of the first byte."""
+        return bytes(self._bits)
+
+    def has(self, piece: int) -> bool:
+        """Whether a piece is here."""
+        return has_bit(self._bits, piece)
+
+    def present_bytes(self) -> int:
+        """The bytes of the pieces that are here."""
+        return sum(end - start for start, end in self._spans(range(len(self._starts) - 1)))
+
+    def _spans(self, pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
+        for piece in pieces:
+            if self.has(piece):
+                yield self._starts[piece], self._starts[piece + 1]
+
+    # ---- writing --------------------------------------------------------------------------------------------
+
+    def check(self, first: int, data: bytes | memoryview) -> int:
+        """The number of whole pieces from ``first`` on that ``data`` begins with. Raises ``IntegrityError`` for one with another hash."""
+        piece, view, start = first, memoryview(data), self._starts[first]
+        while piece < len(self._starts) - 1 and self._starts[piece + 1] - start <= len(view):
+            part = view[self._starts[piece] - start : self._starts[piece + 1] - start]
+            if not self._matches(piece, part):
+                raise IntegrityError(
+                    f"bytes {self._starts[piece]} to {self._starts[piece + 1]} of {self.file.name} do not have their hash"
+                )
+            piece += 1
+        return piece - first
+
+    def _matches(self, piece: int, data: bytes | memoryview) -> bool:
+        return self._table is not None and hashlib.sha256(data).digest() == self._table.hash_of(piece)
+
+    def write(self, first: int, data: bytes | memoryview) -> int:
+        """Verify the whole pieces that ``data`` begins with, from ``first`` on, and write them. Returns their number.
+
+        Raises ``IntegrityError``, and writes nothing, for a piece with another hash.
+        """
+        count = self.check(first, data)
+        size = self._starts[first + count] - self._starts[first]
+        with full_disk(self.folder):
+            _write_all(self.path, self._starts[first], memoryview(data)[:size])
+        self._written += range(first, first + count)
+        self._unsynced_bytes += size
+        if self._unsynced_bytes >= SYNC_BYTES:
+            self.sync()
+        for piece in range(first, first + count):
+            self._bits[piece // 8] |= 1 << piece % 8
+        return count
+
+    def sync(self) -> None:
+        """Mark the written pieces as present, when they have reached the disk."""
+        if not self._written:
+            return
+        written, self._written, self._unsynced_bytes = self._written, [], 0
+        with full_disk(self.folder):
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+            if not self._bits_path.exists() or self._bits_path.stat().st_size != len(self._bits):
+                self._bits_path.write_bytes(bytes(len(self._bits)))
+            with self._bits_path.open("r+b") as file:
+                # Another process may have added pieces meanwhile.
+                there = bytearray(file.read())
+                for piece in written:
+                    there[piece // 8] |= 1 << piece % 8
+                file.seek(0)
+                file.write(there)
+
+    def verify(self, progress: Progress | None = None) -> bool:
+        """Hash the pieces that are here again, and forget those that have changed. Returns whether none has."""
+        good = bytearray(len(self._bits))
+        with self.path.open("rb") as file:
+            for piece in range(len(self._starts) - 1):
+                start, end = self._starts[piece : piece + 2]
+                if self.has(piece):
+                    file.seek(start)
+                    if self._matches(piece, file.read(end - start)):
+                        good[piece // 8] |= 1 << piece % 8
+                    if progress is not None:
+                        progress(f"checking {self.file.name}", end, self.file.size)
+        if good == self._bits:
+            return True
+        self._bits = good
+        with full_disk(self.folder):
+            self._bits_path.write_bytes(good)
+        return False
+
+    def adopt(self, pieces: Iterable[int]) -> None:
+        """Take over those of ``pieces`` whose bytes were written before their hashes were known."""
+        with self.path.open("rb") as file:
+            for piece in pieces:
+                start, end = self._starts[piece : piece + 2]
+                file.seek(start)
+                if not self.has(piece) and self._matches(piece, file.read(end - start)):
+                    self._bits[piece // 8] |= 1 << piece % 8
+                    self._written.append(piece)
+        self.sync()
+
+    def remove(self) -> int:
+        """Remove the file and what is known of it. A process that has it mapped keeps its bytes. Returns the bytes that are free now."""
+        self.release()
+        return self.remove_folder(self.folder)
+
+    @staticmethod
+    def remove_folder(folder: Path) -> int:
+        """Remove the folder of a partial file. Returns the bytes that are free now."""
+        freed = folder_bytes(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        return freed
+
+    def hold(self) -> None:
+        """Count the file as used now, and keep other processes from removing it to make room, until ``release`` or the end of this one."""
+        if self._hold is None:
+            make_private(self.folder)
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self._hold = weakref.finalize(self, os.close, descriptor)
+            # Another process may remove it at this moment, or the file system have no locks.
+            with suppress(OSError):
+                lock(descriptor, shared=True)
+        with suppress(OSError):
+            os.utime(self.folder)
+
+    def release(self) -> None:
+        """End ``hold``."""
+        if self._hold is not None:
+            self._hold()
+            self._hold = None
+
+    def write_head(self, data: bytes) -> None:
+        """Write the beginning of the file before the hashes of its pieces are known. It is not marked as present."""
+        self.create()
+        with full_disk(self.folder):
+            _write_all(self.path, 0, memoryview(data))
+
+
+def _write_all(path: Path, offset: int, data: memoryview) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset)
+        while data:
+            data = data[file.write(data) or 0 :]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of disk that the files in the folder of a partial file take."""
+    found = 0
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            stat = path.stat()
+            blocks = getattr(stat, "st_blocks", None)  # Windows has none
+            found += stat.st_size if blocks is None else blocks * 512
+    return found
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process uses the partial file in a folder."""
+    try:
+        with (folder / _LOCK).open("rb") as file:
+            lock(file.fileno())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Convert the errors of a full disk or an exceeded quota into ``OutOfResources``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OutOfResources(
+            f"no space is left for weights in {folder}: {error.strerror}",
+            hint="free some space, remove a model with `swarmnet model rm`, host fewer blocks, or choose another --cache-dir",
+        ) from error

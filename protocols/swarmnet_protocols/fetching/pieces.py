@@ -1,0 +1,249 @@
+"""Pieces: the parts of a weight file that are fetched and verified on their own, as pieces of a torrent are.
+
+A file is cut where its tensors begin and end, and every ``PIECE_BYTES`` from there. Where they are is in the file's own header, which is
+the first piece or pieces; so a table of pieces is their SHA-256 hashes and the size of the header, and says nothing of names and shapes.
+
+The hash of a table, together with those of a model's other files, is the model's *pieces hash*. A swarm file that names it lets a newcomer
+verify every piece of the model, from any sender.
+"""
+
+import hashlib
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.machine.files import write_whole
+
+PIECE_BYTES = 1 << 20
+"""Longest piece."""
+MAX_TENSORS = 200_000
+"""Tensors of one file that can be fetched by piece."""
+HASH_BYTES = hashlib.sha256().digest_size
+_SIZE_BYTES = 8
+_KNOWN, _CLAIMED = "pieces", "claimed"
+_TABLE_DOMAIN = b"swarmnet-pieces-1\n"
+_LISTING_DOMAIN = b"swarmnet-listing-1\n"
+
+
+class Progress(Protocol):
+    """Receives the progress of a long operation: ``done`` of ``total``, which is None while it is unknown."""
+
+    def __call__(self, description: str, done: int, total: int | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class FileKey:
+    """A file by its content: size in bytes, and SHA-256 of the whole. ``name`` is for people."""
+
+    name: str
+    size: int
+    sha256: bytes
+
+
+def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
+    """Where the pieces of a file of ``size`` bytes begin, and its size: cut at ``edges``, and every ``PIECE_BYTES`` from there.
+
+    Raises ``IntegrityError`` for an edge outside the file.
+    """
+    bounds = sorted({0, size, *edges})
+    if bounds[0] < 0 or bounds[-1] > size:
+        raise IntegrityError(f"a tensor lies outside its file of {size} bytes")
+    starts: list[int] = []
+    for start, end in itertools.pairwise(bounds):
+        starts.extend(range(start, end, PIECE_BYTES))
+    return (*starts, size)
+
+
+def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
+    """The numbers of the pieces that have bytes of [start, end)."""
+    if start >= end:
+        return range(0)
+    return range(bisect_right(starts, start) - 1, bisect_left(starts, end))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the header of a file says: its own size, and where each tensor is, [start, end) from the start of the file."""
+
+    head_bytes: int
+    spans: Mapping[str, tuple[int, int]]
+
+    @property
+    def edges(self) -> list[int]:
+        """Where the header ends, and where tensors begin and end."""
+        return [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The hashes of the pieces of a file, 32 bytes each, and the size of the header before its first tensor."""
+
+    head_bytes: int
+    hashes: bytes
+
+    @property
+    def count(self) -> int:
+        """The number of pieces."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def head_starts(self) -> tuple[int, ...]:
+        """Where the pieces of the header begin, and where it ends."""
+        return cut(self.head_bytes, ())
+
+    def hash_of(self, piece: int) -> bytes:
+        """The SHA-256 of one piece."""
+        return self.hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
+
+    def hash(self, file: FileKey) -> bytes:
+        """The hash of the table of ``file``."""
+        return hashlib.sha256(_TABLE_DOMAIN + file.sha256 + self.encode()).digest()
+
+    def encode(self) -> bytes:
+        """The size of the header, u64 big endian, and the hashes."""
+        return self.head_bytes.to_bytes(_SIZE_BYTES, "big") + self.hashes
+
+    @staticmethod
+    def max_bytes(size: int) -> int:
+        """The longest encoded table of a file of ``size`` bytes."""
+        return _SIZE_BYTES + HASH_BYTES * (size // PIECE_BYTES + 2 * MAX_TENSORS)
+
+    @classmethod
+    def decode(cls, data: bytes, size: int) -> "PieceTable":
+        """Read the table of a file of ``size`` bytes from an untrusted source. Raises ``IntegrityError`` if the file has no such table."""
+        head_bytes, hashes = int.from_bytes(data[:_SIZE_BYTES], "big"), data[_SIZE_BYTES:]
+        table = cls(head_bytes, hashes)
+        fewest = len(cut(size, ())) - 1
+        if (
+            len(data) < _SIZE_BYTES
+            or len(data) > cls.max_bytes(size)
+            or len(hashes) % HASH_BYTES
+            or not min(1, size) <= head_bytes <= size
+            or table.count < fewest
+        ):
+            raise IntegrityError(f"not a table of the pieces of a file of {size} bytes")
+        return table
+
+
+def has_bit(bits: bytes | bytearray, number: int) -> bool:
+    """Whether a bit is set; those beyond the end are not."""
+    return number // 8 < len(bits) and bool(bits[number // 8] & 1 << number % 8)
+
+
+def listing_of(tables: Mapping[bytes, bytes]) -> bytes:
+    """The listing of a model's files: for each, by its SHA-256, that and the hash of its table."""
+    return b"".join(sha256 + table for sha256, table in sorted(tables.items()))
+
+
+def listing_hash(listing: bytes) -> bytes:
+    """The pieces hash of the model whose files are listed."""
+    return hashlib.sha256(_LISTING_DOMAIN + listing).digest()
+
+
+class Hasher:
+    """Hashes a file as a whole and by piece, in one reading."""
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        self._starts = starts
+        self._whole = hashlib.sha256()
+        self._piece = hashlib.sha256()
+        self._hashes: list[bytes] = []
+        self._position = 0
+
+    def update(self, data: bytes) -> None:
+        """The next bytes of the file; those beyond its last piece count for the whole hash only."""
+        self._whole.update(data)
+        view = memoryview(data)
+        while view and len(self._hashes) < len(self._starts) - 1:
+            end = self._starts[len(self._hashes) + 1]
+            part = view[: end - self._position]
+            self._piece.update(part)
+            self._position += len(part)
+            view = view[len(part) :]
+            if self._position == end:
+                self._hashes.append(self._piece.digest())
+                self._piece = hashlib.sha256()
+
+    @property
+    def sha256(self) -> bytes:
+        """The SHA-256 of the whole."""
+        return self._whole.digest()
+
+    def table(self, head_bytes: int) -> PieceTable:
+        """The table of the pieces."""
+        return PieceTable(head_bytes, b"".join(self._hashes))
+
+
+class Tables:
+    """The tables of the pieces of files, on disk in ``folder``, by the SHA-256 of the file.
+
+    Those that this machine made from whole files, or that a pieces hash vouches for, are *known*. Others are *claimed* by a peer: what comes
+    from elsewhere can be compared with them, and nothing is believed because of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept: dict[tuple[bytes, str], PieceTable] = {}
+
+    def known(self, file: FileKey) -> PieceTable | None:
+        """The known table of a file; None if there is none."""
+        return self._get(file, _KNOWN)
+
+    def claimed(self, file: FileKey) -> PieceTable | None:
+        """The table that was claimed last; None if there is none."""
+        return self._get(file, _CLAIMED)
+
+    def add(self, file: FileKey, table: PieceTable) -> None:
+        """Keep a known table; on a full disk only as long as the process runs."""
+        self._put(file, table, _KNOWN)
+        self.forget_claim(file)
+
+    def claim(self, file: FileKey, table: PieceTable) -> None:
+        """Keep a claimed table."""
+        self._put(file, table, _CLAIMED)
+
+    def listing(self, model: bytes, files: Sequence[FileKey]) -> bytes:
+        """The listing of a model of these files; empty if it is not known."""
+        known = {file.sha256: table.hash(file) for file in files if (table := self.known(file)) is not None}
+        if len(known) == len({file.sha256 for file in files}):
+            return listing_of(known)
+        try:
+            return self._listing_path(model).read_bytes()
+        except OSError:
+            return b""
+
+    def add_listing(self, model: bytes, listing: bytes) -> None:
+        """Keep a listing that a pieces hash vouches for."""
+        with suppress(OSError):
+            write_whole(self._listing_path(model), listing, durable=False)
+
+    def _listing_path(self, model: bytes) -> Path:
+        return self._folder / f"{model.hex()}.listing"
+
+    def forget_claim(self, file: FileKey) -> None:
+        """Forget a claimed table: it turned out wrong, or is not needed any more."""
+        self._kept.pop((file.sha256, _CLAIMED), None)
+        with suppress(OSError):
+            self._path(file, _CLAIMED).unlink(missing_ok=True)
+
+    def _get(self, file: FileKey, kind: str) -> PieceTable | None:
+        if (file.sha256, kind) not in self._kept:
+            try:
+                data = self._path(file, kind).read_bytes()
+                self._kept[file.sha256, kind] = PieceTable.decode(data, file.size)
+            except (OSError, IntegrityError):
+                return None
+        return self._kept[file.sha256, kind]
+
+    def _put(self, file: FileKey, table: PieceTable, kind: str) -> None:
+        self._kept[file.sha256, kind] = table
+        with suppress(OSError):
+            write_whole(self._path(file, kind), table.encode(), durable=False)
+
+    def _path(self, file: FileKey, kind: str) -> Path:
+        return self._folder / f"{file.sha256.hex()}.{kind}"

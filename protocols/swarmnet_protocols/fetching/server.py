@@ -1,0 +1,92 @@
+"""Serves members the weights that this machine has, behind its sessions."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.fetching.pieces import PIECE_BYTES
+from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.wire import weights_pb2 as pb
+
+AT_ONCE = 2
+"""Replies under way at a time, to all peers together; streams take turns."""
+BUSY_SHARE = 0.25
+"""Share of the time in which weights are sent while sessions are open."""
+
+
+class Library(Protocol):
+    """The weights of one model on this machine."""
+
+    @property
+    def model(self) -> bytes:
+        """The hash of the model's manifest."""
+
+    def document(self, what: pb.What, file: bytes) -> bytes:
+        """A table, the bits of the pieces that are here, the listing or the manifest; empty if it is not here."""
+
+    def place(self, file: bytes, start: int, end: int) -> tuple[Path, int] | None:
+        """Where the bytes [start, end) of a file are, and the size of the whole file; None unless all these bytes are here and verified."""
+
+
+class WeightServer:
+    """The handler of ``WEIGHTS``. Each peer has few streams, each stream one reply at a time."""
+
+    def __init__(self, library: Library, is_busy: Callable[[], bool], timing: Timing) -> None:
+        """``is_busy``: whether sessions are open, before which weights stand back."""
+        self._library = library
+        self._is_busy = is_busy
+        self._timing = timing
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def handle(self, stream: Stream) -> None:
+        """Answer the requests of one stream until it ends."""
+        typed = TypedStream(
+            stream,
+            pb.WeightsReply,
+            pb.WeightsRequest,
+            silence_s=self._timing.client_silence_s,
+            send_s=self._timing.chunk_s,
+        )
+        with stream.scope.reserve(Resource.TRANSFERS):
+            while True:
+                request, _ = await typed.receive()
+                async with self._turns:
+                    began = time.monotonic()
+                    total, payload = await self._answer(request)
+                    await typed.send(pb.WeightsReply(total_bytes=total), payload)
+                    if self._is_busy():
+                        took_s = time.monotonic() - began
+                        await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
+
+    async def _answer(self, request: pb.WeightsRequest) -> tuple[int, bytes]:
+        """Size of what was asked for, and the bytes. Raises ``Refusal`` for another model."""
+        if request.manifest != self._library.model:
+            raise Refusal(refusal_pb2.REASON_WRONG_MODEL, "the weights of this model are not here")
+        start, end = request.offset, request.offset + request.length
+        if not 0 < request.length <= PIECE_BYTES or request.what == pb.WHAT_UNSPECIFIED:
+            raise ProtocolViolation("not a request for a part of the weights")
+        if request.what != pb.WHAT_DATA:
+            whole = self._library.document(request.what, request.file)
+            return len(whole), whole[start:end]
+        place = self._library.place(request.file, start, end)
+        if place is None:
+            return 0, b""
+        path, size = place
+        return size, await asyncio.to_thread(_read, path, start, end - start)
+
+
+def _read(path: Path, offset: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    except OSError:
+        return b""  # removed meanwhile

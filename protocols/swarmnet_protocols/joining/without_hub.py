@@ -1,0 +1,43 @@
+"""Resolves a model by its name, from peers of the swarm where the hub does not answer."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.joining.network import Network, connect
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models import LocalModel, Progress
+
+
+def resolve_in_swarm(
+    name: str, network: Network, *, cache_dir: Path, progress: "Progress | None" = None
+) -> "LocalModel":
+    """The model with this name. If the hub does not answer and the swarm file names the model, its outline is taken from peers.
+
+    Not for a thread whose loop runs. Raises what ``resolve`` and ``connect`` raise.
+    """
+    from swarmnet_protocols.models import resolve
+
+    try:
+        return resolve(name, cache_dir=cache_dir, progress=progress)
+    except Unreachable:
+        model = network.rules.names.get(name)
+        if model is None:
+            raise
+        asyncio.run(_fetch(name, model, network, cache_dir))
+    return resolve(name, cache_dir=cache_dir, progress=progress)
+
+
+async def _fetch(name: str, model: bytes, network: Network, cache_dir: Path) -> None:
+    from swarmnet_protocols.directory.host_announcements import read_hosts
+    from swarmnet_protocols.fetching.peers import SwarmPeers
+    from swarmnet_protocols.models.outline import fetch_outline
+    from swarmnet_protocols.timing import Timing
+
+    async with connect(network, client_mode=True) as (transport, directory):
+        peers = SwarmPeers(network.rules.pieces_hashes, Timing())
+        peers.attach(transport, partial(read_hosts, directory))
+        await fetch_outline(peers, name, model, cache_dir)

@@ -1,0 +1,247 @@
+"""Fetches the pieces of a model's weight files that some tensors need, from the hub and from peers.
+
+A piece is verified by its hash. Whose table of hashes is believed, and how far, is the decision of docs/decisions/0087:
+
+- A *known* table was made by this machine from a whole file, or the swarm file's pieces hash vouches for it. Pieces may come from anyone.
+- A table that peers *claim* confirms what the hub sends: two sources that do not depend on each other agree. Pieces come from the hub only.
+- Where the hub does not answer, a file with a claimed table is fetched whole from peers. If it has the hash in the manifest, the table is known.
+- A file without a table is fetched whole from the hub, and its table is made of it.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from swarmnet_protocols.errors import IntegrityError, Unreachable
+from swarmnet_protocols.fetching.disk import make_room
+from swarmnet_protocols.fetching.download import Source, download
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, Tables, pieces_between
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces
+from swarmnet_protocols.models.hub_files import HubFiles, check_free_space
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """Peers of the swarm that have parts of a model."""
+
+    def wait(self) -> bool:
+        """Wait for the connection to the swarm; whether peers can be asked from this thread."""
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the loop of the network, from another thread."""
+
+    async def tables(self, model: bytes, files: Sequence[FileKey], tables: Tables) -> None:
+        """Ask for the tables of files, and add them to ``tables``: as known ones, where a pieces hash vouches for them, or as claimed ones."""
+
+    def sources(
+        self, model: bytes, files: Sequence[FileKey]
+    ) -> AbstractAsyncContextManager[Sequence[Source]]:
+        """Peers that have pieces of these files."""
+
+
+class Parts:
+    """The weight files of one model of which this machine has pieces, or nothing yet."""
+
+    def __init__(
+        self, model: bytes, checkpoint: ModelCheckpoint, cache_dir: Path, progress: Progress | None
+    ) -> None:
+        """``model``: the hash of its manifest."""
+        self.tables = Tables(cache_dir / "pieces")
+        self.peers: Peers | None = None
+        self.bytes_from: dict[str, int] = {}
+        """Bytes fetched in this process, by the name of the source."""
+        self.in_use: dict[bytes, PieceFile] = {}
+        """The files of which verified pieces are here, by their SHA-256."""
+        self.max_disk_bytes: int | None = None
+        """Most bytes of all partial files on this machine. None: no limit."""
+        self._model = model
+        self._checkpoint = checkpoint
+        self._progress = progress
+
+    def partial(self) -> list[str]:
+        """The files that are not whole on this machine."""
+        hub = self._checkpoint.hub
+        if hub is None:
+            return []
+        return [
+            name
+            for name in sorted(self._checkpoint.known)
+            if self._checkpoint.path_of(name) == hub.partial(name).path
+        ]
+
+    def add_whole(self, file: FileKey, table: PieceTable) -> None:
+        """Keep the table of a whole file on this machine, and remove the pieces that were fetched of it before."""
+        self.tables.add(file, table)
+        hub = self._checkpoint.hub
+        if hub is not None and file.name in self._checkpoint.known and file.name not in self.partial():
+            hub.partial(file.name).remove()
+
+    def fetch(self, names: Iterable[str], verify: Callable[[PieceFile, PieceTable], None]) -> list[PieceFile]:
+        """Fetch what is missing of these tensors; returns the files of which pieces are here that hold them.
+
+        ``verify`` hashes the pieces of a file that are here, unless they are known to be unchanged. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
+        """
+        hub, wanted = self._checkpoint.hub, set(names)
+        files = [name for name in self.partial() if name in self._checkpoint.holders(wanted)]
+        if hub is None or not files:
+            return []
+        keys = [hub.file(name) for name in files]
+        unknown = [key for key in keys if self.tables.known(key) is None]
+        if unknown and (peers := self._reachable_peers()) is not None:
+            peers.run(lambda: peers.tables(self._model, unknown, self.tables))
+        fetched: list[PieceFile] = []
+        for from_anyone in (True, False):
+            chosen = [key for key in keys if (self.tables.known(key) is not None) == from_anyone]
+            fetched += self._fetch_pieces(hub, chosen, wanted, verify, from_anyone=from_anyone)
+        self._checkpoint.fetch(set(files) - {each.file.name for each in fetched})
+        return fetched
+
+    def _fetch_pieces(
+        self,
+        hub: HubFiles,
+        keys: Sequence[FileKey],
+        wanted: set[str],
+        verify: Callable[[PieceFile, PieceTable], None],
+        *,
+        from_anyone: bool,
+    ) -> list[PieceFile]:
+        """The files whose pieces are here now. Those without a table, or with one that turned out wrong, are left out."""
+        found: list[tuple[PieceFile, PieceTable]] = []
+        for key in keys:
+            table = self.tables.known(key) or self.tables.claimed(key)
+            if table is not None:
+                found.append((hub.partial(key.name), table))
+        try:
+            self._complete(found, wanted, verify, from_anyone=from_anyone)
+        except IntegrityError:
+            if from_anyone:
+                raise
+            for partial, _ in found:  # the claim or the hub is wrong: the hash of the whole file decides
+                self.tables.forget_claim(partial.file)
+            return []
+        except Unreachable:
+            if from_anyone or self._reachable_peers() is None:
+                raise
+            return [self._prove(*each, verify) for each in found]
+        return [partial for partial, _ in found]
+
+    def _complete(
+        self,
+        files: Sequence[tuple[PieceFile, PieceTable]],
+        wanted: set[str],
+        verify: Callable[[PieceFile, PieceTable], None],
+        *,
+        from_anyone: bool,
+    ) -> None:
+        """Fetch the headers of files, and the pieces of their wanted tensors."""
+        heads = []
+        for partial, table in files:
+            partial.create()
+            partial.hold()
+            partial.use(table, None)
+            head = range(len(table.head_starts) - 1)
+            partial.adopt(head)
+            heads.append((partial, head))
+        self._download(heads, from_anyone=from_anyone)
+        bodies = []
+        for partial, table in files:
+            layout = self._checkpoint.layout(partial.file.name)
+            if layout.head_bytes != table.head_bytes:
+                raise IntegrityError(
+                    f"the header of {partial.file.name} has another size than its table of pieces says"
+                )
+            partial.use(table, layout.edges)
+            verify(partial, table)
+            self.in_use[partial.file.sha256] = partial
+            bodies.append(
+                (
+                    partial,
+                    [
+                        piece
+                        for name in layout.spans.keys() & wanted
+                        for piece in pieces_between(partial.starts, *layout.spans[name])
+                    ],
+                )
+            )
+        self._download([*heads, *bodies], from_anyone=from_anyone)
+
+    def _prove(
+        self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
+    ) -> PieceFile:
+        """Fetch a whole file from peers by the table that they claim, and see whether it has the hash of the file."""
+        self._complete([(partial, table)], set(), verify, from_anyone=True)
+        self._download([(partial, range(table.count))], from_anyone=True)
+        if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:
+            self.tables.forget_claim(partial.file)
+            partial.remove()
+            raise IntegrityError(
+                f"the peers that offer {partial.file.name} have another file of this name",
+                hint="try again when the hub can be reached, or in a swarm whose swarm file names the model's pieces hash",
+            )
+        self.tables.add(partial.file, table)
+        return partial
+
+    def _download(self, wanted: Sequence[tuple[PieceFile, Collection[int]]], *, from_anyone: bool) -> None:
+        missing = [
+            (file, sorted(piece for piece in set(pieces) if not file.has(piece))) for file, pieces in wanted
+        ]
+        missing = [(file, pieces) for file, pieces in missing if pieces]
+        if not missing:
+            return
+        size = sum(
+            file.starts[piece + 1] - file.starts[piece] for file, pieces in missing for piece in pieces
+        )
+        if self.max_disk_bytes is not None:
+            make_room(missing[0][0].folder.parent, size, self.max_disk_bytes)
+        check_free_space("what is missing of the model", size, missing[0][0].folder)
+        peers = self._reachable_peers() if from_anyone else None
+        run = run_apart if peers is None else peers.run
+        for name, count in run(lambda: self._download_from(missing, peers)).items():
+            self.bytes_from[name] = self.bytes_from.get(name, 0) + count
+
+    async def _download_from(
+        self, wanted: Sequence[tuple[PieceFile, list[int]]], peers: Peers | None
+    ) -> dict[str, int]:
+        hub, progress = self._checkpoint.hub, self._progress
+        async with AsyncExitStack() as stack:
+            sources: list[Source] = [hub.ranges] if hub is not None else []
+            if peers is not None:
+                files = [file.file for file, _ in wanted]
+                sources += await stack.enter_async_context(peers.sources(self._model, files))
+
+            def report(done: int, total: int) -> None:
+                if progress is not None:
+                    progress("fetching weights", done, total)
+
+            return await download(wanted, sources, report)
+
+    def _reachable_peers(self) -> Peers | None:
+        return self.peers if self.peers is not None and self.peers.wait() else None
+
+
+def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on a loop of its own, in another thread if this one has a loop that runs."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(work()))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="fetching")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,84 @@
+"""What a model on this machine has for peers: verified files and pieces, their tables, and the manifest."""
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, pieces_between
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint
+from swarmnet_protocols.models.manifest import Manifest, ManifestFile
+from swarmnet_protocols.models.parts import Parts
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.wire import weights_pb2 as pb
+
+
+class SharedWeights:
+    """``Library`` of one model. Only what was hashed since the process began, or has not changed since it was hashed, is offered."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        checkpoint: ModelCheckpoint,
+        parts: Parts,
+        is_verified: Callable[[ManifestFile], bool],
+    ) -> None:
+        """``is_verified``: whether a file is whole on this machine and has its hash, without hashing it."""
+        self._manifest = manifest
+        self._checkpoint = checkpoint
+        self._parts = parts
+        self._is_verified = is_verified
+        self._listed = {file.sha256: file for file in manifest.files}
+
+    @property
+    def model(self) -> bytes:
+        """The hash of the manifest."""
+        return self._manifest.hash
+
+    @cached_property
+    def _manifest_json(self) -> bytes:
+        return self._manifest.to_json().encode()
+
+    def document(self, what: "pb.What", file: bytes) -> bytes:
+        """See ``Library``."""
+        from swarmnet_protocols.wire import weights_pb2 as pb
+
+        if what == pb.WHAT_MANIFEST:
+            return self._manifest_json
+        if what == pb.WHAT_LISTING:
+            return self._parts.tables.listing(self.model, [_key(file) for file in self._manifest.files])
+        table = self._table(file)
+        if what == pb.WHAT_TABLE and table is not None:
+            return table.encode()
+        if what == pb.WHAT_HELD and table is not None:
+            return self._held(file, table)
+        return b""
+
+    def place(self, file: bytes, start: int, end: int) -> tuple[Path, int] | None:
+        """See ``Library``."""
+        listed = self._listed.get(file)
+        if listed is None or end > listed.size:
+            return None
+        if self._is_verified(listed):
+            return self._checkpoint.path_of(listed.path), listed.size
+        partial = self._parts.in_use.get(file)
+        if partial is None or not all(
+            partial.has(piece) for piece in pieces_between(partial.starts, start, end)
+        ):
+            return None
+        return partial.path, listed.size
+
+    def _table(self, file: bytes) -> PieceTable | None:
+        listed = self._listed.get(file)
+        return self._parts.tables.known(_key(listed)) if listed is not None else None
+
+    def _held(self, file: bytes, table: PieceTable) -> bytes:
+        if self._is_verified(self._listed[file]):
+            return b"\xff" * -(-table.count // 8)
+        partial = self._parts.in_use.get(file)
+        return partial.present if partial is not None else b""
+
+
+def _key(file: ManifestFile) -> FileKey:
+    return FileKey(file.path, file.size, file.sha256)

@@ -1,0 +1,69 @@
+"""Defences of weights from the hub and from peers."""
+
+from pathlib import Path
+
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.fetching import disk, hub_ranges, peers, piece_file, server
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import PieceTable
+from tests.defences import Defence, nothing, replacing, yes
+from tests.unit import test_download, test_inventory
+
+
+def limits_the_disk(folder: Path) -> None:
+    parts = test_inventory.three_files(folder)
+    try:
+        disk.make_room(parts, 65536, 3 * 65536)
+    except OutOfResources as error:
+        raise AssertionError from error
+    assert test_inventory.names(parts) == ["1", "2"]
+
+
+FETCHING = (
+    Defence(
+        "a piece is hashed before it is kept",
+        replacing(PieceFile, "_matches", yes),
+        test_download.test_wrong_bytes_are_not_kept_and_their_source_is_named,
+    ),
+    Defence(
+        "a table of pieces fits its file",
+        replacing(PieceTable, "decode", classmethod(lambda cls, data, size: cls(1, data[8:]))),
+        lambda _: test_download.test_a_table_that_does_not_fit_its_file_is_refused(b""),
+    ),
+    Defence(
+        "the hub sends the range that was asked for",
+        replacing(hub_ranges, "_check_range", nothing),
+        lambda _: test_download.test_an_answer_with_another_range_is_refused(
+            test_download.answer(206, "bytes 10-19/5")
+        ),
+    ),
+    Defence(
+        "a document of a peer is bounded",
+        replacing(peers, "_check_size", nothing),
+        lambda _: test_download.test_a_document_is_bounded([(1 << 40, bytes(10))]),
+    ),
+    Defence(
+        "a request for weights is bounded",
+        replacing(server, "PIECE_BYTES", 1 << 40),
+        lambda _: test_download.test_a_request_for_too_much_is_refused(
+            test_download.pb.WeightsRequest(
+                manifest=bytes(32), what=test_download.pb.WHAT_TABLE, length=test_download.PIECE_BYTES + 1
+            )
+        ),
+    ),
+    Defence(
+        "a listing counts only with the pieces hash of the swarm file",
+        replacing(peers, "listing_hash", lambda _: bytes(32)),
+        test_download.test_a_listing_counts_if_the_swarm_files_pieces_hash_is_its_own,
+    ),
+    Defence(
+        "weights on disk have a limit",
+        replacing(disk.PieceFile, "remove_folder", staticmethod(nothing)),
+        limits_the_disk,
+    ),
+    Defence(
+        "a partial file is marked when it has reached the disk",
+        replacing(piece_file, "SYNC_BYTES", 0),
+        test_download.test_only_pieces_that_reached_the_disk_are_marked,
+    ),
+)

@@ -1,0 +1,283 @@
+"""Pieces from several sources: verified, bounded, shared out; a source that is wrong is named, one that is slow is replaced."""
+
+import asyncio
+import hashlib
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.errors import (
+    IntegrityError,
+    OutOfResources,
+    ProtocolViolation,
+    StreamEnded,
+    Unreachable,
+)
+from swarmnet_protocols.fetching import hub_ranges
+from swarmnet_protocols.fetching.download import Source, download
+from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
+from swarmnet_protocols.fetching.piece_file import PieceFile
+from swarmnet_protocols.fetching.pieces import (
+    PIECE_BYTES,
+    FileKey,
+    Hasher,
+    PieceTable,
+    Tables,
+    cut,
+    listing_hash,
+    listing_of,
+    pieces_between,
+)
+from swarmnet_protocols.fetching.server import WeightServer
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import weights_pb2 as pb
+from tests.support.virtual_time import run
+
+DATA = random.Random(0).randbytes(5 * PIECE_BYTES + 1234)
+HEAD_BYTES = 100
+EDGES = [HEAD_BYTES, 5000, 2_000_000]
+KEY = FileKey("weights", len(DATA), hashlib.sha256(DATA).digest())
+
+
+def table() -> PieceTable:
+    hasher = Hasher(cut(len(DATA), EDGES))
+    hasher.update(DATA)
+    return hasher.table(HEAD_BYTES)
+
+
+def new_file(folder: Path) -> PieceFile:
+    file = PieceFile(folder / "file", KEY)
+    file.create()
+    file.use(table(), EDGES)
+    return file
+
+
+@dataclass
+class Memory:
+    """A source that has ``data`` and takes ``delay_s`` for each read."""
+
+    name: str
+    data: bytes = DATA
+    delay_s: float = 0.01
+    is_last: bool = False
+    connections: int = 1
+    max_bytes: int = PIECE_BYTES
+    pieces: Sequence[int] = range(100)
+    reads: list[tuple[int, int]] = field(default_factory=list)
+
+    def has(self, file: FileKey, piece: int) -> bool:
+        return piece in self.pieces
+
+    async def read(self, file: FileKey, start: int, end: int) -> bytes:
+        self.reads.append((start, end))
+        await asyncio.sleep(self.delay_s)
+        return self.data[start:end]
+
+
+def fetch(file: PieceFile, *sources: Source) -> dict[str, int]:
+    return run(download([(file, range(len(file.starts) - 1))], sources))
+
+
+def flipped() -> bytes:
+    return DATA[:5000] + bytes([DATA[5000] ^ 1]) + DATA[5001:]
+
+
+def test_pieces_cover_a_file_and_are_short() -> None:
+    starts = cut(len(DATA), EDGES)
+    assert starts[0] == 0
+    assert starts[-1] == len(DATA)
+    assert set(EDGES) <= set(starts)
+    assert all(0 < end - start <= PIECE_BYTES for start, end in itertools.pairwise(starts))
+    assert pieces_between(starts, 0, 1) == range(1)
+    assert pieces_between(starts, 100, 5000) == range(1, 2)
+    assert pieces_between(starts, 4999, 5001) == range(1, 3)
+    assert pieces_between(starts, 7, 7) == range(0)
+    with pytest.raises(IntegrityError):
+        cut(10, [11])
+
+
+def test_pieces_come_from_several_sources_by_their_speed(tmp_path: Path) -> None:
+    file = new_file(tmp_path)
+    taken = fetch(file, Memory("fast"), Memory("slow", delay_s=0.025))
+    assert taken["fast"] > taken["slow"] > 0
+    assert file.path.read_bytes() == DATA
+    again = new_file(tmp_path)
+    assert again.present_bytes() == len(DATA)
+    assert fetch(again, Memory("none")) == {}
+
+
+def test_the_hub_waits_for_peers_and_brings_what_they_lack(tmp_path: Path) -> None:
+    peer, hub = Memory("peer", pieces=range(3)), Memory("hub", is_last=True, max_bytes=16 << 20)
+    taken = fetch(new_file(tmp_path), peer, hub)
+    assert sum(taken.values()) == len(DATA)
+    assert taken["peer"] == cut(len(DATA), EDGES)[3]
+    assert fetch(new_file(tmp_path / "slow"), Memory("peer", delay_s=10.0), hub)["hub"] > 0
+
+
+def test_wrong_bytes_are_not_kept_and_their_source_is_named(tmp_path: Path) -> None:
+    file, liar, honest = new_file(tmp_path), Memory("liar", flipped()), Memory("honest", delay_s=0.05)
+    taken = fetch(file, liar, honest)
+    assert file.path.read_bytes() == DATA
+    assert taken["honest"] > 0
+    with pytest.raises(IntegrityError, match="liar: it sent wrong bytes"):
+        fetch(new_file(tmp_path / "alone"), liar)
+
+
+def test_what_a_slow_source_does_not_bring_is_fetched_from_another_one(tmp_path: Path) -> None:
+    file = new_file(tmp_path)
+    assert fetch(file, Memory("silent", delay_s=1e6), Memory("quick")) == {"quick": len(DATA)}
+    assert file.path.read_bytes() == DATA
+
+
+def test_a_download_without_a_source_is_an_error_that_keeps_what_is_here(tmp_path: Path) -> None:
+    file = new_file(tmp_path)
+    with pytest.raises(Unreachable, match="weights could not be fetched"):
+        fetch(file, Memory("half", pieces=range(3)))
+    assert new_file(tmp_path).present_bytes() == cut(len(DATA), EDGES)[3]
+
+
+def test_a_full_disk_ends_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swarmnet_protocols.fetching import piece_file
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = new_file(tmp_path)
+    monkeypatch.setattr(piece_file, "_write_all", full)
+    with pytest.raises(OutOfResources, match="no space"):
+        fetch(file, Memory("peer"))
+    assert new_file(tmp_path).present_bytes() == 0
+
+
+def test_only_pieces_that_reached_the_disk_are_marked(tmp_path: Path) -> None:
+    file = new_file(tmp_path)
+    file.write(0, DATA[:5000])
+    assert new_file(tmp_path).present_bytes() == 0
+    file.sync()
+    assert new_file(tmp_path).present_bytes() == 5000
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        table().encode()[:-1],
+        table().encode()[: 8 + 32 * 2],
+        (len(DATA) + 1).to_bytes(8, "big") + table().hashes,
+        bytes(8) + table().hashes,
+        (1).to_bytes(8, "big") + bytes(PieceTable.max_bytes(len(DATA))),
+    ],
+    ids=["empty", "cut", "too few", "long header", "no header", "too many"],
+)
+def test_a_table_that_does_not_fit_its_file_is_refused(encoded: bytes) -> None:
+    assert PieceTable.decode(table().encode(), len(DATA)) == table()
+    with pytest.raises(IntegrityError):
+        PieceTable.decode(encoded, len(DATA))
+
+
+def test_a_table_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    file = PieceFile(tmp_path / "file", KEY)
+    file.create()
+    with pytest.raises(IntegrityError, match="pieces"):
+        file.use(table(), [*EDGES, 7777])
+
+
+def answer(status: int, content_range: str, **headers: str) -> Any:
+    return SimpleNamespace(status_code=status, headers={"content-range": content_range, **headers})
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        answer(200, ""),
+        answer(206, f"bytes 11-20/{len(DATA)}"),
+        answer(206, f"bytes 10-20/{len(DATA)}"),
+        answer(206, "bytes 10-19/5"),
+        answer(206, ""),
+        answer(206, f"bytes 10-19/{len(DATA)}", **{"content-encoding": "gzip"}),
+        answer(404, ""),
+    ],
+)
+def test_an_answer_with_another_range_is_refused(sent: Any) -> None:
+    hub_ranges._check_range(answer(206, f"bytes 10-19/{len(DATA)}"), KEY, 10, 20)
+    hub_ranges._check_range(answer(200, ""), KEY, 0, len(DATA))
+    with pytest.raises((IntegrityError, Unreachable)):
+        hub_ranges._check_range(sent, KEY, 10, 20)
+
+
+class Replies:
+    """A stream whose other side sends these replies."""
+
+    def __init__(self, *replies: tuple[int, bytes]) -> None:
+        self._replies = list(replies)
+
+    async def send(self, message: pb.WeightsRequest, payload: bytes = b"") -> None:
+        pass
+
+    async def receive(self) -> tuple[pb.WeightsReply, bytes]:
+        if not self._replies:
+            raise StreamEnded("the other side closed the stream")
+        total, payload = self._replies.pop(0)
+        return pb.WeightsReply(total_bytes=total), payload
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [(1 << 40, bytes(10))],
+        [(100, bytes(10)), (100, b"")],
+        [(10, bytes(PIECE_BYTES + 1))],
+    ],
+    ids=["endless", "cut", "more than asked"],
+)
+def test_a_document_is_bounded(replies: list[tuple[int, bytes]]) -> None:
+    stream: Any = Replies((10, bytes(6)), (10, bytes(4)))
+    assert run(fetch_document(stream, bytes(32), pb.WHAT_TABLE, max_bytes=1000)) == bytes(10)
+    wrong: Any = Replies(*replies)
+    with pytest.raises(IntegrityError):
+        run(fetch_document(wrong, bytes(32), pb.WHAT_TABLE, max_bytes=1000))
+
+
+class Documents:
+    """A library of one model."""
+
+    model = bytes(32)
+
+    def document(self, what: pb.What, file: bytes) -> bytes:
+        return bytes(3 * PIECE_BYTES)
+
+    def place(self, file: bytes, start: int, end: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.WeightsRequest(manifest=bytes(32), what=pb.WHAT_TABLE, length=PIECE_BYTES + 1),
+        pb.WeightsRequest(manifest=bytes(32), what=pb.WHAT_TABLE),
+        pb.WeightsRequest(manifest=bytes(32), length=10),
+    ],
+)
+def test_a_request_for_too_much_is_refused(request_: pb.WeightsRequest) -> None:
+    server = WeightServer(Documents(), lambda: False, Timing())
+    good = pb.WeightsRequest(manifest=bytes(32), what=pb.WHAT_TABLE, length=PIECE_BYTES, offset=5)
+    total, payload = run(server._answer(good))
+    assert (total, len(payload)) == (3 * PIECE_BYTES, PIECE_BYTES)
+    with pytest.raises(ProtocolViolation):
+        run(server._answer(request_))
+
+
+def test_a_listing_counts_if_the_swarm_files_pieces_hash_is_its_own(tmp_path: Path) -> None:
+    model, tables = bytes(32), Tables(tmp_path)
+    listing = listing_of({KEY.sha256: table().hash(KEY)})
+    stream: Any = Replies((len(listing), listing))
+    honest = SwarmPeers({model: listing_hash(listing)}, Timing())
+    assert run(honest._vouched(stream, model, tables)) == {KEY.sha256: table().hash(KEY)}
+    other: Any = Replies((len(listing), listing))
+    assert run(SwarmPeers({model: bytes(32)}, Timing())._vouched(other, model, tables)) == {}

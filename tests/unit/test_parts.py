@@ -1,0 +1,274 @@
+"""Of a model on the hub a peer fetches the pieces of its part, and verifies each; whatever the hub sends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
+from swarmnet_protocols.fetching import download, hub_ranges
+from swarmnet_protocols.models import LocalModel, hub_files, parts, resolve
+from tests.support import big_model
+from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
+from tests.support.model_hub import NAME, ModelHub, model_hub
+from tests.support.tiny_models import save_tiny, write_gguf
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_big(tmp_path_factory.mktemp("big") / "model")
+
+
+@pytest.fixture(scope="module")
+def tables(big: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tables(big, tmp_path_factory.mktemp("maker"))[0]
+
+
+@pytest.fixture
+def hub(big: Path, tmp_path: Path) -> Iterator[ModelHub]:
+    with model_hub(big, tmp_path / "hf") as serving:
+        yield serving
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_ranges, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
+
+
+def load(tmp_path: Path, tables: Path | None = None, name: str = NAME) -> LocalModel:
+    return big_model.load(tmp_path / "cache", tables, name)
+
+
+def test_a_host_fetches_its_blocks_and_little_more(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    model, whole = load(tmp_path, tables), resolve(str(big), cache_dir=tmp_path / "other")
+    assert model.manifest.hash == whole.manifest.hash
+    assert same_span(model, whole, 30, 40)
+    assert sent(hub) < 0.13
+    before = dict(hub.sent)
+    assert same_span(load(tmp_path), whole, 32, 38)
+    assert hub.sent == before
+    assert model.size_on_disk < 0.2 * sum(file.size for file in model.manifest.files)
+
+
+def test_a_client_fetches_embeddings_norm_and_head(hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+    model = load(tmp_path, tables)
+    model.load_local_layers(lambda layers: layers, **FLOAT32)
+    assert sent(hub) < 0.04
+
+
+def test_one_file_is_fetched_in_parts(tmp_path: Path) -> None:
+    single = save_tiny("mistral", tmp_path / "model", num_hidden_layers=BLOCKS, **WIDE)
+    whole = resolve(str(single), cache_dir=tmp_path / "maker")
+    whole.verify()
+    with model_hub(single, tmp_path / "hf") as hub:
+        model = load(tmp_path, tmp_path / "maker" / "pieces")
+        assert model.manifest.hash == whole.manifest.hash
+        assert same_span(model, whole, 30, 40)
+        assert sent(hub) < 0.2  # the header of such small tensors is a tenth of the file
+
+
+def test_a_gguf_file_is_fetched_in_parts(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / ".gitattributes").touch()
+    file = write_gguf(folder / "model.gguf", "llama", blocks=BLOCKS)
+    whole = resolve(str(file), cache_dir=tmp_path / "maker")
+    whole.verify()
+    with model_hub(folder, tmp_path / "hf") as hub:
+        model = load(tmp_path, tmp_path / "maker" / "pieces", f"{NAME}:model.gguf")
+        assert model.manifest.hash == whole.manifest.hash
+        assert same_span(model, whole, 30, 40)
+        assert model.tokenizer()
+        assert sent(hub) < 0.6
+        hub.is_closed = True
+        assert same_span(load(tmp_path, None, f"{NAME}:model.gguf"), whole, 32, 38)
+
+
+def test_a_gguf_file_without_a_table_is_fetched_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / ".gitattributes").touch()
+    file = write_gguf(folder / "model.gguf", "llama")
+    whole = resolve(str(file), cache_dir=tmp_path / "other")
+    with model_hub(folder, tmp_path / "hf"):
+        model = load(tmp_path, None, f"{NAME}:model.gguf")
+        assert same_span(model, whole, 0, 1)
+        assert model.pieces_hash is not None
+        assert not list((tmp_path / "cache" / "parts").iterdir())
+
+
+def test_a_flipped_bit_is_refused_and_its_source_named(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    model = load(tmp_path, tables)
+    name = model.manifest.tensors[40][0]
+    [file] = model._checkpoint.holders([name])
+    whole = resolve(str(big), cache_dir=tmp_path / "other")
+    hub.flipped[file] = whole._checkpoint.layout(file).spans[name][0]
+    with pytest.raises(IntegrityError, match=f"the hub: it sent wrong bytes.*{file}"):
+        model.load_span(40, 41, **FLOAT32)
+    hub.flipped.clear()
+    assert same_span(model, whole, 40, 41)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("shifted", IntegrityError),
+        ("compressed", IntegrityError),
+        ("whole", Unreachable),
+        ("silent", Unreachable),
+    ],
+)
+def test_a_hub_that_answers_wrongly_is_a_clear_error(
+    fault: str, error: type[Exception], hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    model = load(tmp_path, tables)
+    hub.fault = fault
+    with pytest.raises(error, match="the hub: "):
+        model.load_span(40, 41, **FLOAT32)
+    assert model.size_on_disk < 1 << 20
+
+
+def test_an_endless_answer_is_cut_off(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+    model = load(tmp_path, tables)
+    hub.fault = "endless"
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+
+
+def test_a_broken_connection_goes_on_where_it_broke(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    model = load(tmp_path, tables)
+    [file, *_] = sorted(model._checkpoint.holders(model.manifest.tensors[40]))
+    hub.stop_after[file] = 100
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import huggingface_hub.constants as constants
+constants.HF_HUB_CACHE = sys.argv[2]
+from swarmnet_protocols.fetching import piece_file
+from swarmnet_protocols.models import resolve
+sizes = []
+write = piece_file.PieceFile.write
+def dying(self, first, data):
+    done = write(self, first, data)
+    sizes.append(len(data))
+    if len(sizes) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+piece_file.PieceFile.write = dying
+piece_file.SYNC_BYTES = 0
+resolve("org/model", cache_dir=Path(sys.argv[1])).load_span(30, 40, dtype=torch.float32, device=torch.device("cpu"))
+"""
+
+
+def test_a_killed_download_is_resumed(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+    load(tmp_path, tables)
+    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "hf" / "hub")}
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "cache"), str(tmp_path / "hf" / "hub"), "9"]
+    killed = subprocess.run(arguments, env=environment, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert sent(hub) > 0.01
+    assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+    assert sent(hub) < 0.15  # what was marked is not fetched again; only what was under way
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tmp_path, tables)
+    monkeypatch.setattr(hub_files, "free_bytes", lambda _: 100)
+    with pytest.raises(OutOfResources, match="room") as caught:
+        model.load_span(0, 10, **FLOAT32)
+    assert "--cache-dir" in caught.value.hint
+    assert sent(hub) == 0
+
+
+def test_a_disk_that_fills_up_is_a_clear_error(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swarmnet_protocols.fetching import piece_file
+
+    def full(path: Path, offset: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = load(tmp_path, tables)
+    with monkeypatch.context() as patch:
+        patch.setattr(piece_file, "_write_all", full)
+        with pytest.raises(OutOfResources, match="no space is left") as caught:
+            model.load_span(0, 10, **FLOAT32)
+        assert "model rm" in caught.value.hint
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 0, 10)
+
+
+def test_a_piece_that_changed_on_disk_is_fetched_again(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    model = load(tmp_path, tables)
+    model.load_span(40, 41, **FLOAT32)
+    name = model.manifest.tensors[40][0]
+    [file] = model._checkpoint.holders([name])
+    path, start = model._checkpoint.path_of(file), model._checkpoint.layout(file).spans[name][0]
+    with path.open("r+b") as changed:
+        changed.seek(start)
+        byte = changed.read(1)[0]
+        changed.seek(start)
+        changed.write(bytes([byte ^ 1]))
+    with pytest.raises(IntegrityError, match="do not have their hash"):
+        load(tmp_path).verify()
+    assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+
+
+def test_a_claim_confirms_what_the_hub_sends(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+    claim(tables, tmp_path)
+    model = load(tmp_path)
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+    assert sent(hub) < 0.13
+    assert model.pieces_hash is None
+
+
+def test_a_false_claim_costs_the_whole_file_and_is_forgotten(
+    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
+    claim(tables, tmp_path, flip=True)
+    model = load(tmp_path)
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+    [file] = model._checkpoint.holders(model.manifest.tensors[40][:1])
+    assert (model._checkpoint.root / file).is_file()
+    assert hub.sent[file] >= (big / file).stat().st_size
+
+
+def claim(tables: Path, tmp_path: Path, *, flip: bool = False) -> None:
+    """Tables that a peer claims; with ``flip`` each last hash is wrong."""
+    folder = tmp_path / "cache" / "pieces"
+    folder.mkdir(parents=True)
+    for table in tables.iterdir():
+        data = bytearray(table.read_bytes())
+        for at in range(8, len(data), 32):
+            data[at] ^= flip
+        (folder / table.with_suffix(".claimed").name).write_bytes(data)
+
+
+def test_a_loop_that_runs_does_not_stop_a_download() -> None:
+    import asyncio
+
+    async def answer() -> int:
+        return 7
+
+    async def outer() -> int:
+        return parts.run_apart(answer)
+
+    assert asyncio.run(outer()) == 7
+    assert parts.run_apart(answer) == 7
