@@ -237,6 +237,12 @@ class ModelBuilder:
         self._config = config
         self._optional = optional
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the model's weights in ``dtype``, known without reading any."""
+        with _META, _SkipInitialisation():
+            empty: nn.Module = self._cls(copy.deepcopy(self._config))
+        return sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
+
     def load(
         self,
         state_dict: "Callable[[PreTrainedModel], StateDict]",
