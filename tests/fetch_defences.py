@@ -1,25 +1,69 @@
 """Defences of weights from the hub and from peers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching import disk, hub_ranges, peers, piece_file, server
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import PieceTable
+from swarmnet_protocols.fetching.pieces import PieceTable, Tables
+from swarmnet_protocols.models import gguf_file, parts, resolve
 from tests.defences import Defence, nothing, replacing, yes
-from tests.unit import test_download, test_inventory
+from tests.support.big_model import save_big
+from tests.support.model_hub import model_hub
+from tests.support.weight_swarm import weight_swarm
+from tests.unit import test_download, test_inventory, test_models_gguf, test_weights_from_peers
 
 
 def limits_the_disk(folder: Path) -> None:
-    parts = test_inventory.three_files(folder)
+    stored = test_inventory.three_files(folder)
     try:
-        disk.make_room(parts, 65536, 3 * 65536)
+        disk.make_room(stored, 65536, 3 * 65536)
     except OutOfResources as error:
         raise AssertionError from error
-    assert test_inventory.names(parts) == ["1", "2"]
+    assert test_inventory.names(stored) == ["1", "2"]
+
+
+def believes_no_claim(folder: Path) -> None:
+    """In a swarm without a pieces hash nothing comes from a peer while the hub answers."""
+    big = save_big(folder / "model")
+    with model_hub(big, folder / "hf") as hub, weight_swarm() as swarm:
+        whole = resolve(str(big), cache_dir=folder / "whole")
+        whole.verify()
+        test_weights_from_peers.test_without_a_pieces_hash_peers_only_confirm_what_the_hub_sends(
+            hub, swarm, whole, folder
+        )
+
+
+class Equal:
+    """Equals every hash."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def proves_no_false_table(folder: Path) -> None:
+    big = save_big(folder / "model")
+    with model_hub(big, folder / "hf") as hub, weight_swarm() as swarm:
+        test_weights_from_peers.test_a_false_table_does_not_prove_a_file(hub, swarm, big, folder)
 
 
 FETCHING = (
+    Defence(
+        "what a peer claims is not believed",
+        replacing(Tables, "claim", Tables.add),
+        believes_no_claim,
+    ),
+    Defence(
+        "a claimed table is known when the whole file has its hash",
+        replacing(parts, "hash_pieces", lambda *_: SimpleNamespace(sha256=Equal())),
+        proves_no_false_table,
+    ),
+    Defence(
+        "tensors of a gguf file do not overlap",
+        replacing(gguf_file, "_check_overlap", nothing),
+        lambda folder: test_models_gguf.test_tensors_of_a_gguf_file_do_not_overlap(16, False, folder),
+    ),
     Defence(
         "a piece is hashed before it is kept",
         replacing(PieceFile, "_matches", yes),

@@ -1,4 +1,4 @@
-"""Defences of routing against hosts that announce a false speed."""
+"""Defences of routing against hosts that announce what is false."""
 
 import random
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search
+from swarmnet_protocols.routing import chain_search, placement
 from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import test_claimed_speed as test
-from tests.unit import test_client_swarm, test_routing
+from tests.unit import test_client_swarm, test_placement, test_routing
 
 THIRTY = 30
 
@@ -58,5 +58,15 @@ ROUTING = (
         "a client keeps its first and last hops",
         replacing(EntryGuards, "used", nothing),
         test.test_a_client_keeps_its_first_and_last_hops,
+    ),
+    Defence(
+        "an announced speed keeps few joining hosts away",
+        replacing(placement, "MAX_SPEED", 1e9),
+        lambda _: test_placement.test_an_announced_speed_counts_as_ten_medians_at_most(),
+    ),
+    Defence(
+        "intents of others cost a joining host a bounded time",
+        replacing(placement, "MAX_RIVALS", 1 << 20),
+        lambda _: test_placement.test_the_choices_that_a_host_computes_for_others_are_bounded(),
     ),
 )

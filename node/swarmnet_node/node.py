@@ -35,7 +35,7 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
-from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
+from swarmnet_protocols.routing.placement import Choice, Claim, choose_span, resolve_claims
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
@@ -72,6 +72,8 @@ class Dependencies:
 class Hosting:
     """The blocks that a node hosts: ``blocks`` [start, end), or ``num_blocks`` where the swarm needs them most.
 
+    ``blocks_reason``: why it hosts ``blocks``, for its owner.
+
     ``load(start, end)`` loads the stage. It is called on the torch thread.
     """
 
@@ -80,6 +82,7 @@ class Hosting:
     total_blocks: int
     load: Callable[[int, int], Stage]
     blocks: tuple[int, int] | None = None
+    blocks_reason: str = "named by the owner"
     num_blocks: int = 0
     max_cache_bytes: int = 1 << 30
     swarm_name: str = ""
@@ -98,6 +101,7 @@ class Node:
         self._hosting = hosting
         self._state = pb.HOST_STATE_CHOOSING
         self._span = hosting.blocks or (0, hosting.num_blocks)
+        self._reason = hosting.blocks_reason if hosting.blocks else ""
         self._step_s = 0.0
         self._engine: Engine | None = None
         self._host: Host | None = None
@@ -170,6 +174,11 @@ class Node:
         return self._span
 
     @property
+    def blocks_reason(self) -> str:
+        """Why the node hosts these blocks; empty while it chooses them."""
+        return self._reason
+
+    @property
     def engine(self) -> Engine | None:
         """None before the blocks are loaded."""
         return self._engine
@@ -202,6 +211,7 @@ class Node:
             swarm=self._hosting.swarm_name,
             warning=self._dependencies.warning(),
             reach=self._dependencies.transport.reach(),
+            blocks_reason=self._reason,
         )
 
     def finish(self, grace_s: float) -> None:
@@ -268,33 +278,35 @@ class Node:
 
     async def _choose(self) -> None:
         """Find the blocks that the swarm needs most, counting the intents of other joining nodes."""
-        length = min(self._hosting.num_blocks, self._hosting.total_blocks)
-        total = self._hosting.total_blocks
+        me, total = self._dependencies.transport.peer_id, self._hosting.total_blocks
+        length = min(self._hosting.num_blocks, total)
         claims, _ = await self._claims()
-        start = choose_start(claims, blocks=total, length=length)
+        choice = choose_span(claims, blocks=total, length=length, rng=random.Random(me))
         for _ in range(INTENT_ROUNDS):
-            self._span = (start, start + length)
+            self._take(choice)
             await self._announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
             claims, usual = await self._claims()
-            mine = Claim(self._dependencies.transport.peer_id, *self._span, usual, settled=False)
-            wanted = resolve_claims(mine, claims, blocks=total).start
-            if wanted == start:
-                return
-            start = wanted
-        self._span = (start, start + length)
+            mine = Claim(me, *self._span, usual, settled=False)
+            choice = resolve_claims(mine, claims, blocks=total)
+            if (choice.start, choice.end) == self._span:
+                break
+        self._take(choice)
+
+    def _take(self, choice: Choice) -> None:
+        self._span, self._reason = (choice.start, choice.end), choice.reason
 
     async def _claims(self) -> tuple[list[Claim], float]:
-        """The blocks that others serve or intend to, and the tokens per second to expect of a host that is not measured yet."""
+        """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet."""
         others = [
             (info, body.state != pb.HOST_STATE_CHOOSING)
             for info, body in await read_records(self._dependencies.directory, self._hosting.manifest)
             if info.peer != self._dependencies.transport.peer_id and body.state not in _NOT_SERVING
         ]
         # Nodes that join at the same time and see the same records compute the same value.
-        usual = median([1 / info.step_s for info, _ in others if info.step_s > 0] or [1.0])
+        usual = median([1 / info.block_s for info, _ in others if info.step_s > 0] or [1.0])
         return [
-            Claim(info.peer, info.start, info.end, 1 / info.step_s if info.step_s > 0 else usual, settled)
+            Claim(info.peer, info.start, info.end, 1 / info.block_s if info.step_s > 0 else usual, settled)
             for info, settled in others
         ], usual
 

@@ -254,32 +254,32 @@ class _Loaded:
         return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
 
     def _block_needs(self) -> "BlockNeeds":
-        """The memory needs of the largest of some blocks: the first, the last and one between. Their tensors are read and not kept."""
+        """The memory needs of a block: the largest of the first, the last and one between, or if weights stay packed the first one's.
+
+        Only packed weights are read. Files that mix formats have the larger ones in the first blocks.
+        """
         import torch
 
         from swarmnet_node.engine.device_memory import BlockNeeds
-        from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes
+        from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
 
+        config = self.model.config
         start, end = self.blocks or (0, self.model.manifest.blocks)
-
-        def bytes_of(*, packed: bool) -> int:
-            return max(
-                weight_bytes(
-                    self.model.load_span(
-                        at,
-                        at + 1,
-                        dtype=self.dtype,
-                        device=torch.device("meta"),
-                        packed=packed,
-                        quantized=self.quantized if packed else None,
-                    )
+        some = {start, (start + end) // 2, end - 1}
+        expanded = max(build_span(config, at, at + 1).weight_bytes(self.dtype) for at in some)
+        packed = expanded
+        if self.is_packed:
+            packed = weight_bytes(
+                self.model.load_span(
+                    start,
+                    start + 1,
+                    dtype=self.dtype,
+                    device=torch.device("meta"),
+                    packed=True,
+                    quantized=self.quantized,
                 )
-                for at in {start, (start + end) // 2, end - 1}
             )
-
-        expanded = bytes_of(packed=False)
-        packed = bytes_of(packed=True) if self.is_packed else expanded
-        return BlockNeeds(packed, expanded, LayerWidths.of(self.model.config), self.dtype.itemsize)
+        return BlockNeeds(packed, expanded, LayerWidths.of(config), self.dtype.itemsize)
 
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
         """The same with blocks that fit into a limit of memory. ``is_free``: with fewer blocks if not all fit.

@@ -235,7 +235,8 @@ class Supervisor:
         async with Node.run(self._dependencies, self._hosting) as node:
             self._is_loading = False
             self._node = node
-            self._hosting = replace(self._hosting, blocks=node.span)  # the same ones after a pause
+            # The same ones after a pause.
+            self._hosting = replace(self._hosting, blocks=node.span, blocks_reason=node.blocks_reason)
             governing = asyncio.create_task(self._govern(node), name="govern")
             self._notify_listeners("")
             try:

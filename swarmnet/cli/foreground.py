@@ -138,15 +138,13 @@ class Foreground:
                 "reach": str(status.reach.kind),
                 "model": status.model,
             }
-            print_json(event | {"blocks": [status.start, status.end]})
+            print_json(event | {"blocks": [status.start, status.end], "blocks_reason": status.blocks_reason})
             return
         from rich.console import Console
         from rich.panel import Panel
         from rich.text import Text
 
-        summary = (
-            f"{status.model}, blocks {status.start}:{status.end} of {status.total_blocks}\n{status.peer_id}"
-        )
+        summary = f"{status.model}, {_blocks(status)}\n{status.peer_id}"
         Console().print(
             Panel(
                 Text(shown(summary)),
@@ -169,3 +167,8 @@ class Foreground:
 
 def _one_line(status: "NodeStatus") -> str:
     return f"{status.state}: {status.model}, blocks {status.start}:{status.end} of {status.total_blocks}"
+
+
+def _blocks(status: "NodeStatus") -> str:
+    blocks = f"blocks {status.start}:{status.end} of {status.total_blocks}"
+    return f"{blocks}: {status.blocks_reason}" if status.blocks_reason else blocks

@@ -50,7 +50,12 @@ def _check_dtype(text: str) -> str:
 
 
 def _check_host_dtype(text: str) -> str:
-    return text if text in {"int8", "int4"} else _check_dtype(text)
+    if text not in {"auto", "float32", "bfloat16", "int8", "int4"}:
+        raise typer.BadParameter(
+            f"{text!r} is not a number format: use auto, float32, bfloat16, int8 or int4",
+            param_hint="'--dtype'",
+        )
+    return text
 
 
 def _choose_transport(name: str) -> str:

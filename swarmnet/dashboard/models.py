@@ -1,5 +1,6 @@
 """The JSON of models: replicas of each block, speed of answers, and the blocks that a newcomer should host. Pure functions."""
 
+import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from swarmnet.dashboard.counts import Counts, quantile
 from swarmnet.dashboard.observations import Snapshot
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_start
+from swarmnet_protocols.routing.placement import Claim, choose_span
 
 DEFAULT_SHARE = 3
 """For a model without hosts, the advice is to host one block in this many."""
@@ -73,20 +74,25 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
             PeerId(peer),
             entry["blocks"][0],
             entry["blocks"][1],
-            1 / entry["step_s"] if entry["step_s"] else 1.0,
+            (entry["blocks"][1] - entry["blocks"][0]) / entry["step_s"] if entry["step_s"] else 1.0,
         )
         for peer, entry in hosts
         if entry["state"] in {"online", "joining"}
     ]
-    start = choose_start(claims, blocks=model.blocks, length=length)
-    span = (start, start + length)
+    # The seed is fixed, so the advice changes only when the swarm does.
+    choice = choose_span(claims, blocks=model.blocks, length=length, rng=random.Random(0))
+    span = (choice.start, choice.end)
     # Any peer may choose the name of a model, and the reader pastes this command into a shell.
     name = model.name if _SHELL_SAFE_NAME.fullmatch(model.name) else "MODEL"
     command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
-    return {"blocks": list(span), "reason": _reason(span, replicas), "command": shlex.join(command)}
+    return {
+        "blocks": list(span),
+        "reason": _reason(span, replicas, choice.reason),
+        "command": shlex.join(command),
+    }
 
 
-def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
+def _reason(span: tuple[int, int], replicas: Sequence[int], placement_reason: str) -> str:
     least = min(replicas[span[0] : span[1]])
     weak = [block for block in range(*span) if replicas[block] == least]
     first, end = weak[0], weak[-1] + 1
@@ -97,4 +103,4 @@ def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
         return f"no peer hosts {where}: the model cannot answer"
     if least == 1:
         return f"only one peer hosts {where}: when it leaves, the model cannot answer"
-    return f"{where} {'has' if len(weak) == 1 else 'have'} the fewest peers: {least}"
+    return placement_reason

@@ -190,6 +190,14 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         ],
     },
     "A node": {
+        "weight_memory": [
+            Headline(
+                "memory for the weights of all blocks of the default model",
+                "x their bytes in the file",
+                "at most 1.15",
+                key("ratio"),
+            ),
+        ],
         "node": [],
         "limits": [
             Headline(

@@ -1,69 +1,85 @@
-"""Placement leaves no gap that a joining host could fill, and hosts that join at once agree without messages."""
+"""The throughput of a swarm is that of the tightest set of blocks; a joining host leaves no gap that it could fill; hosts that join at once agree."""
 
 import random
+from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_start, resolve_claims
+from swarmnet_protocols.routing.placement import Claim, choose_span, resolve_claims, throughput
 
 BLOCKS = 8
 
 
 @st.composite
-def claims(draw: st.DrawFn) -> list[Claim]:
+def claims(draw: st.DrawFn, most: int = 5) -> list[Claim]:
     found = []
-    for index in range(draw(st.integers(0, 5))):
+    for index in range(draw(st.integers(0, most))):
         start = draw(st.integers(0, BLOCKS - 1))
         end = draw(st.integers(start + 1, BLOCKS))
-        found.append(Claim(PeerId(f"old{index}"), start, end, draw(st.sampled_from([0.5, 1.0, 4.0]))))
+        speed = draw(st.sampled_from([0.01, 0.5, 1.0, 1.1, 4.0]))
+        found.append(Claim(PeerId(f"old{index}"), start, end, speed))
     return found
 
 
-def uncovered(found: list[Claim]) -> int:
-    return BLOCKS - len({block for claim in found for block in range(claim.start, claim.end)})
+def gaps(found: list[Claim]) -> list[bool]:
+    served = {block for claim in found for block in range(claim.start, claim.end)}
+    return [block not in served for block in range(BLOCKS)]
 
 
-@given(claims(), st.integers(1, BLOCKS))
-def test_a_newcomer_fills_the_largest_gap_that_a_window_can(found: list[Claim], length: int) -> None:
-    start = choose_start(found, blocks=BLOCKS, length=length)
-    assert 0 <= start <= BLOCKS - length
-    chosen = uncovered([*found, Claim(PeerId("new"), start, start + length)])
-    best = min(
-        uncovered([*found, Claim(PeerId("new"), other, other + length)])
-        for other in range(BLOCKS - length + 1)
-    )
-    assert chosen == best
+def pieces(found: list[Claim]) -> int:
+    return sum(gap and not before for before, gap in pairwise([False, *gaps(found)]))
+
+
+@given(claims(10))
+def test_the_throughput_is_that_of_the_tightest_set_of_blocks(found: list[Claim]) -> None:
+    """Against all sets of blocks: by the min-cut theorem one of them bounds the throughput, and none is below it."""
+    ratios = []
+    for chosen in range(1, 1 << BLOCKS):
+        blocks = {block for block in range(BLOCKS) if chosen >> block & 1}
+        speeds = [claim.blocks_per_s for claim in found if blocks & set(range(claim.start, claim.end))]
+        ratios.append(sum(speeds) / len(blocks))
+    assert throughput(found, BLOCKS) == pytest.approx(min(ratios))
+
+
+@given(claims(), st.integers(1, BLOCKS), st.integers())
+def test_a_newcomer_fills_the_largest_gap_that_a_span_can_and_leaves_the_fewest_pieces(
+    found: list[Claim], length: int, seed: int
+) -> None:
+    choice = choose_span(found, blocks=BLOCKS, length=length, rng=random.Random(seed))
+    assert 0 <= choice.start < choice.end == choice.start + length <= BLOCKS
+
+    def left(start: int) -> tuple[int, int]:
+        after = [*found, Claim(PeerId("new"), start, start + length)]
+        return sum(gaps(after)), pieces(after)
+
+    assert left(choice.start) == min(left(start) for start in range(BLOCKS - length + 1))
 
 
 @given(claims(), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_hosts_that_join_at_once_agree_in_any_order(
     old: list[Claim], lengths: list[int], rng: random.Random
 ) -> None:
-    joining = {
-        PeerId(f"new{index}"): Claim(
-            PeerId(f"new{index}"),
-            start := choose_start(old, blocks=BLOCKS, length=length),
-            start + length,
-            settled=False,
-        )
-        for index, length in enumerate(lengths)
-    }
+    joining = {}
+    for index, length in enumerate(lengths):
+        peer = PeerId(f"new{index}")
+        choice = choose_span(old, blocks=BLOCKS, length=length, rng=random.Random(peer))
+        joining[peer] = Claim(peer, choice.start, choice.end, settled=False)
+
+    def resolved(peer: PeerId) -> Claim:
+        others = [*old, *(claim for other, claim in joining.items() if other != peer)]
+        choice = resolve_claims(joining[peer], others, blocks=BLOCKS)
+        return Claim(peer, choice.start, choice.end, settled=False)
+
     for _ in range(len(joining)):
         for peer in rng.sample(sorted(joining), len(joining)):
-            others = [*old, *(claim for other, claim in joining.items() if other != peer)]
-            joining[peer] = resolve_claims(joining[peer], others, blocks=BLOCKS)
-    again = {
-        peer: resolve_claims(
-            claim, [*old, *(c for other, c in joining.items() if other != peer)], blocks=BLOCKS
-        )
-        for peer, claim in joining.items()
-    }
-    assert again == joining, "a second round changes no choice"
+            joining[peer] = resolved(peer)
+    assert {peer: resolved(peer) for peer in joining} == joining, "a second round changes no choice"
     one_by_one = list(old)
     for peer in sorted(joining):
         length = joining[peer].end - joining[peer].start
-        start = choose_start(one_by_one, blocks=BLOCKS, length=length)
-        one_by_one.append(Claim(peer, start, start + length, settled=False))
-    assert uncovered([*old, *joining.values()]) == uncovered(one_by_one), "as good as one after another"
+        choice = choose_span(one_by_one, blocks=BLOCKS, length=length, rng=random.Random(peer))
+        one_by_one.append(Claim(peer, choice.start, choice.end))
+    assert gaps([*old, *joining.values()]) == gaps(one_by_one), "as good as one after another"

@@ -27,6 +27,7 @@ STATUS = NodeStatus(
     forwards=7,
     version="0.1.0",
     swarm="lab",
+    blocks_reason="no other host has these blocks",
 )
 
 

@@ -15,8 +15,12 @@ import transformers
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import resolve
+
 VOCABULARY = 128
 LAYERS = 4
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -33,6 +37,14 @@ TEXT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -85,9 +97,9 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForConditionalGeneration",
         {
             "model_type": "gemma3",
-            "image_token_index": 120,
-            "boi_token_index": 121,
-            "eoi_token_index": 122,
+            "image_token_index": 1000,
+            "boi_token_index": 1001,
+            "eoi_token_index": 1002,
             "mm_tokens_per_image": 1,
             "text_config": {
                 **TEXT,
@@ -100,12 +112,33 @@ FAMILIES: dict[str, Family] = {
             "vision_config": {**VISION, "model_type": "siglip_vision_model"},
         },
     ),
+    "gemma4": Family(
+        "Gemma 4 26B-A4B, 31B",
+        "Gemma4ForConditionalGeneration",
+        {
+            "model_type": "gemma4",
+            "image_token_id": 1000,
+            "audio_token_id": 1001,
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma4_text",
+                "sliding_window": 6,
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "global_head_dim": 16,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            },
+            "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8},
+        },
+    ),
     "mistral3": Family(
         "Mistral Small 3.1 and 3.2 24B",
         "Mistral3ForConditionalGeneration",
         {
             "model_type": "mistral3",
-            "image_token_index": 10,
+            "image_token_index": 1000,
             "projector_hidden_act": "gelu",
             "spatial_merge_size": 2,
             "vision_feature_layer": -1,
@@ -119,8 +152,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen2VLForConditionalGeneration",
         {
             "model_type": "qwen2_vl",
-            "image_token_id": 120,
-            "video_token_id": 121,
+            "image_token_id": 1000,
+            "video_token_id": 1001,
             "text_config": {
                 **TEXT,
                 "model_type": "qwen2_vl_text",
@@ -134,8 +167,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen2_5_VLForConditionalGeneration",
         {
             "model_type": "qwen2_5_vl",
-            "image_token_id": 120,
-            "video_token_id": 121,
+            "image_token_id": 1000,
+            "video_token_id": 1001,
             "text_config": {
                 **TEXT,
                 "model_type": "qwen2_5_vl_text",
@@ -149,8 +182,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen3VLForConditionalGeneration",
         {
             "model_type": "qwen3_vl",
-            "image_token_id": 120,
-            "video_token_id": 121,
+            "image_token_id": 1000,
+            "video_token_id": 1001,
             "tie_word_embeddings": True,
             "text_config": {
                 **TEXT,
@@ -169,8 +202,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen3VLMoeForConditionalGeneration",
         {
             "model_type": "qwen3_vl_moe",
-            "image_token_id": 120,
-            "video_token_id": 121,
+            "image_token_id": 1000,
+            "video_token_id": 1001,
             "text_config": {
                 **TEXT,
                 **EXPERTS,
@@ -184,4 +217,536 @@ FAMILIES: dict[str, Family] = {
             "vision_config": QWEN_VISION,
         },
     ),
+    "qwen3_5": Family(
+        "Qwen3.5 and Qwen3.6 dense, 0.8B to 27B",
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "model_type": "qwen3_5",
+            "image_token_id": 1000,
+            "video_token_id": 1001,
+            "text_config": {
+                **TEXT,
+                **GATED_DELTA,
+                "model_type": "qwen3_5_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_interleaved": True,
+                    "mrope_section": [1, 1, 0],
+                },
+            },
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 and Qwen3.6 35B-A3B, 397B-A17B",
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "model_type": "qwen3_5_moe",
+            "image_token_id": 1000,
+            "video_token_id": 1001,
+            "text_config": {
+                **TEXT,
+                **GATED_DELTA,
+                **EXPERTS,
+                "shared_expert_intermediate_size": 16,
+                "model_type": "qwen3_5_moe_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_interleaved": True,
+                    "mrope_section": [1, 1, 0],
+                },
+            },
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
+        "Qwen3NextForCausalLM",
+        {
+            **TEXT,
+            **GATED_DELTA,
+            **EXPERTS,
+            "model_type": "qwen3_next",
+            "shared_expert_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e7,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4.0 H Micro, Tiny, Small",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **TEXT,
+            "model_type": "granitemoehybrid",
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 2,
+            "position_embedding_type": "nope",
+            "mamba_d_conv": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 4,
+            "mamba_chunk_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "granite": Family(
+        "Granite 3.x 2B, 8B",
+        "GraniteForCausalLM",
+        {
+            **TEXT,
+            "model_type": "granite",
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1 0.5B to 34B",
+        "FalconH1ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "falcon_h1",
+            "embedding_multiplier": 5.5,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.5,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.9, 0.8],
+            "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+            "ssm_in_multiplier": 0.9,
+            "ssm_out_multiplier": 0.8,
+            "mamba_d_conv": 4,
+            "mamba_d_head": 16,
+            "mamba_d_ssm": 64,
+            "mamba_d_state": 8,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 4,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "lfm2": Family(
+        "LFM2 350M to 2.6B",
+        "Lfm2ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "lfm2",
+            "block_dim": 32,
+            "block_ff_dim": 48,
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "layer_types": ["conv", "conv", FULL, "conv"],
+        },
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2 and 3",
+        "NemotronHForCausalLM",
+        {
+            **TEXT,
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "M-M*",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+            "expand": 2,
+        },
+    ),
+    "qwen3": Family("Qwen3 0.6B to 32B", "Qwen3ForCausalLM", {**TEXT, "model_type": "qwen3"}),
+    "qwen2": Family(
+        "Qwen2 and Qwen2.5", "Qwen2ForCausalLM", {**TEXT, "model_type": "qwen2", "use_sliding_window": False}
+    ),
+    "qwen3_moe": Family(
+        "Qwen3 30B-A3B, 235B-A22B, Qwen3-Coder",
+        "Qwen3MoeForCausalLM",
+        {**TEXT, **EXPERTS, "model_type": "qwen3_moe", "decoder_sparse_step": 1, "norm_topk_prob": True},
+    ),
+    "llama": Family(
+        "Llama 2, 3.x, SmolLM, SmolLM2, DeepSeek-R1-Distill-Llama",
+        "LlamaForCausalLM",
+        {
+            **TEXT,
+            "model_type": "llama",
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+                "rope_type": "llama3",
+            },
+        },
+    ),
+    "mistral": Family(
+        "Mistral 7B", "MistralForCausalLM", {**TEXT, "model_type": "mistral", "sliding_window": 6}
+    ),
+    "mixtral": Family(
+        "Mixtral 8x7B",
+        "MixtralForCausalLM",
+        {
+            **TEXT,
+            "model_type": "mixtral",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+    ),
+    "gemma2": Family(
+        "Gemma 2 2B, 9B, 27B",
+        "Gemma2ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "gemma2",
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma 3 270M, 1B",
+        "Gemma3ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "gemma3_text",
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "phi3": Family(
+        "Phi-3 and Phi-4 (mini: up to 4096 positions)",
+        "Phi3ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "phi3",
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 200,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.0, 3.0, 5.0],
+            },
+        },
+    ),
+    "gpt_oss": Family(
+        "gpt-oss 20B, 120B (not its MXFP4 weights: in 16 bits)",
+        "GptOssForCausalLM",
+        {
+            **TEXT,
+            "model_type": "gpt_oss",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "experts_per_token": 2,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek V3, R1, Kimi-K2",
+        "DeepseekV3ForCausalLM",
+        {
+            **{name: value for name, value in TEXT.items() if name != "head_dim"},
+            "num_key_value_heads": 4,
+            "model_type": "deepseek_v3",
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+                "type": "yarn",
+            },
+        },
+    ),
+    "glm4_moe": Family(
+        "GLM-4.5, 4.6, 4.7",
+        "Glm4MoeForCausalLM",
+        {
+            **TEXT,
+            "model_type": "glm4_moe",
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax_m2": Family(
+        "MiniMax-M2",
+        "MiniMaxM2ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "minimax_m2",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 4,
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3 3B",
+        "SmolLM3ForCausalLM",
+        {**TEXT, "model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4},
+    ),
+    "olmo3": Family(
+        "OLMo 3 7B, 32B",
+        "Olmo3ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "olmo3",
+            "sliding_window": 6,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        },
+    ),
 }
+
+
+def _with_text(family: Family, models: str, **changes: Any) -> Family:
+    text = {**family.config["text_config"], **changes}
+    return Family(models, family.architecture, {**family.config, "text_config": text})
+
+
+REFUSED: dict[str, Family] = {
+    "gpt2": Family(
+        "GPT-2",
+        "GPT2LMHeadModel",
+        {
+            "model_type": "gpt2",
+            "vocab_size": 128,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 256,
+        },
+    ),
+    "opt": Family(
+        "OPT 125M to 66B",
+        "OPTForCausalLM",
+        {
+            "model_type": "opt",
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 48,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "deepseek_v32": Family(
+        "DeepSeek V3.2",
+        "DeepseekV32ForCausalLM",
+        {
+            **{name: value for name, value in TEXT.items() if name != "head_dim"},
+            "num_key_value_heads": 4,
+            "model_type": "deepseek_v32",
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "index_topk": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+        },
+    ),
+    "deepseek_v4": Family("DeepSeek V4", "DeepseekV4ForCausalLM", {**TEXT, "model_type": "deepseek_v4"}),
+    "llama4": Family(
+        "Llama 4 Scout, Maverick",
+        "Llama4ForConditionalGeneration",
+        {
+            "model_type": "llama4",
+            "boi_token_index": 1000,
+            "eoi_token_index": 1001,
+            "image_token_index": 1002,
+            "text_config": {
+                **TEXT,
+                "model_type": "llama4_text",
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "attention_chunk_size": 64,
+                "no_rope_layers": [1, 1, 1, 0],
+                "use_qk_norm": True,
+            },
+            "vision_config": {
+                **VISION,
+                "model_type": "llama4_vision_model",
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+    ),
+    "gemma3n": Family(
+        "Gemma 3n",
+        "Gemma3nForCausalLM",
+        {
+            **TEXT,
+            "model_type": "gemma3n_text",
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 1,
+            "laurel_rank": 4,
+            "vocab_size_per_layer_input": 128,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gemma4 with embeddings of each layer": _with_text(
+        FAMILIES["gemma4"],
+        "Gemma 4 E2B, E4B",
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+}
+
+MOST_USED = (
+    *(
+        "qwen3",
+        "qwen2",
+        "llama",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "gemma3",
+        "gemma3_text",
+    ),
+    *(
+        "gemma4",
+        "gpt_oss",
+        "mistral",
+        "mistral3",
+        "deepseek_v3",
+        "phi3",
+        "glm4_moe",
+        "gpt2",
+        "opt",
+        "deepseek_v32",
+    ),
+)
+"""The 20 text architectures that people use most, as far as could be found without the hub: by its lists of downloads in mid-2026, reports
+about them, and memory. The order means nothing."""
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+_HEAD = """# Families of models
+
+This page is made from the tests: `python -m tests.support.hub_families` writes it, and `tests/unit/test_families.py` tests every row.
+
+Each family is tested with a small model of random weights: a `config.json` with the fields of a published one and dimensions scaled down, and tensors
+by the names that published checkpoints have. No hub was reached: the fields follow published configs from memory and from transformers, and the names are
+those that transformers' `save_pretrained` writes, which undoes its conversion of the hub's names. The weights tested are float32; which quantised
+checkpoints are read is another matter ([models](../protocols/swarmnet_protocols/models/README.md)).
+
+Another family than these works if its decoder consists of embeddings, layers and a final norm, and its layers keep keys, values and recurrent states in
+transformers' cache. What does not is refused when its files are read, or when a host loads its blocks.
+
+## Families that work
+
+Of every row this was tested, against `generate` of the class that the checkpoint names, in float32:
+
+- greedy tokens are equal through one, two and three hops, for sequences alone and for several in one batch that enter in chunks;
+- a sequence that is rewound continues as if the rest had never been;
+- the tensors of towers for images and sound are neither in the manifest nor read. Prompts are text: images cannot be given.
+
+"""
+_NOTES = {
+    "phi3": "Up to `original_max_position_embeddings` (4096) positions: [there its rotary embedding changes](decisions/0061-sequences-end-where-rotary-embeddings-change.md)",
+    "gemma4": "Those without embeddings of each layer",
+    "deepseek_v3": "Keys and values are kept expanded",
+}
+
+
+def _mark(name: str) -> str:
+    return "yes" if name in MOST_USED else ""
+
+
+def page(reasons: dict[str, str]) -> str:
+    """docs/families.md; ``reasons`` says why each of ``REFUSED`` is refused."""
+    lines = [
+        "| `model_type` | models | among the 20 most used | recurrent state | |",
+        "|---|---|---|---|---|",
+    ]
+    for name, family in sorted(FAMILIES.items()):
+        text = {**family.config, **family.config.get("text_config", {})}
+        kept = {"mamba", "conv", LINEAR} & set(text.get("layer_types", ()))
+        is_recurrent = bool(kept) or any(key.startswith("mamba") for key in text)
+        cells = (f"`{name}`", family.models, _mark(name), "yes" if is_recurrent else "", _NOTES.get(name, ""))
+        lines.append(f"| {' | '.join(cells)} |")
+    works = sum(name in FAMILIES for name in MOST_USED)
+    lines += ["", f"{works} of the {len(MOST_USED)} most used work.", "", "## Families that are refused", ""]
+    lines += ["| family | models | among the 20 most used | refused with |", "|---|---|---|---|"]
+    for name in sorted(REFUSED):
+        lines.append(f"| {name} | {REFUSED[name].models} | {_mark(name)} | {reasons[name]} |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def reason_for(name: str, directory: Path) -> str:
+    """The message with which a family of ``REFUSED`` is refused."""
+    path = REFUSED[name].save(directory / "model")
+    try:
+        resolve(str(path), cache_dir=directory / "cache")
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(f"{name} is not refused")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(page({name: reason_for(name, Path(folder) / name) for name in REFUSED}))

@@ -58,26 +58,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-next": (
-        "Qwen3NextConfig",
-        {
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
-        },
-    ),
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
     "phi3-longrope": (
         "Phi3Config",
         {
+            "original_max_position_embeddings": 64,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10_000.0,
@@ -94,7 +80,7 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
     """Save a model with random weights, large enough that its tokens differ; ``changes`` go into its config."""
     import transformers
 
-    name, extra = (FAMILIES | REFUSED)[family]
+    name, extra = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
     logging.disable_progress_bar()
     with torch.random.fork_rng():

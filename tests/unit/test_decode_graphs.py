@@ -17,50 +17,19 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swarmnet_node.engine.attention import RangedBatch
 from swarmnet_node.engine.kernels import ranged_attention, torch_backend
-from swarmnet_node.engine.kernels.backend import Recorder, Recording
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import random_tensors
+from tests.support.recording_backend import FakeRecorder, RecordingBackend
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
 PROMPTS = (3, 29, 11, 5, 17, 2, 9)
-
-
-class FakeRecorder:
-    """``Recorder`` that replays by computing again into the same outputs."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-        self.broken: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.error: Exception | None = None
-
-    def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
-        if self.error is not None:
-            raise self.error
-        outputs = compute()
-        self.recorded += 1
-
-        def replay() -> None:
-            self.replayed += 1
-            found = compute()
-            outputs.copy_(found if self.broken is None else self.broken(found))
-
-        return Recording(outputs, replay)
-
-
-class RecordingBackend(TorchBackend):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = FakeRecorder()
-
-    def recorder(self, device: torch.device) -> Recorder | None:
-        return self.fake
 
 
 def load(family: str, tmp_path: Path) -> LocalModel:
@@ -177,6 +146,20 @@ def test_steps_with_adapters_are_not_recorded(tmp_path: Path) -> None:
     both.forward({0: 1, 1: 1})
     assert backend.fake.recorded == 0
     assert mine.has_recordings
+
+
+def test_numbers_that_are_none_do_not_end_recording(tmp_path: Path) -> None:
+    """A client may send them in the first step of a size. Zeros, whose outputs are zeros, are recorded."""
+    backend = RecordingBackend()
+    both = Both(*two_stages("llama-tied", tmp_path, backend), 2)
+    mine = both.stages[0]
+    mine.forward([(mine.new_sequence(), torch.full((1, 32), torch.nan))])
+    assert (mine.has_recordings, backend.fake.recorded) == (True, 0)
+    mine.forward([(mine.new_sequence(), torch.zeros(1, 32))])
+    assert (mine.has_recordings, backend.fake.recorded) == (True, 1)
+    both.forward({0: 5, 1: 9})
+    both.forward({0: 1})
+    assert backend.fake.replayed == 2
 
 
 def test_a_part_of_a_stage_shares_the_arena_and_is_not_recorded(tmp_path: Path) -> None:

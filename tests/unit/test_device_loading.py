@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.partial_model import build_span, weight_bytes
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.support.tiny_models import save_tiny, write_gguf
@@ -60,6 +61,9 @@ def test_a_span_of_safetensors_is_never_whole_in_the_memory_of_the_cpu(
     span = model.load_span(0, 5, packed=packed, **META)
     assert {each.device.type for each in (*span.parameters(), *span.buffers())} == {"meta"}
     assert alive.read == 5 * 9
+    assert build_span(model.config, 0, 5).weight_bytes(torch.float32) == weight_bytes(
+        span
+    )  # read from nowhere
     assert alive.most <= 2
 
 

@@ -12,6 +12,7 @@ from swarmnet_node import start
 from swarmnet_node.engine.device_memory import BlockNeeds, place, room_bytes, spread
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine import devices
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card
@@ -21,6 +22,7 @@ from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import install
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
+from swarmnet_protocols.timing import Timing
 from tests.support.tiny_models import write_gguf
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -169,7 +171,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
         limits=options.pop("limits", Limits(schedule="mon 00:00-00:01")),
         **{"max_cache_bytes": MIB, **options},
     )
-    return start._Loaded.of(config, None)
+    return start._Loaded.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
 
 
 def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

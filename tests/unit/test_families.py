@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.hub_families import FAMILIES
+from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED, page, reason_for
 
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
@@ -119,3 +120,16 @@ def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> No
     names = [name for part in case.model.manifest.tensors.values() for name in part]
     assert not [name for name in names if "vis" in name or "projector" in name or "mtp" in name]
     assert len(names) == len(set(names))
+
+
+def test_families_that_do_not_work_are_refused_with_the_reason_on_the_page(tmp_path: Path) -> None:
+    reasons = {name: reason_for(name, tmp_path / name) for name in REFUSED}
+    for name, reason in reasons.items():
+        assert REFUSED[name].architecture.split("For")[0] in reason
+    assert PAGE.read_text() == page(reasons), "python -m tests.support.hub_families writes it"
+
+
+def test_seventeen_of_the_twenty_most_used_families_work() -> None:
+    assert len(set(MOST_USED)) == 20
+    assert len(set(MOST_USED) & FAMILIES.keys()) >= 17
+    assert set(MOST_USED) <= FAMILIES.keys() | REFUSED.keys()

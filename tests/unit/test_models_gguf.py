@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.models.gguf_file import read_header
 from tests.support.tiny_models import write_gguf
 
 CPU = torch.device("cpu")
@@ -125,3 +126,21 @@ def test_the_default_model_matches_what_transformers_dequantises(monkeypatch: py
         model.tokenizer().decode(model.tokenizer()("The capital of France").input_ids)
         == "The capital of France"
     )
+
+
+@pytest.mark.parametrize(("second", "is_good"), [(32, True), (64, True), (16, False), (0, False)])
+def test_tensors_of_a_gguf_file_do_not_overlap(second: int, is_good: bool, tmp_path: Path) -> None:
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little")
+
+    def entry(name: bytes, offset: int) -> bytes:
+        return number(1, 8) + name + number(1, 4) + number(8, 8) + number(0, 4) + number(offset, 8)
+
+    head = b"GGUF" + number(3, 4) + number(2, 8) + number(0, 8) + entry(b"a", 0) + entry(b"b", second)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(head.ljust(-(-len(head) // 32) * 32, b"\0") + bytes(96))
+    if is_good:
+        assert read_header(path)[1].keys() == {"a", "b"}
+    else:
+        with pytest.raises(IntegrityError, match="overlaps"):
+            read_header(path)

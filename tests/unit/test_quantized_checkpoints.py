@@ -206,6 +206,8 @@ def test_4_bit_weights_are_scale_times_code_less_zero_point(method: str, group: 
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format pack-quantized"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype fp4"),
         ({}, "unnamed method"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "not two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "not two sizes"),
     ],
 )
 def test_other_methods_are_refused_by_name(settings: dict[str, Any], named: str) -> None:

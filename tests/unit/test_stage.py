@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.steps import encode_tensor
@@ -224,14 +223,6 @@ def test_a_stage_describes_itself(tmp_path: Path) -> None:
     attention, mlp, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 2 * 32
     assert stage.weight_bytes == 3 * (attention + mlp + norms) * 2
     assert stage.geometry.bytes_per_position == 3 * 2 * 2 * 8 * 2
-
-
-def test_layers_that_keep_another_state_are_refused(tmp_path: Path) -> None:
-    """Gated delta net layers carry a recurrent state, which a KV cache would silently lose."""
-    model = load("qwen3-next", tmp_path)
-
-    with pytest.raises(ConfigError, match="more than keys and values"):
-        Stage.load(model, 0, 4, dtype=torch.float32, device=CPU)
 
 
 def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path) -> None:

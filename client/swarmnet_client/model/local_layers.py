@@ -10,10 +10,11 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 
 from swarmnet_client.model.packed import pack_head
-from swarmnet_client.model.placeholders import stand_ins
+from swarmnet_client.model.placeholders import match_layers, stand_ins
 from swarmnet_client.model.sampling import Draw, Token, choose
 from swarmnet_protocols.machine.devices import pick_device, pick_dtype
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.partial_model import embed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,7 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
         packed=options.packed,
     )
     model.config._attn_implementation = IMPLEMENTATION
+    match_layers(model)
     pack_head(model, local.cache_dir)
     return model
 
@@ -86,8 +88,7 @@ class LocalLayers:
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [P, D] of token ids [P], on the CPU."""
-        embedded: torch.Tensor = self._model.get_input_embeddings()(ids.to(self._device))
-        return embedded.cpu()
+        return embed(self._model, ids.to(self._device)).cpu()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.partial_model import embed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,8 +146,7 @@ class SwarmModel:
         if values.is_floating_point():
             return values
         model: Any = self
-        embedded: torch.Tensor = model.get_input_embeddings()(values.to(model.device))
-        return embedded.cpu()
+        return embed(model, values.to(model.device)).cpu()
 
 
 def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:

@@ -48,6 +48,9 @@ class RemoteWeight(nn.Parameter):
 class Placeholder(nn.Module):
     """Takes the place of one block. Block 0 passes hidden states to ``swarm_call``, which runs all blocks; the others return them."""
 
+    is_tuple = False
+    """Whether the family's layers return a tuple, in which hidden states are the first."""
+
     def __init__(self, layer: nn.Module, block: int, device: torch.device) -> None:
         """Takes over the modules and attributes of ``layer``, which is on the meta device, and gives up its tensors."""
         super().__init__()
@@ -66,9 +69,10 @@ class Placeholder(nn.Module):
         self.register_load_state_dict_post_hook(_do_not_miss)  # type: ignore[no-untyped-call]
 
     def forward(
-        self, hidden_states: torch.Tensor, *, swarm_call: Callable[[torch.Tensor], torch.Tensor], **_: Any
-    ) -> torch.Tensor:
-        return swarm_call(hidden_states) if self.block == 0 else hidden_states
+        self, hidden_states: torch.Tensor, *_: Any, swarm_call: Apply, **__: Any
+    ) -> torch.Tensor | tuple[torch.Tensor]:
+        outputs = swarm_call(hidden_states) if self.block == 0 else hidden_states
+        return (outputs,) if self.is_tuple else outputs
 
     @property
     def is_frozen(self) -> bool:
@@ -94,6 +98,20 @@ class Placeholder(nn.Module):
 def stand_ins(layers: nn.ModuleList, device: torch.device) -> nn.ModuleList:
     """Placeholders for the decoder layers of a model, which are on the meta device."""
     return nn.ModuleList(Placeholder(layer, block, device) for block, layer in enumerate(layers)).eval()
+
+
+@torch.inference_mode()
+def match_layers(model: Any) -> None:
+    """Let the placeholders of a model return hidden states as the layers of its family do, which is found by trying."""
+    stack = model.base_model
+    inputs = torch.zeros(1, 2, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    try:
+        outputs = stack(inputs_embeds=inputs, use_cache=False, swarm_call=lambda states: states)
+        is_tuple = outputs.last_hidden_state.shape != inputs.shape
+    except (IndexError, RuntimeError):  # it took the first of two positions, and of that the first number
+        is_tuple = True
+    for layer in stack.layers:
+        layer.is_tuple = is_tuple
 
 
 def _remote_names(module: nn.Module) -> list[str]:

@@ -89,15 +89,18 @@ def load_adapter(
     return StageAdapter(start, named, LoraLayers(tuple(layers)), tuple(prefix), prefix_positions(blocks))
 
 
-def linear_modules(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the linear modules that a layer applies to every position, by path.
+def linear_modules(layer: nn.Module, leave_out: Sequence[nn.Module] = ()) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the linear modules that a layer applies to every position of a batch at once, by path.
 
-    Modules in a list are left out: lists hold experts, which see only some positions.
+    Modules in a list are left out: lists hold experts, which see only some positions; and those within the modules of ``leave_out``.
     """
+    others = {id(module) for each in leave_out for module in each.modules()}
     return {
         path: (module.out_features, module.in_features)
         for path, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and not any(part.isdigit() for part in path.split("."))
+        if isinstance(module, nn.Linear)
+        and id(module) not in others
+        and not any(part.isdigit() for part in path.split("."))
     }
 
 

@@ -13,6 +13,9 @@ them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are 
 Arena. On an accelerator the same tensors are views of a range in a :class:`CacheArena`, which all sequences share; the views are strided, and
 change when the range moves.
 
+Recurrent state. On a stage with layers that have some, the cache has it too (``recurrent_state.py``), and the stage's inputs ``[capacity, hidden
+size]``, of which states are computed again after ``truncate``.
+
 Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and copies the valid positions. There
 are no pages: every sequence has tensors of its own, and attention needs no block table.
 
@@ -31,6 +34,7 @@ import torch
 
 from swarmnet_node.engine.cache_arena import CacheArena
 from swarmnet_node.engine.kernels.backend import LoraLayers
+from swarmnet_node.engine.recurrent_state import SequenceStates, StateGeometry
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts before a sequence, for one layer."""
@@ -53,7 +57,7 @@ class KVGeometry:
     """Shapes, dtype and device of a sequence's cache on one stage.
 
     ``arena``, if the stage has one, contains the caches: ``first`` is the first of these layers in it. A sequence takes its positions in all layers of
-    the arena, also on a part of the stage.
+    the arena, also on a part of the stage. ``states``: of recurrent states, if layers have some; such a stage has no arena.
     """
 
     layers: tuple[LayerShape, ...]
@@ -61,19 +65,25 @@ class KVGeometry:
     device: torch.device
     arena: CacheArena | None = None
     first: int = 0
+    states: StateGeometry | None = None
     devices: tuple[torch.device, ...] = ()
     """The device of each layer; empty: ``device`` has all."""
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of the keys and values of one position in all layers."""
+        """Bytes of the keys and values of one position in all layers; and of the inputs, if they are kept."""
         if self.arena is not None:
             return self.arena.bytes_per_position
-        return sum(s.heads * (s.key_size + s.value_size) for s in self.layers) * self.dtype.itemsize
+        sizes = sum(s.heads * (s.key_size + s.value_size) for s in self.layers)
+        return (sizes + (self.states.hidden_size if self.states else 0)) * self.dtype.itemsize
 
     def bytes_for(self, length: int) -> int:
         """Bytes that a new cache allocates for ``length`` positions, exactly."""
-        return _capacity_for(length) * self.bytes_per_position
+        return self.bytes_of(_capacity_for(length))
+
+    def bytes_of(self, capacity: int) -> int:
+        """Bytes of a cache of this capacity, in positions."""
+        return capacity * self.bytes_per_position + (self.states.nbytes if self.states and capacity else 0)
 
 
 def _capacity_for(length: int) -> int:
@@ -96,13 +106,17 @@ class SequenceCache:
         self.length = self.prefix_positions
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Key and value buffers of each layer; empty before the first ``reserve``."""
+        self.inputs = torch.empty(0)
+        """The stage's inputs [capacity, hidden size] if there are recurrent states."""
+        self.states: SequenceStates | None = None
+        """Recurrent states; None before the first ``reserve``, and on a stage without."""
         self._prefix = prefix
         self._capacity = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are allocated."""
-        return self._capacity * self.geometry.bytes_per_position
+        return self.geometry.bytes_of(self._capacity)
 
     @property
     def span(self) -> range:
@@ -135,8 +149,11 @@ class SequenceCache:
             for buffers, states in zip(self.layers, self._prefix, strict=False):
                 for buffer, state in zip(buffers, states, strict=True):
                     buffer[:, :, : self.prefix_positions] = state
+        if self.geometry.states is not None:
+            self._reserve_states(self.geometry.states, capacity)
         self._capacity = capacity
 
+    @torch.inference_mode()
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on. The buffers stay allocated.
 
@@ -145,6 +162,8 @@ class SequenceCache:
         if not self.prefix_positions <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
         self.length = length
+        if self.states is not None:
+            self.states.restore(length)
 
     @torch.inference_mode()
     def fork(self) -> "SequenceCache":
@@ -154,7 +173,20 @@ class SequenceCache:
             twin.reserve(self.length)
             twin.layers = [self._copy(index, fresh) for index, fresh in enumerate(twin.layers)]
             twin.length = self.length
+            if self.states is not None and twin.states is not None:
+                twin.inputs[: self.length] = self.inputs[: self.length]
+                twin.states.copy_from(self.states)
         return twin
+
+    def _reserve_states(self, geometry: StateGeometry, capacity: int) -> None:
+        inputs = torch.empty(
+            capacity, geometry.hidden_size, dtype=self.geometry.dtype, device=self.geometry.device
+        )
+        if self.states is None:
+            self.states = SequenceStates(geometry)
+        else:
+            inputs[: self.length] = self.inputs[: self.length]
+        self.inputs = inputs
 
     def _empty(self, index: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape, devices = self.geometry.layers[index], self.geometry.devices

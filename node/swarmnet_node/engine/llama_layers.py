@@ -60,6 +60,11 @@ class LlamaLayers:
         part._devices = self._devices[start:end]
         return part
 
+    def rotates_whole_heads(self, like: torch.Tensor) -> bool:
+        """Whether the rotary embedding is for all components of a head. ``like`` has the dtype and device of inputs."""
+        cosines, _ = self.rotary(like, torch.zeros(1, 1, dtype=torch.long, device=like.device))
+        return all(layer.head_size == cosines.shape[-1] for layer in self.layers)
+
     def __call__(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None
     ) -> torch.Tensor:

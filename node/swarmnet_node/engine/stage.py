@@ -2,7 +2,7 @@
 
 A stage computes a forward in one of three ways, chosen when it is loaded:
 
-1. by transformers' own layers, with the packed attention and LoRA of this package: every family whose layers keep nothing but keys and values;
+1. by transformers' own layers, with the packed attention, recurrent states and LoRA of this package: every family whose layers keep nothing but those;
 2. by ``LlamaLayers``, for families of the Llama shape;
 3. of few positions by the backend's decode step, where the backend has one for these layers.
 
@@ -40,10 +40,12 @@ from swarmnet_node.engine.decode_graphs import DecodeGraphs
 from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, Backend, DecodeRow, DecodeStep
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, Prefix, SequenceCache
+from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, Prefix, SequenceCache
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_node.engine.recurrent_state import BatchStates, StateGeometry, StateProbe, split_mixers
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.quantize import precision_of
@@ -56,6 +58,9 @@ TRIAL_TOLERANCE_EPS = 100
 TORCH: Backend = TorchBackend()
 _ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
 """The part of a precision that names the activations."""
+NO_ATTENTION = (LayerShape(0, 0, 0), AttentionRule(None, None, None, None))
+REBUILT_POSITIONS = 512
+"""Positions of one forward at most when states are computed again."""
 
 
 class Stage:
@@ -86,6 +91,7 @@ class Stage:
         weight = next(model.parameters())
         self.hidden_size = hidden_size
         self.precision = precision
+        self._check_ends()
         self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
@@ -98,11 +104,17 @@ class Stage:
         self._graphs: DecodeGraphs | None = None
         self._is_fused = False
         self._parts: dict[tuple[int, int], Stage] = {}
-        probe = self._probe()
-        shapes = tuple(shape for shape, _ in probe.layers)
-        self.geometry = KVGeometry(shapes, self.dtype, self.device, devices=self.devices)
-        linears = [linear_modules(layer) for layer in model.layers]
-        self._rules = [rule for _, rule in probe.layers]
+        probe, states = self._probe()
+        layers = dict(zip(probe.indices, probe.layers, strict=True))
+        found = [layers.get(index, NO_ATTENTION) for index in range(self.blocks)]
+        of_states = StateGeometry(tuple(states.states.values()), hidden_size) if states.states else None
+        shapes = tuple(shape for shape, _ in found)
+        self.geometry = KVGeometry(shapes, self.dtype, self.device, states=of_states, devices=self.devices)
+        split_mixers(states.mixers)
+        linears = [linear_modules(layer, leave_out=states.mixers) for layer in model.layers]
+        if len(layers) < self.blocks or of_states is not None:
+            self._check_states()
+        self._rules = [rule for _, rule in found]
         self._choose_layers(self._rules)
         self._targets = tuple(
             LayerTargets(
@@ -178,6 +190,8 @@ class Stage:
     def preallocate(self, cache_bytes: int) -> None:
         """Allocate the KV caches of all later sequences now, in an arena of ``cache_bytes``; for accelerators. No sequence may exist yet."""
         bare = replace(self.geometry, arena=None)
+        if bare.states is not None or NO_ATTENTION[0] in bare.layers:
+            return  # caches of such a stage are more than ranges of keys and values
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
         arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
@@ -211,12 +225,14 @@ class Stage:
             part._model.config._attn_implementation = IMPLEMENTATION
             part.blocks = end - start
             part._first = self._first + start
+            states = self.geometry.states
             part.devices = self.devices[start:end]
             part.geometry = replace(
                 self.geometry,
                 layers=self.geometry.layers[start:end],
                 devices=part.devices,
                 first=part._first,
+                states=states and states.part(part._first, part._first + part.blocks),
             )
             part._graphs = None  # there may be many parts
             if self._llama_layers is not None:
@@ -233,7 +249,10 @@ class Stage:
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
         """
-        return load_adapter(tensors, start, self._targets, self.dtype)
+        adapter = load_adapter(tensors, start, self._targets, self.dtype)
+        if adapter.prefix_positions and self.geometry.states is not None:
+            raise ProtocolViolation("a prefix for layers with recurrent states")
+        return adapter
 
     def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
         """The KV cache of a new sequence, with the adapter's prefix if it has one. Allocates nothing yet."""
@@ -268,6 +287,8 @@ class Stage:
     def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """``forward`` of sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
+        for sequence, _ in rows:
+            self._rebuild_states(sequence)
         packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
@@ -283,6 +304,20 @@ class Stage:
         for (sequence, _), count in zip(rows, counts, strict=True):
             sequence.length += count
         return list(torch.split(outputs, counts))
+
+    def _rebuild_states(self, sequence: SequenceCache) -> None:
+        """Bring recurrent states to the sequence's length after a rewind or a forward that failed."""
+        states, length = sequence.states, sequence.length
+        if states is None:
+            return
+        states.restore(length)
+        try:
+            while states.length < length:
+                sequence.length = states.length
+                inputs = sequence.inputs[states.length : min(length, states.length + REBUILT_POSITIONS)]
+                self._forward_packed(inputs, [sequence], [len(inputs)])
+        finally:
+            sequence.length = length
 
     @torch.inference_mode()
     def run_sequences(
@@ -327,7 +362,7 @@ class Stage:
         positions = torch.cat([torch.arange(first, first + count) for count in counts]).to(self.device)
         batch = SequenceBatch(counts, self._backend, self._prefix(adapter), first_layer=self._first)
         lora = BatchLora([adapter.lora if adapter else None], [len(inputs)], self._backend)
-        return self._run(inputs, positions, batch, lora or None)
+        return self._run(inputs, positions, batch, lora or None, self._states(counts))
 
     def _prefix(self, adapter: StageAdapter | None) -> list[Prefix]:
         """The adapter's prefix for each layer of this stage; empty without one."""
@@ -349,7 +384,23 @@ class Stage:
         )
         batch = self._batch(sequences, counts)
         lora = BatchLora([sequence.lora for sequence in sequences], counts, self._backend)
-        return self._run(packed, positions.to(self.device), batch, lora or None).cpu()
+        batch_states = self._states(counts, sequences)
+        outputs = self._run(packed, positions.to(self.device), batch, lora or None, batch_states).cpu()
+        for sequence, inputs in zip(sequences, torch.split(packed, counts), strict=True):
+            if sequence.states is not None:
+                sequence.inputs[sequence.length : sequence.length + len(inputs)] = inputs
+                sequence.states.advance(len(inputs))
+        return outputs
+
+    def _states(self, counts: Sequence[int], sequences: Sequence[SequenceCache] = ()) -> BatchStates | None:
+        """The recurrent states of a batch; None if the stage has none. Until it is computed, the states count as torn."""
+        if self.geometry.states is None:
+            return None
+        states = [sequence.states for sequence in sequences if sequence.states is not None]
+        batch = BatchStates(counts, states)
+        for each in states:
+            each.is_torn = True
+        return batch
 
     def _batch(self, sequences: Sequence[SequenceCache], counts: list[int]) -> Batch:
         """All rows in one call where that is possible, and no slower."""
@@ -389,26 +440,58 @@ class Stage:
         positions: torch.Tensor,
         batch: Batch,
         lora: BatchLora | None = None,
+        states: BatchStates | None = None,
     ) -> torch.Tensor:
         if self._llama_layers is not None:
             return self._llama_layers(inputs, positions, batch, lora).to(self.device)
         with lora.hooked(self._model.layers, self._first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
-                inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False, packed=batch
+                inputs_embeds=inputs[None],
+                position_ids=positions[None],
+                past_key_values=states,
+                use_cache=False,
+                packed=batch,
             ).last_hidden_state
         return outputs[0].to(self.device)
 
     @torch.inference_mode()
-    def _probe(self) -> GeometryProbe:
-        probe = GeometryProbe()
+    def _probe(self) -> tuple[GeometryProbe, StateProbe]:
+        probe, states = GeometryProbe(), StateProbe(self._model.layers)
         zeros = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        self._run(zeros, torch.zeros(1, dtype=torch.long, device=self.device), probe)
-        if probe.indices != list(range(self.blocks)):
-            raise ConfigError(
-                f"{type(self._model).__name__} has layers that keep more than keys and values",
-                hint="use a model in which every layer has ordinary attention",
-            )
-        return probe
+        try:
+            with states.watching():
+                self._run(zeros, torch.zeros(1, dtype=torch.long, device=self.device), probe, states=states)
+        except CONFIG_FAULTS as error:
+            raise self._refusal() from error
+        if len(set(probe.indices)) < len(probe.indices) or not set(probe.indices) <= set(range(self.blocks)):
+            raise self._refusal()
+        return probe, states
+
+    @torch.inference_mode()
+    def _check_ends(self) -> None:
+        """Raise ``ConfigError`` if the model computes something before or after its layers: every hop would do so again."""
+        model = copy.copy(self._model)
+        model._modules = {**self._model._modules, "layers": torch.nn.ModuleList()}
+        weight = next(self._model.parameters())
+        inputs = torch.ones(1, 1, self.hidden_size, dtype=weight.dtype, device=weight.device)
+        positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+        outputs = model(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state
+        if not torch.equal(outputs, inputs):
+            raise ConfigError(f"{type(self._model).__name__} changes its inputs before or after its blocks")
+
+    def _check_states(self) -> None:
+        """Raise ``ConfigError`` unless steps give what the whole sequence gives: layers may keep something in a way that is not known."""
+        inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        sequence = self.new_sequence()
+        outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, [2, 1, 2])])
+        if not self._agree(outputs, self.run_sequences(inputs, [TRIAL_POSITIONS])):
+            raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self._model).__name__} has layers that keep more than keys, values and recurrent states",
+            hint="docs/families.md lists families that work",
+        )
 
     def _choose_layers(self, rules: Sequence[AttentionRule]) -> None:
         """Use ``LlamaLayers``, and the backend's decode step, if their outputs agree with those of transformers' layers."""
@@ -417,7 +500,10 @@ class Stage:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=generator)
         [expected] = self.forward([(self.new_sequence(), inputs)])
-        self._llama_layers = LlamaLayers(self._model, rules, self._backend, self.devices)
+        layers = LlamaLayers(self._model, rules, self._backend, self.devices)
+        if not layers.rotates_whole_heads(torch.empty(0, dtype=self.dtype, device=self.device)):
+            return
+        self._llama_layers = layers
         [outputs] = self.forward([(self.new_sequence(), inputs)])
         if not self._agree(outputs, expected):
             self._llama_layers = None
@@ -430,8 +516,9 @@ class Stage:
                 self._decode_step = None
 
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-        error = (outputs - expected).float().norm() / expected.float().norm()
-        return bool(error < TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps)
+        """Whether outputs are the same but for rounding. Inputs of zeros may give zeros."""
+        error = (outputs - expected).float().norm()
+        return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps * expected.float().norm())
 
 
 def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -59,6 +59,7 @@ class NodeStatus:
     ram_bytes: int = 0
     warning: str = ""
     reach: Reach = field(default_factory=Reach)
+    blocks_reason: str = ""
 
 
 class Controlled(Protocol):

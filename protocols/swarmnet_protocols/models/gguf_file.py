@@ -139,12 +139,16 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]
         tensors[name] = GgufTensor(tensor.shape, tensor.type, data_start + tensor.offset, tensor.size_bytes)
         if tensors[name].offset + tensor.size_bytes > file_bytes:
             raise ValueError(f"tensor {name} lies beyond the end")
-    end = data_start
+    _check_overlap(tensors)
+    return fields.get("general.architecture", b"").decode(), tensors
+
+
+def _check_overlap(tensors: dict[str, GgufTensor]) -> None:
+    end = 0
     for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
         if tensor.offset < end:
             raise ValueError(f"tensor {name} overlaps another one")
         end = tensor.offset + tensor.size_bytes
-    return fields.get("general.architecture", b"").decode(), tensors
 
 
 def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:

@@ -68,7 +68,9 @@ class LocalModel:
     @property
     def max_positions(self) -> int:
         """Positions that a sequence may have."""
-        return int(self.config.max_position_embeddings)
+        from swarmnet_protocols.models.partial_model import max_positions
+
+        return max_positions(self.config)
 
     @property
     def precision(self) -> str:
@@ -269,6 +271,7 @@ class LocalModel:
             products=load_products(self.cache_dir) if packed else None,
         )
         model.base_model.layers = stand_ins(layers)
+        model.config.max_position_embeddings = self.max_positions
         self._set_generation_config(model)
         return model
 
@@ -330,10 +333,10 @@ def _stamp(path: Path) -> dict[str, int]:
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
     """The manifest of a checkpoint. Hashes every file but those whose hashes are known."""
-    from swarmnet_protocols.models.partial_model import architecture_of, base_class
+    from swarmnet_protocols.models.partial_model import architecture_of, decoder_stack
 
     config = checkpoint.config()
-    base_class(config)
+    decoder_stack(config)
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
         raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")

@@ -33,6 +33,16 @@ _BUILT_IN_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 """Implementations that are part of transformers and torch. For any other name transformers downloads a kernel from the hub, or looks
 for an installed package."""
 
+EMBEDDING_SCALE = "embedding_multiplier"
+"""The attribute by which the decoder stacks of Granite multiply their inputs, whether these are ids or embeddings. Hosts do not."""
+_KNOWN_OBSTACLES = {
+    "index_topk": "its sparse attention keeps an index beside keys and values",
+    "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
+    "num_kv_shared_layers": "some layers attend to the keys and values of others, which may be on another host",
+    "attention_chunk_size": "its layers attend to chunks of the sequence",
+    "hc_mult": "several residual streams run between its layers",
+}
+"""Settings of a config that, unless they are 0, describe layers which need more than the outputs of the layer before."""
 _META = torch.device("meta")
 _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
 """Initialisers that consult ``TorchFunctionMode``. The others call these, or are rare."""
@@ -102,7 +112,7 @@ class LayerWidths:
     def of(cls, config: "PretrainedConfig") -> "LayerWidths":
         """The widths that a config gives, the largest where its layers differ."""
         heads = getattr(config, "num_attention_heads", None) or 1
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_size = max(_of_layers(config, "head_dim")) or config.hidden_size // heads
         widths = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         widest = max(widths) if isinstance(widths, list | tuple) else int(widths)
         experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -110,40 +120,73 @@ class LayerWidths:
         return cls(config.hidden_size, heads * head_size, max(widest, of_experts))
 
 
-def base_class(config: "PretrainedConfig") -> type:
-    """The class of an architecture's decoder stack.
+def _of_layers(config: "PretrainedConfig", name: str) -> set[int]:
+    """The values that a setting has in the layers; 0 for none."""
+    layers = getattr(config, "per_layer_config", None)
+    configs = [config] if layers is None else [layers[index] for index in range(config.num_hidden_layers)]
+    return {getattr(each, name, None) or 0 for each in configs or [config]}
 
-    Raises ``ConfigError`` unless it consists of embeddings, layers and a final norm, and its rotary embedding depends on the
-    position alone.
+
+def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
+    """The class of an architecture's decoder stack, and the names of its embeddings and its final norm.
+
+    Raises ``ConfigError`` unless it consists of these and layers.
     """
-    refusal = ConfigError(
-        f"{architecture_of(config)} cannot be split into blocks: it is not just embeddings, layers and a norm",
-        hint="use a model of a family such as Llama, Qwen3, Mistral or Mixtral",
-    )
     cls = causal_class(config)
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
-        raise refusal
+        raise _no_blocks(config, "it is not just embeddings, layers and a norm")
+    for name, reason in _KNOWN_OBSTACLES.items():
+        if getattr(config, name, None):
+            raise _no_blocks(config, reason)
     try:
         with _META, _SkipInitialisation():
             base: Any = cls(with_blocks(config, 0, 0)).base_model
     except CONFIG_FAULTS as error:
         raise ConfigError(f"no {architecture_of(config)} can be built from this config: {error}") from error
-    children = {name for name, _ in base.named_children() if not name.startswith("rotary_emb")}
-    if children != {"embed_tokens", "layers", "norm"}:
-        raise refusal
-    if changing := _rope_types(config) & {"dynamic", "longrope"}:
-        raise ConfigError(
-            f"{architecture_of(config)} has {min(changing)} rotary embeddings, which change with the length of the sequence: "
-            "cached keys would become wrong, and sequences could not share a batch",
-            hint="use a model with another rope_type",
-        )
-    return type(base)
+    ends = _ends_of(base)
+    if ends is None:
+        parts = ", ".join(name for name, _ in base.named_children())
+        raise _no_blocks(config, f"it is not just embeddings, layers and a norm, but {parts[:200]}")
+    return type(base), ends
 
 
-def _rope_types(config: "PretrainedConfig") -> set[str]:
+def _no_blocks(config: "PretrainedConfig", reason: str) -> ConfigError:
+    return ConfigError(
+        f"{architecture_of(config)} cannot be split into blocks: {reason}",
+        hint="docs/families.md lists families that work",
+    )
+
+
+def _ends_of(base: Any) -> tuple[str, str] | None:
+    """The names of a decoder stack's embeddings and final norm; None if it has other parts than these, layers and rotary embeddings."""
+    children = {name: child for name, child in base.named_children() if not name.startswith("rotary_emb")}
+    if not isinstance(children.pop("layers", None), nn.ModuleList) or len(children) != 2:
+        return None
+    embeddings = [name for name, child in children.items() if isinstance(child, nn.Embedding)]
+    norms = [name for name, child in children.items() if type(child).__name__.endswith("Norm")]
+    return (embeddings[0], norms[0]) if len(embeddings) == len(norms) == 1 else None
+
+
+def max_positions(config: "PretrainedConfig") -> int:
+    """Positions of a sequence up to which the model computes each from those before it alone.
+
+    Where transformers changes the rotary embedding with the length of the sequence (LongRoPE, Ding et al., 2024; dynamic NTK), that is
+    the length from which it does: positions that were computed before would have to be computed again, by every host.
+    """
+    longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(each.get("rope_type", "default")) for each in (by_layer_type or [parameters])}
+    for each in by_layer_type or [parameters]:
+        if each.get("rope_type") == "longrope":
+            longest = min(longest, int(each.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Inputs [..., D] of the first block of a model for token ids [...]."""
+    embedded: torch.Tensor = model.get_input_embeddings()(ids)
+    scale = getattr(model.base_model, EMBEDDING_SCALE, 1)
+    return embedded if scale == 1 else embedded * scale
 
 
 def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilder":
@@ -151,10 +194,14 @@ def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilde
 
     def strip(model: Any) -> None:
         keep_layers(model, start, end)
-        model.embed_tokens = None
-        model.norm = nn.Identity()
+        embeddings, norm = ends
+        setattr(model, embeddings, None)
+        setattr(model, norm, nn.Identity())
+        if hasattr(model, EMBEDDING_SCALE):
+            setattr(model, EMBEDDING_SCALE, 1)
 
-    return ModelBuilder(_stripped_class(base_class(config), strip), config)
+    cls, ends = decoder_stack(config)
+    return ModelBuilder(_stripped_class(cls, strip), config)
 
 
 def build_local_layers(
@@ -165,7 +212,7 @@ def build_local_layers(
     The model is the CausalLM, or with ``labels`` the sequence classifier of ``labels`` classes, whose head is initialised if the checkpoint
     has none. Raises ``ConfigError`` if transformers has no such class for the architecture.
     """
-    base_class(config)
+    decoder_stack(config)
 
     def strip(model: Any) -> None:
         on_layers(model.base_model.layers)
@@ -188,6 +235,9 @@ def _classifier_class(config: "PretrainedConfig") -> type:
 
 def keep_layers(model: Any, start: int, end: int) -> None:
     """Remove all layers of a decoder stack except [start, end), and number those from 0."""
+    for name, module in model.named_children():
+        if name.startswith("rotary_emb"):  # it is configured by all layers
+            module.config = copy.deepcopy(model.config)
     model.layers = nn.ModuleList(list(model.layers)[start:end])
     for module in model.layers.modules():
         if hasattr(module, "layer_idx"):
@@ -236,6 +286,12 @@ class ModelBuilder:
         self._cls: Any = cls
         self._config = config
         self._optional = optional
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the model's weights in ``dtype``, known without reading any."""
+        with _META, _SkipInitialisation():
+            empty: nn.Module = self._cls(copy.deepcopy(self._config))
+        return sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
 
     def load(
         self,
@@ -319,10 +375,10 @@ def _quietly() -> Iterator[None]:
 
 
 class _SkipInitialisation(TorchFunctionMode):
-    """Makes ``torch.nn.init`` skip tensors on the meta device, and ``torch.arange`` use the CPU instead of that device.
+    """Makes ``torch.nn.init`` skip tensors on the meta device, and ``torch.arange`` and ``torch.tensor`` use the CPU instead of that device.
 
     torch computes both on the meta device in Python, and loads a computer algebra system for the shapes: 35 MB, and one second for
-    30 blocks. The ranges are short; rotary embeddings are initialised from them.
+    30 blocks. The ranges are short; rotary embeddings are initialised from them. What is concatenated of both devices is on the meta device.
     """
 
     def __torch_function__(
@@ -335,7 +391,10 @@ class _SkipInitialisation(TorchFunctionMode):
         given = kwargs or {}
         if func in _INITIALISERS and given["tensor"].is_meta:
             return given["tensor"]
-        if func is torch.arange and torch.device(given.get("device") or _META) == _META:
+        is_short = func is torch.arange or (
+            func is torch.tensor and args[0] != []
+        )  # by an empty one transformers finds the current device
+        if is_short and torch.device(given.get("device") or _META) == _META:
             given = {**given, "device": "cpu"}
         if func is torch.cat and any(tensor.is_meta for tensor in args[0]):
             args = ([tensor.to(_META) for tensor in args[0]], *args[1:])

@@ -93,7 +93,7 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
     method = str(settings.get("quant_method", ""))[:100]
     match method:
         case "fp8" if settings.get("expert_dtype", "fp8") == "fp8":
-            block = settings.get("weight_block_size")
+            block = _block_of(settings.get("weight_block_size"))
             return Scheme("fp8", (".weight", ".weight_scale_inv"), partial(_pack_fp8, block=block))
         case "compressed-tensors" if settings.get("format") in ("float-quantized", "naive-quantized"):
             return Scheme("fp8", (".weight", ".weight_scale"), partial(_pack_fp8, block=None))
@@ -111,6 +111,16 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
         f"the weights are quantised by {method or 'an unnamed method'}{f' ({about})' if about else ''}, which is not read",
         hint="use the original checkpoint, a .gguf file of it, or one in FP8, MXFP4, AWQ or GPTQ of 4 bits",
     )
+
+
+def _block_of(size: Any) -> tuple[int, int] | None:
+    """The rows and columns that share a scale; None if the config has no such block. Raises ``ConfigError`` unless they are sizes."""
+    match size:
+        case None:
+            return None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise ConfigError(f"the weight_block_size of the weights is {str(size)[:100]}, not two sizes")
 
 
 def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTensor:

@@ -299,7 +299,9 @@ class SafetensorsCheckpoint:
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        formats = {"BF16": Format.BF16, "F16": Format.F16} | ({"F32": Format.F32} if quantized else {})
+        formats = {"BF16": Format.BF16, "F16": Format.F16} | (
+            {} if quantized is None else {"F32": Format.F32}
+        )
         is_packed = packed and (quantized is not None or device.type == "cpu")
         opened: dict[str, Any] = {}
         for file in self.holders(names):

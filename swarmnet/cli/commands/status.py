@@ -41,7 +41,8 @@ def _print(node: "NodeStatus") -> None:
             **({"warning": node.warning} if node.warning else {}),
             "swarm": node.swarm,
             "model": node.model,
-            "blocks": f"{node.start}:{node.end} of {node.total_blocks}",
+            "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
+            + (f": {node.blocks_reason}" if node.blocks_reason else ""),
             "sessions": node.sessions,
             "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",

@@ -1,0 +1,65 @@
+"""A model with recurrent states over nodes: a replica continues after a failover, and a client can go back."""
+
+import asyncio
+
+import pytest
+import torch
+
+from swarmnet_client.chain.chain import Chain
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.net.memory import Delivery
+from swarmnet_protocols.session.steps import Row
+from tests.sim.test_failover import arrives_at
+from tests.support.hub_families import FAMILIES
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [5, 6, 7, 8, 9] * 30
+TOKENS = 8
+LAYOUT = {"a": (0, 2), "b": (2, 4), "b2": (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("recurrent")
+    path = FAMILIES["qwen3_5"].save(folder / "model")
+    return Reference(resolve(str(path), cache_dir=folder / "cache"))
+
+
+def test_a_replica_rebuilds_recurrent_states_when_a_hop_fails(recurrent: Reference) -> None:
+    hit: list[Delivery] = []
+
+    async def scenario(lab: Lab) -> tuple[list[int], int]:
+        nonlocal hit
+        for name, blocks in LAYOUT.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)  # the directory shows them all
+        replicas = {lab.peer_id("b"), lab.peer_id("b2")}
+        hit = lab.once(arrives_at(replicas, "step 5"), lambda delivery: lab.network.crash(delivery.target))
+        chain: Chain
+        async with lab.client() as swarm, lab.chain(swarm, max_length=256) as chain:
+            tokens = await lab.generate(chain, PROMPT, TOKENS)
+            return tokens, chain.report.failovers
+
+    tokens, failovers = simulate(recurrent, scenario)
+    assert hit, "the fault was never injected"
+    assert failovers == 1
+    assert tokens == recurrent.greedy(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("length", [3, 100, 149])
+def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Reference) -> None:
+    other = [11, 12, 13]
+
+    async def scenario(lab: Lab) -> int:
+        for name in ("a", "b"):
+            await lab.start(name, lab.hosting(LAYOUT[name]))
+        await asyncio.sleep(1.0)
+        chain: Chain
+        async with lab.client() as swarm, lab.chain(swarm, max_length=256) as chain:
+            await lab.generate(chain, PROMPT, TOKENS)
+            hidden = await chain.forward(
+                (Row(0, length, len(other), 1, 0, rewrite=True),), torch.tensor(other)
+            )
+            return recurrent.next_token(hidden)
+
+    assert [simulate(recurrent, scenario)] == recurrent.greedy(PROMPT[:length] + other, 1)
