@@ -9,6 +9,8 @@ import torch
 import typer
 
 from swarmnet.cli.chat.generation import Sampling, generate
+from swarmnet_client.chain.hops import ChainReport
+from swarmnet_protocols.net import PeerId
 
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, seed=None)
 
@@ -27,8 +29,8 @@ class _Model:
     config = SimpleNamespace(max_position_embeddings=20)
 
     def __init__(self, reply: str = "") -> None:
-        self.last_run = SimpleNamespace(
-            route=[], failovers=7, longest_stall_s=7.0, audits=7, wrong=["the one before"]
+        self.last_run = ChainReport(
+            failovers=7, longest_stall_s=7.0, audits=7, wrong=[PeerId("the one before")]
         )
         self._reply = reply.encode()
         self.asked: dict[str, Any] = {}
@@ -38,7 +40,8 @@ class _Model:
     ) -> None:
         assert options.pop("attention_mask").all()
         self.asked = {"max_new_tokens": max_new_tokens, **options}
-        self.last_run.route = [("a", 0, 10), ("b", 10, 30)]
+        self.last_run.route = [(PeerId("a"), 0, 10), (PeerId("b"), 10, 30)]
+        self.last_run.precisions = ["f32"]
         self.last_run.failovers += 1
         self.last_run.longest_stall_s = max(self.last_run.longest_stall_s, 0.5)
         streamer.put(input_ids)
@@ -66,6 +69,7 @@ def test_an_answer_says_everything_that_run_prints() -> None:
         "longest_stall_s": 0.5,
         "audited": 0,
         "wrong_hosts": [],
+        "precisions": ["f32"],
     }
 
 
