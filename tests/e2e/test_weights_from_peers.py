@@ -1,9 +1,11 @@
 """Real nodes in a swarm whose file names a model: they take its weights from each other while no hub answers."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+from swarmnet_protocols.models.local_model import SETTLED_NS
 from tests.support.big_model import make_tables, save_big
 from tests.support.commands import call
 from tests.support.processes import NodeProcess
@@ -16,6 +18,9 @@ def test_hosts_join_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
     model = save_big(tmp_path / "model")
+    newest_ns = max(path.stat().st_ctime_ns for path in model.iterdir())
+    # The hash of a file is remembered once its times are old enough to show a later change.
+    time.sleep(max(0, newest_ns + SETTLED_NS - time.time_ns()) / 1e9 + 0.1)
     _, pieces = make_tables(model, tmp_path / "first-cache")
     manifest = call("model", "show", str(model), "--cache-dir", str(tmp_path / "first-cache"))["manifest"]
     call("swarm", "create", "lab", "--no-mdns", "--out", str(tmp_path / "lab"))
@@ -25,8 +30,6 @@ def test_hosts_join_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     file.write_text(file.read_text().replace("[signature]", f"{listed}\n[signature]"))
     call("swarm", "sign", str(file.parent))
-    # The files are old enough now for their times to show a change.
-    call("model", "verify", str(model), "--cache-dir", str(tmp_path / "first-cache"))
     nodes: list[NodeProcess] = []
 
     def join(name: str, source: str, span: str) -> NodeProcess:
