@@ -1,4 +1,4 @@
-"""What only a GPU shows: exactness, speed and memory of a host on CUDA.
+"""Exactness, speed and memory of a host on CUDA.
 
     python -m tests.bench.gpu [--model M] [--parts exact speed memory swarm] [--device cuda|cpu]
 

@@ -1,4 +1,4 @@
-"""What quantising the blocks of SmolLM2-135M at load costs: perplexity of Python's standard library, relative to the same weights in float32.
+"""Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load, relative to the same weights in float32.
 
     python -m tests.bench.perplexity [--tokens 100000] [--precisions int8 int4]
 

@@ -1,4 +1,4 @@
-"""What outsiders may hold of a peer over py-libp2p: handshakes, negotiations, streams and bytes."""
+"""Handshakes, negotiations, streams and bytes that outsiders may hold of a peer over py-libp2p are limited."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ async def plain(
 
 
 async def all_read(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the other side closes the connection."""
+    """The bytes that come before the other side closes the connection."""
     received = b""
     async with asyncio.timeout(DEADLINE_S):
         with contextlib.suppress(ConnectionResetError):

@@ -1,5 +1,6 @@
 """One target under atheris, in a process of its own: ``python -m tests.fuzz.one TARGET [flags of libFuzzer] CORPUS``."""
 
+import signal
 import sys
 
 import atheris
@@ -21,6 +22,10 @@ def main() -> None:
             target.read(data)
         except target.refusals:
             return
+        except BaseException:
+            # libFuzzer's timer for one input runs on: on a busy machine it would end the process before the input is written.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise
 
     atheris.Setup(sys.argv, read)
     atheris.Fuzz()

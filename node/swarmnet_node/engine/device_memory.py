@@ -65,7 +65,7 @@ class Placement:
         return spread_over[:blocks]
 
     def describe(self, total_blocks: int) -> str:
-        """What is hosted and why, for the owner."""
+        """A sentence for the owner: the blocks that are hosted, and why these."""
         each = self.needs.weight_bytes(packed=self.packed)
         scratch = self.needs.scratch_bytes(packed=self.packed)
         where = " and ".join(

@@ -58,7 +58,7 @@ class StateGeometry:
         return (1 + SNAPSHOTS) * one
 
     def part(self, start: int, end: int) -> "StateGeometry | None":
-        """Those of layers [start, end), counted from the first of the whole stage; None if these have none."""
+        """The geometry of layers [start, end), counted from the first of the whole stage; None if these have no states."""
         states = tuple(state for state in self.states if start <= state.key[0] < end)
         return StateGeometry(states, self.hidden_size) if states else None
 

@@ -158,7 +158,7 @@ class SwarmPeers:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     async def first(self, model: bytes, ask: Callable[[WeightStream], Awaitable[T]]) -> T:
-        """What the first of the hosts of a model gives for which ``ask`` does not raise. Raises ``Unreachable``, with what each gave instead."""
+        """Call ``ask`` with one host of a model after the other, until it returns something. Raises ``Unreachable`` with all errors if none did."""
         causes = []
         async with self._streams(model, 1) as streams:
             for stream in streams:

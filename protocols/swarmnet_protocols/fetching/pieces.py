@@ -68,7 +68,7 @@ def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the header of a file says: its own size, and where each tensor is, [start, end) from the start of the file."""
+    """The layout of a weight file by its header: the size of the header, and the bytes [start, end) of each tensor from the start of the file."""
 
     head_bytes: int
     spans: Mapping[str, tuple[int, int]]

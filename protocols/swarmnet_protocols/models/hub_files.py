@@ -23,7 +23,7 @@ MAX_LISTED = 10_000
 """Files of a repository that are looked at."""
 MAX_FILE_BYTES = 1 << 50
 HEAD_BYTES = 128 << 10
-"""What is read first of a file to find its header; eight times as much each time that it is longer."""
+"""Bytes that are read first to find the header of a file; eight times as many each time that the header is longer."""
 MAX_HEAD_BYTES = 64 << 20
 _SHA256_BYTES = hashlib.sha256().digest_size
 Known = Mapping[str, tuple[int, bytes]]

@@ -57,7 +57,7 @@ class LocalModel:
         self._progress = progress
         self._checked: set[str] = set()
         self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
-        """What fetches the pieces of files that are not whole on this machine."""
+        """Fetches the pieces of files that are not whole on this machine."""
 
     @cached_property
     def config(self) -> "PretrainedConfig":

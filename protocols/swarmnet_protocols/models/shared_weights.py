@@ -1,4 +1,4 @@
-"""What a model on this machine has for peers: verified files and pieces, their tables, and the manifest."""
+"""The weights of a model that this machine offers to peers: verified files and pieces, their tables, and the manifest."""
 
 from collections.abc import Callable
 from functools import cached_property

@@ -7,7 +7,7 @@ from gguf import GGML_QUANT_SIZES
 
 
 class Format(IntEnum):
-    """What ``unpack.h`` and ``unpack.py`` read."""
+    """A format of packed weights, which ``unpack.h`` and ``unpack.py`` read."""
 
     F32 = 0
     F16 = 1
@@ -28,7 +28,7 @@ class Format(IntEnum):
 
 
 OWN_FORMATS = frozenset({Format.FP8, Format.INT4})
-"""Those that gguf does not have."""
+"""Formats that gguf does not have."""
 BLOCKS: Mapping[Format, tuple[int, int]] = {
     **{Format(kind): block for kind, block in GGML_QUANT_SIZES.items() if kind in {*Format}},
     Format.FP8: (128, 132),

@@ -62,7 +62,7 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the eight groups of a block of Q4_K or Q5_K are multiplied with, and what is then subtracted: float32 [N, 8, 1] each."""
+    """Scales and minima of the eight groups of each block of Q4_K or Q5_K, float32 [N, 8, 1] each: w = scale q - minimum."""
     first, second, rest = torch.split(blocks[:, 4:16], 4, 1)
     scales = torch.cat([first & 0x3F, (rest & 0x0F) | ((first >> 2) & 0x30)], 1)
     minima = torch.cat([second & 0x3F, (rest >> 4) | ((second >> 2) & 0x30)], 1)

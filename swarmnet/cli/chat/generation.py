@@ -33,7 +33,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``run --json`` prints. ``token_ids`` are the new tokens. ``precisions``: those of the hosts, more than one if there was no chain of one.
+    """An answer as ``run --json`` prints it. ``token_ids``: the new tokens. ``precisions``: all precisions of its hosts; one if a chain of one was found.
 
     ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
     """
