@@ -74,7 +74,7 @@ class WeightServer:
         if not 0 < request.length <= PIECE_BYTES or request.what == pb.WHAT_UNSPECIFIED:
             raise ProtocolViolation("not a request for a part of the weights")
         if request.what != pb.WHAT_DATA:
-            whole = self._library.document(request.what, request.file)
+            whole = await asyncio.to_thread(self._library.document, request.what, request.file)
             return len(whole), whole[start:end]
         place = self._library.place(request.file, start, end)
         if place is None:
