@@ -5,9 +5,9 @@ All hosts that see the same claims draw the same conclusions from them (:class:`
 1. Blocks without a host are filled at once. A plan names the hosts that move: those that leave no block without a host, and where these do
    not suffice, neighbours of the gap shift towards it. Every host computes the same plan and acts on its own part.
 2. Else hosts move to raise the throughput. The swarm is short of hosts where a demand above the present throughput, though not above the
-   mean of all hosts, would not be served. A host moves only if most of its time has no use at that demand where it is, and would have
-   elsewhere; if it saw so for ``CONFIRM_S``; if it did not move in the last ``MOVE_PAUSE_S``; and with a chance such that together the
-   hosts that have time to spare move as much as is short.
+   mean of all hosts, would not be served. A host moves only to blocks where much more of its time is of use at that demand; if it found so
+   for ``CONFIRM_S``; if it did not move in the last ``MOVE_PAUSE_S``; and with a chance such that together the hosts move at most as much
+   as is short from one look to the next, when they see what others announced.
 """
 
 import math
@@ -34,8 +34,10 @@ DEAD_BAND = 0.05
 """Share by which the throughput may be below the mean of all hosts without any move."""
 STEP = 0.25
 """Share by which the demand that shows where hosts are missing is above the present throughput."""
-CLEAR = 0.5
-"""Share of a host's speed that must find more use elsewhere for it to move."""
+USEFUL = 0.5
+"""Share of a host's time, or of what is short, that must find more use elsewhere for it to move;"""
+RAISE = 0.1
+"""or share by which its move must raise the throughput, as only moves in small swarms do."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class Looks:
 
     moved_at: float = -math.inf
     """When it last decided to move."""
-    short_since: float = math.inf
-    """The first of the latest looks that all found a move worthwhile; infinite if the latest one found none."""
+    target: tuple[int, int] | None = None
+    """The blocks where the last look found that it would help."""
+    target_since: float = math.inf
+    """The first of the latest looks that all found so."""
     gap_since: float = math.inf
     """The first of the latest looks that all found blocks without a host."""
 
@@ -106,11 +110,6 @@ class Outlook:
         """Blocks per second that are missing at this demand."""
         return self.blocks * self.demand - self.served
 
-    @property
-    def spare(self) -> float:
-        """Blocks per second of hosts that have no use at this demand."""
-        return self.blocks * self.supply.mean - self.served
-
     @cached_property
     def holders(self) -> list[int]:
         """The number of staying hosts of each block."""
@@ -132,20 +131,21 @@ def should_move(
     """
     length = min(length, outlook.blocks)
     if outlook.gaps:
-        looks = replace(looks, short_since=math.inf, gap_since=min(looks.gap_since, now))
+        looks = replace(looks, target=None, target_since=math.inf, gap_since=min(looks.gap_since, now))
         move = _fill(outlook, mine, looks, length, now, rng) if now >= looks.moved_at + GAP_PAUSE_S else None
         return move, replace(looks, moved_at=now) if move else looks
     looks = replace(looks, gap_since=math.inf)
     if outlook.is_balanced or now < looks.moved_at + MOVE_PAUSE_S:
-        return None, replace(looks, short_since=math.inf)
-    freed = _freed(outlook, mine)
-    if freed is None:
-        return None, replace(looks, short_since=math.inf)
-    looks = replace(looks, short_since=min(looks.short_since, now))
-    if now < looks.short_since + CONFIRM_S or rng.random() * outlook.spare > outlook.short:
+        return None, replace(looks, target=None, target_since=math.inf)
+    target, gain = _target(outlook, mine, looks.target, length, rng)
+    if target is None or target != looks.target:
+        return None, replace(looks, target=target, target_since=now if target else math.inf)
+    # So all hosts together move at most as much as is short, or one host, between two looks.
+    chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.supply.mean)
+    if now < looks.target_since + CONFIRM_S or rng.random() > chance:
         return None, looks
-    move = _improve(outlook, mine, freed, length, rng)
-    return move, replace(looks, moved_at=now, short_since=math.inf) if move else looks
+    reason = f"the swarm lacks hosts of these blocks: {gain:.0%} more of this machine's time is of use there"
+    return Move(*target, reason), replace(looks, moved_at=now, target=None, target_since=math.inf)
 
 
 def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
@@ -175,34 +175,36 @@ def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
     return counts
 
 
-def _freed(outlook: Outlook, mine: Claim) -> Supply | None:
-    """The supply without the host of ``mine``, if most of its time has no use at the demand that the swarm should serve."""
-    speed = min(mine.blocks_per_s, outlook.most)
-    freed = outlook.supply.copy()
-    freed.add(mine.start, mine.end, -speed)
-    lost = outlook.served - freed.served(outlook.demand)
-    return freed if lost <= (1 - CLEAR) * min(speed, outlook.short) else None
+def _target(
+    outlook: Outlook, mine: Claim, last: tuple[int, int] | None, length: int, rng: random.Random
+) -> tuple[tuple[int, int] | None, float]:
+    """The span of the last look, if the host of ``mine`` would still help there, else the best of a few drawn at random; None if none helps.
 
-
-def _improve(outlook: Outlook, mine: Claim, freed: Supply, length: int, rng: random.Random) -> Move | None:
-    """The move to the best of a few spans drawn at random, if it raises what is served clearly and leaves every block a host."""
+    And the share of the host's time that is of more use there.
+    """
     speed = min(mine.blocks_per_s, outlook.most)
-    clear = CLEAR * min(speed, outlook.short)
-    best, best_gain = None, 0.0
-    for start in draw(outlook.blocks, length, rng):
-        after = freed.copy()
-        after.add(start, start + length, speed)
-        gain = after.served(outlook.demand) - outlook.served
-        if (
-            gain > max(clear, best_gain)
-            and _is_safe(outlook, mine, start, start + length)
-            and after.throughput() >= (1 - ROUNDING) * outlook.throughput
-        ):
-            best, best_gain = start, gain
-    if best is None:
-        return None
-    reason = f"the swarm lacks hosts of these blocks: {best_gain / speed:.0%} more of this machine's time is useful there"
-    return Move(best, best + length, reason)
+    without = outlook.supply.copy()
+    without.add(mine.start, mine.end, -speed)
+
+    def gain(span: tuple[int, int]) -> tuple[float, float]:
+        """The throughput with the host on ``span``, and how many blocks per second more are served; 0 if that is not clear, or not safe."""
+        after = without.copy()
+        after.add(*span, speed)
+        more = after.served(outlook.demand) - outlook.served
+        if more <= 0 or not _is_safe(outlook, mine, *span):
+            return 0.0, 0.0
+        then = after.throughput()
+        is_useful = more >= USEFUL * min(speed, outlook.short) and then >= (1 - ROUNDING) * outlook.throughput
+        return (then, more) if is_useful or then >= (1 + RAISE) * outlook.throughput else (0.0, 0.0)
+
+    if last is not None and last[1] - last[0] == length and (known := gain(last)[1]):
+        return last, known / speed
+    gains = {
+        (start, start + length): gain((start, start + length)) for start in draw(outlook.blocks, length, rng)
+    }
+    best = max(gains, key=gains.__getitem__)
+    more = gains[best][1]
+    return (best if more else None), more / speed
 
 
 def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
