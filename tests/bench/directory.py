@@ -179,12 +179,12 @@ def main() -> None:
                 ready = json.loads(peers.stdout.readline())
                 costs = asyncio.run(measure(tuple(ready["bootstrap"]), Path(folder), options.rounds))
                 peers.communicate("")
-        report["hosts"][hosts] = costs | {
+        report["hosts"][str(hosts)] = costs | {
             "record_bytes": ready["record"],
             "refused": ready["refused"][0],
             "refused_one_topic": ready["refused"][1],
         }
-    print(json.dumps(report, indent=1))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
