@@ -15,12 +15,12 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnet_client.swarm.pings import PINGED_HOSTS, drawn
+from swarmnet_protocols.directory.host_announcements import WANTED
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View, credible, find_chain, uncovered
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.routing.throughput import Claim, throughput
-from tests.sim.scale.costs import SAMPLED
 from tests.sim.scale.population import Peer, Place, delay_s, random_place
 
 ROUND_S = 5.0
@@ -123,9 +123,9 @@ class Clients:
 
     def _sample(self, rng: random.Random) -> dict[PeerId, HostInfo]:
         """What a client reads: all hosts of a small swarm, else a random sample, and all hosts of blocks that are in none of it."""
-        if len(self.infos) <= SAMPLED:
+        if len(self.infos) <= WANTED:
             return self.infos
-        known = {peer: self.infos[peer] for peer in rng.sample(list(self.infos), SAMPLED)}
+        known = {peer: self.infos[peer] for peer in rng.sample(list(self.infos), WANTED)}
         missing = uncovered(known.values(), (0, self.blocks))
         rare = {block for gap in missing for block in range(*gap)}
         if rare:

@@ -122,7 +122,7 @@ def _result(
         measures.moves / hours if hours else 0.0,
         messages,
         size,
-        client_refresh_bytes(nodes, swarm.blocks),
+        client_refresh_bytes(nodes),
         notes=notes,
         trace=swarm.trace,
         measures=measures,
@@ -248,7 +248,12 @@ def outages(setting: Setting) -> Result:
     swarm.run(2 * HOUR)
     after = swarm.measures.since(HOUR + 600 + COVERED_S)
     return _served(
-        setting, swarm, "outages", after=mean(after.of_optimum), unserved=float(min(after.coverage) < 1.0)
+        setting,
+        swarm,
+        "outages",
+        after=mean(after.of_optimum),
+        unserved=float(min(after.coverage) < 1.0),
+        suffices=float(sum(host.peer.length for host in swarm.serving()) >= swarm.blocks),
     )
 
 
