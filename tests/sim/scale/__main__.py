@@ -27,13 +27,14 @@ def main() -> None:
     parser.add_argument("--rule", choices=list(RULES), default="ours", help="how hosts choose blocks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--days", type=float, default=1.0, help="length of the daily cycle")
     parser.add_argument("--scenario", choices=list(SCENARIOS), action="append", help="of all by default")
     parser.add_argument("--json", action="store_true", help="print one object for each scenario")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG plots to this directory")
     options = parser.parse_args()
     results = []
     for name in options.scenario or SCENARIOS:
-        result = run(name, Setting(options.rule, options.nodes, options.seed, options.clients))
+        result = run(name, Setting(options.rule, options.nodes, options.seed, options.clients, options.days))
         results.append(result)
         if options.json:
             print(json.dumps(result.row()), flush=True)

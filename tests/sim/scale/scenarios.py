@@ -81,6 +81,8 @@ class Setting:
     nodes: int
     seed: int
     clients: int = CLIENTS
+    days: float = 1.0
+    """Length of the daily cycle."""
 
     def swarm(self, blocks: int = BLOCKS) -> SimulatedSwarm:
         return SimulatedSwarm(RULES[self.rule], self.seed, blocks=blocks)
@@ -206,7 +208,7 @@ def half_hour_lifetimes(setting: Setting) -> Result:
 
 
 def daily_cycle(setting: Setting) -> Result:
-    """Always-on hosts, evening machines and visitors of four continents, for a day; of more than 2000 hosts for six hours."""
+    """Always-on hosts, evening machines and visitors of four continents, for a day."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm()
     for host in swarm.place(_uneven_host(rng) for _ in range(setting.nodes)):
@@ -222,7 +224,7 @@ def daily_cycle(setting: Setting) -> Result:
     for kind in KINDS:
         for continent in range(len(CONTINENTS)):
             swarm.after(rng.expovariate(highest[kind]), lambda kind=kind, at=continent: arrive(kind, at))
-    swarm.run(DAY if setting.nodes <= 2000 else 6 * HOUR)
+    swarm.run(setting.days * DAY)
     return _served(
         setting, swarm, "daily cycle", fewest=min(swarm.measures.hosts), most=max(swarm.measures.hosts)
     )

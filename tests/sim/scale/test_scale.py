@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.scale import __main__ as command
+from tests.sim.scale.population import HOUR, arrivals_per_s
 from tests.sim.scale.scenarios import SCENARIOS, Result, Setting, run
 
 FEW_CLIENTS = 10
@@ -127,9 +128,11 @@ def test_the_command_prints_the_promised_fields_and_writes_plots(
     assert capsys.readouterr().out.count("\n") == 4, "a table of two rows"
 
 
-def test_a_day_of_evening_machines_has_its_peak_and_its_trough() -> None:
-    with simulated("daily-cycle", 12, 0) as result:
-        assert result.notes["most"] > 1.2 * result.notes["fewest"]
+def test_hosts_come_and_go_with_the_hours_of_their_continents() -> None:
+    result = run("daily-cycle", Setting("ours", 12, 0, 1, days=0.1))
+    assert result.notes["most"] > result.notes["fewest"] > 0
+    evening, morning = (arrivals_per_s("evening", 100, hours * HOUR, 0) for hours in (21, 9))
+    assert evening == pytest.approx(3 * morning)
 
 
 def test_every_scenario_has_a_test() -> None:
