@@ -6,7 +6,7 @@ from typing import Any
 
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, coordinates, placement
+from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing
 from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
