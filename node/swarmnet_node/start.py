@@ -105,7 +105,7 @@ async def start(
         finally:
             try:
                 loaded = await loading
-            except Unreachable:
+            except (ConfigError, Unreachable):  # the hub does not answer, or does not have it
                 manifest = config.network.rules.names.get(config.model)
                 if manifest is None or not peers.is_attached:
                     raise
@@ -370,11 +370,6 @@ def _check_quantizable(model: "LocalModel") -> None:
         raise ConfigError(
             f"the weights of {model.name} are quantised already: {model.precision}",
             hint="leave out --dtype: they are used as they are",
-        )
-    if getattr(model.config, "num_experts_per_tok", None):
-        raise ConfigError(
-            f"{model.name} has merged experts, which are not quantised at load",
-            hint="leave out --dtype, or host a .gguf file of the model",
         )
 
 

@@ -40,6 +40,8 @@ class Generation:
         self.generated_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
+        self.precisions: list[str] = []
+        """Precisions of the hosts that computed the finished choices; more than one where no chain of one precision was found."""
         self._engine = engine
         self._requests = requests
         self._stops = stops
@@ -116,6 +118,7 @@ class Generation:
                     self._put(Delta(index, text, tuple(pending)))
                     pending = []
             self.cached_tokens += answer.reused
+            self.precisions += [each for each in answer.precisions if each not in self.precisions]
         if not stops.found:
             text = stops.push(detokenizer.flush())
             text += stops.flush()

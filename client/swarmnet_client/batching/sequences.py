@@ -50,6 +50,8 @@ class Answer:
         """Occurrences of each token id in the answer; empty unless its sampling has penalties."""
         self.reused = 0
         """Positions of the prompt whose KV caches were reused."""
+        self.precisions: list[str] = []
+        """Precisions of the hosts of its chains so far; one if they had the same."""
         self.finish_reason: str | None = None
         """``stop`` or ``length``, once the answer is complete."""
         self.retries = 0
@@ -234,6 +236,7 @@ class SequenceGroup:
         for (sequence, answer), token in zip(asking, await self._head.choose(hidden, draws), strict=True):
             if sequence.answer is not answer:
                 continue  # it left meanwhile
+            answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]
             if answer.take(token):
                 sequence.todo = [token.id]
                 self._ready.set()
