@@ -35,7 +35,8 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
-from swarmnet_protocols.routing.placement import Choice, Claim, choose_span, resolve_claims
+from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
+from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
