@@ -7,16 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from swarmnet_protocols.models.local_model import SETTLED_NS
 from tests.support.big_model import save_big
 from tests.support.commands import RunningCommand, call
 from tests.support.processes import NodeProcess
-from tests.support.tiny_models import save_tiny, write_gguf
+from tests.support.tiny_models import write_gguf
 
 pytestmark = pytest.mark.slow
 
@@ -95,32 +91,18 @@ def save_gguf(folder: Path) -> Path:
     return write_gguf(folder / "tiny.gguf", "llama")
 
 
-def save_with_tokenizer(folder: Path) -> Path:
-    words = WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    save_tiny("llama-untied", folder, num_hidden_layers=3)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("members", [save_gguf], indirect=True)
-def test_a_gguf_file_that_no_hub_has_is_hosted_and_run(members: Members, tmp_path: Path) -> None:
+def test_a_gguf_file_that_no_hub_has_is_hosted_run_and_served(members: Members, tmp_path: Path) -> None:
     members.join("first", "0:2", str(tmp_path / "model" / "tiny.gguf"))
     members.join("second", "2:3")
     answer = call("run", members.name, "!!", "--raw", "-n", "4", *members.client("third"))
     assert len(answer["token_ids"]) == 4
     assert len(answer["route"]) == 2
     assert members.here("third") < (tmp_path / "model" / "tiny.gguf").stat().st_size
-
-
-@pytest.mark.parametrize("members", [save_with_tokenizer], indirect=True)
-def test_a_model_that_no_hub_has_is_served(members: Members, tmp_path: Path) -> None:
-    members.join("first", "0:3", str(tmp_path / "model"))
-    command = ("serve", "--model", members.name, "--port", "0", *members.client("second"))
+    command = ("serve", "--model", members.name, "--port", "0", *members.client("fourth"))
     with RunningCommand(command, tmp_path / "serve.log") as gateway:
         url = gateway.wait("ready")["url"]
-        body: dict[str, Any] = {"model": members.name, "prompt": "w5 w6", "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
-    assert answer["usage"]["completion_tokens"] == 4
-    assert answer["precisions"] == ["f32"]
+        body: dict[str, Any] = {"model": members.name, "prompt": "!!", "max_tokens": 4, "temperature": 0}
+        served = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    assert served["choices"][0]["text"] == answer["text"]
+    assert served["precisions"] == answer["precisions"] == ["q8_0"]
