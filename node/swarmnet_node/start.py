@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.quantize import Precision
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class _Loaded:
     """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
-    quantized: "Format | None"
-    """The format to which weights of 16 and 32 bits are rounded."""
+    quantized: "Precision | None"
+    """The precision to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 

@@ -47,8 +47,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
-from swarmnet_protocols.quantization.formats import Format
-from swarmnet_protocols.quantization.quantize import precision_of
+from swarmnet_protocols.quantization.quantize import Precision
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class Stage:
         device: torch.device,
         backend: Backend = TORCH,
         packed: bool = False,
-        quantized: Format | None = None,
+        quantized: Precision | None = None,
         devices: Sequence[torch.device] = (),
     ) -> "Stage":
         """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values.
@@ -153,7 +152,7 @@ class Stage:
                 model.load_span(at, until, dtype=dtype, device=own, packed=packed, quantized=quantized)
             )
             at = until
-        weights = model.precision if quantized is None else precision_of(quantized)
+        weights = model.precision if quantized is None else quantized.name
         return cls(
             _joined(spans, model.config, start, end),
             model.manifest.hidden_size,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.expert_weights import ChosenExperts, ExpertPlace
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
 
@@ -64,8 +64,8 @@ class WeightForm:
     """Where packed ones go, one by one as they are read; an accelerator gets those of 16 bits as ordinary tensors."""
     packed: bool = False
     """Whether quantised and 16-bit weights of linear modules, embeddings and experts stay packed, if transformers does not change their values."""
-    quantized: "Format | None" = None
-    """The format to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
+    quantized: "Precision | None" = None
+    """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
     experts: "ChosenExperts" = field(default_factory=dict)
     """If not empty, experts are read one by one, packed or not; of the blocks that are named only these."""
 

@@ -38,6 +38,13 @@ class ExpertPlace:
     parts: int = 1
     expert: int | None = None
 
+    @property
+    def weight(self) -> str:
+        """The name that the matrix of one expert would have in a linear module: that of a part, ``up_proj``, if the tensor is one."""
+        path, _, own = self.parameter.rpartition(".")
+        parts = own.removesuffix("_proj").split("_")
+        return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
+
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
         """The experts in the tensor that are wanted, and the slice of its first dimension that is one's; ``wanted`` None for all."""
         if self.expert is not None:

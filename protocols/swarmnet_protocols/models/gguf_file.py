@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.expert_weights import ExpertPlace
-    from swarmnet_protocols.quantization.formats import Format
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.quantize import Precision
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -321,7 +321,7 @@ class GgufCheckpoint:
             for name in names:
                 tensor = self._tensors[name]
                 if name in places:
-                    reader.read(name, partial(self._expert, file, name, quantized))
+                    reader.read(name, partial(self._expert, file, name, places[name].weight, quantized))
                     continue
                 file.seek(tensor.offset)
                 raw = _read_bytes(file, tensor.size_bytes, name)
@@ -329,7 +329,7 @@ class GgufCheckpoint:
                 if form.packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        rounded = quantize_if_wanted(matrix.select(order), quantized)
+                        rounded = quantize_if_wanted(matrix.select(order), quantized, own_name)
                         parsed["tensors"][own_name] = rounded.loaded(form.device)
                         continue
                 result = processor.process(
@@ -359,7 +359,9 @@ class GgufCheckpoint:
                 found[name] = place
         return found
 
-    def _expert(self, file: BinaryIO, name: str, quantized: "Format | None", index: slice) -> "PackedTensor":
+    def _expert(
+        self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
+    ) -> "PackedTensor":
         """The matrix of one expert in a merged tensor. Formats that have no packed product are expanded."""
         import torch
 
@@ -375,7 +377,7 @@ class GgufCheckpoint:
         if matrix is None:
             numbers = torch.from_numpy(self._dequantized(name, rows)).contiguous()
             matrix = PackedTensor.of(Format.F32, numbers.view(torch.uint8))
-        return quantize_if_wanted(matrix, quantized)
+        return quantize_if_wanted(matrix, quantized, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Raises ``ConfigError`` for a format that gguf's Python code does not read."""

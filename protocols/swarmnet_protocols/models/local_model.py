@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.expert_weights import ChosenExperts
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change from which its times show the next one."""
@@ -212,13 +212,13 @@ class LocalModel:
         dtype: "torch.dtype",
         device: "torch.device",
         packed: bool = False,
-        quantized: "Format | None" = None,
+        quantized: "Precision | None" = None,
         experts: "ChosenExperts | None" = None,
     ) -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
         Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are stored, in
-        ``PackedLinear`` and ``PackedExperts``; with ``quantized`` those of 16 and 32 bits are rounded to that format.
+        ``PackedLinear`` and ``PackedExperts``; with ``quantized`` those of 16 and 32 bits are rounded to that precision.
         ``experts``: of the blocks that it names, only these routed experts are fetched and loaded; the others raise ``LookupError`` when they are
         computed. Raises ``ConfigError`` if the model has no such blocks.
         """
@@ -245,7 +245,7 @@ class LocalModel:
         *,
         dtype: "torch.dtype",
         device: "torch.device",
-        quantized: "Format | None" = None,
+        quantized: "Precision | None" = None,
     ) -> "nn.Module":
         """The module of routed experts of one block, with the weights of these only: ``compute_expert`` computes with it.
 

@@ -316,7 +316,7 @@ class SafetensorsCheckpoint:
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
             numbers = (numbers.T if place.is_transposed else numbers).contiguous()
             matrix = PackedTensor.of(numbers_formats[tensor.get_dtype()], numbers.view(torch.uint8))
-            return quantize_if_wanted(matrix, quantized)
+            return quantize_if_wanted(matrix, quantized, place.weight)
 
         found: dict[str, Any] = {}
         plain = set(names)
@@ -337,7 +337,7 @@ class SafetensorsCheckpoint:
             kind = formats.get(tensor.get_dtype())
             if own_name is not None and kind is not None:
                 matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
-                found[own_name] = quantize_if_wanted(matrix, quantized).loaded(device)
+                found[own_name] = quantize_if_wanted(matrix, quantized, own_name).loaded(device)
             elif name in places and (form.experts or (is_packed and kind is not None)):
                 reader.read(name, partial(matrix_of, tensor, places[name]))
             else:
