@@ -24,6 +24,7 @@ from swarmnet.cli.options import (
     MaxDiskOption,
     ModelOption,
     PortOption,
+    SpeculateOption,
     SwarmOption,
     TransportOption,
     device_option,
@@ -64,6 +65,7 @@ class _Serving:
     max_concurrent: int
     dtype: str
     device: str
+    speculate: bool
     as_json: bool
     stop_on_eof: bool = False
 
@@ -122,6 +124,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
     dtype: DtypeOption = "auto",
+    speculate: SpeculateOption = True,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
@@ -152,7 +155,9 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             progress=report,
             max_disk_bytes=max_disk_bytes,
         )
-    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+    serving = _Serving(
+        host, port, access, quota, max_concurrent, dtype, device, speculate, as_json, stop_on_eof
+    )
     prepare_rendering()
     allow_open_files(MAX_FILES)
     run_until_stopped(_serve(local, network, serving))
@@ -220,7 +225,9 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))
-        engine = await stack.enter_async_context(open_engine(local, swarm, options, limits))
+        engine = await stack.enter_async_context(
+            open_engine(local, swarm, options, limits, speculate=serving.speculate)
+        )
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
         app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)
