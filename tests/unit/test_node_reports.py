@@ -111,7 +111,7 @@ def test_frequent_requests_wait_and_share_one_report() -> None:
     asked(describe, scenario)
 
 
-def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
+def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> None:
     async def scenario(connect: Any) -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
