@@ -107,6 +107,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.limits
 	$(BIN)/python -m tests.bench.hostile
 	$(BIN)/python -m tests.bench.frame_cost
+	$(BIN)/python -m tests.bench.directory
 	$(BIN)/python -m tests.bench.help_times
 
 proto: $(INSTALLED)

@@ -1,12 +1,20 @@
 """Defences of the directory: limits of a key and of a record, and stores that a full peer refuses."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnet_protocols.directory import records
+from swarmnet_protocols.directory import host_announcements, records
 from swarmnet_protocols.directory.dht_storage import BoundedStorage
 from tests.defences import Defence, Patch, nothing, replacing
-from tests.unit import test_dht_replication, test_dht_rpc, test_dht_storage
+from tests.unit import (
+    test_dht_replication,
+    test_dht_rpc,
+    test_dht_sampling,
+    test_dht_storage,
+    test_host_announcements,
+    test_host_sample,
+)
 
 
 def one_origin(patch: Patch) -> None:
@@ -43,7 +51,112 @@ def count_all_as_stored(patch: Patch) -> None:
     patch.setattr(Replicator, "_call", kept)
 
 
+def sample_all_keys(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory import dht_sampling
+
+    patch.setattr(
+        dht_sampling.random.SystemRandom,
+        "sample",
+        lambda _, found, count: list(found)[:count],
+    )
+
+
+def check_no_sample(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory import dht_sampling
+
+    patch.setattr(
+        dht_sampling,
+        "_checked",
+        lambda reply, *_: [record for sample in reply.samples for record in sample.records],
+    )
+
+
+def count_no_refusals(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht_replication import Replicator
+
+    patch.setattr(Replicator, "_log_shortage", nothing)
+
+
+def a_test_with_logs(test: Callable[[object], None]) -> Callable[[Path], None]:
+    def fails(_: Path) -> None:
+        class Logs(logging.Handler):
+            def __init__(self) -> None:
+                super().__init__()
+                self.records: list[logging.LogRecord] = []
+
+            def emit(self, record: logging.LogRecord) -> None:
+                record.message = record.getMessage()
+                self.records.append(record)
+
+        logs = Logs()
+        logging.getLogger().addHandler(logs)
+        try:
+            test(logs)
+        finally:
+            logging.getLogger().removeHandler(logs)
+
+    return fails
+
+
+def any_topic(patch: Patch) -> None:
+    patch.setattr(host_announcements, "hosts_topic", lambda *_: ANY)
+
+
+class _Any(str):
+    __slots__ = ()
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+ANY = _Any()
+
 DIRECTORY = (
+    Defence(
+        "a host announces itself in one shard only",
+        any_topic,
+        lambda _: test_host_announcements.test_an_announcement_under_the_topic_of_another_shard_is_left_out(),
+    ),
+    Defence(
+        "no peer hides a record from many reads: the key is drawn at random",
+        sample_all_keys,
+        lambda _: test_dht_sampling.test_the_replica_and_the_key_are_drawn_at_random(),
+    ),
+    Defence(
+        "a sample has no more records than were asked for",
+        check_no_sample,
+        lambda _: test_dht_sampling.test_an_answer_with_more_than_was_asked_for_is_dropped(),
+    ),
+    Defence(
+        "a peer learns that its records are refused",
+        count_no_refusals,
+        a_test_with_logs(
+            test_dht_replication.test_a_publisher_whose_records_few_peers_store_counts_the_refusals_and_tries_again  # type: ignore[arg-type]
+        ),
+    ),
+    Defence(
+        "a reader knows a bounded number of hosts",
+        replacing(host_announcements, "MAX_KNOWN", 1 << 20),
+        lambda _: test_host_sample.test_a_bounded_number_of_hosts_is_known(),
+    ),
+    Defence(
+        "a refresh reads a bounded number of announcements",
+        replacing(host_announcements.HostSample.__init__, "__kwdefaults__", {"wanted": 1 << 20}),
+        lambda _: (
+            test_host_sample.test_a_refresh_in_a_large_swarm_reads_few_topics_and_a_bounded_number_of_records()
+        ),
+    ),
     Defence(
         "one subnet does not fill a key",
         one_origin,

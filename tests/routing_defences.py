@@ -6,9 +6,10 @@ from typing import Any
 
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, placement
+from swarmnet_protocols.routing import chain_search, coordinates, placement
 from swarmnet_protocols.routing.chain_search import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing
+from tests.properties import test_coordinates
 from tests.unit import test_claimed_speed as test
 from tests.unit import test_client_swarm, test_placement, test_routing
 
@@ -68,5 +69,34 @@ ROUTING = (
         "intents of others cost a joining host a bounded time",
         replacing(placement, "MAX_RIVALS", 1 << 20),
         lambda _: test_placement.test_the_choices_that_a_host_computes_for_others_are_bounded(),
+    ),
+    Defence(
+        "only plausible coordinates are read",
+        replacing(
+            coordinates,
+            "read_coordinate",
+            lambda numbers: coordinates.Coordinate(tuple(numbers[:3]), *numbers[3:6]),
+        ),
+        lambda _: test_coordinates.test_a_coordinate_out_of_range_is_none(),
+    ),
+    Defence(
+        "a minority of liars about coordinates moves an honest peer little: outliers are left out",
+        replacing(coordinates, "OUTLIER", 1e9),
+        lambda _: test_coordinates.test_a_third_of_liars_moves_the_estimates_of_honest_peers_little(),
+    ),
+    Defence(
+        "one measurement moves a peer a short way",
+        replacing(coordinates, "MAX_STEP_S", 1e9),
+        lambda _: test_coordinates.test_a_third_of_liars_moves_the_estimates_of_honest_peers_little(),
+    ),
+    Defence(
+        "no peer claims to be certain of its coordinate",
+        replacing(coordinates, "MIN_ERROR", 1e-9),
+        lambda _: test_coordinates.test_a_coordinate_claims_no_more_certainty_than_it_may(),
+    ),
+    Defence(
+        "the delays of few peers are remembered",
+        replacing(coordinates, "MAX_FILTERED_PEERS", 1 << 20),
+        lambda _: test_coordinates.test_the_delays_of_few_peers_are_remembered(),
     ),
 )

@@ -89,6 +89,11 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         "Bytes received this month, as counted for --monthly.",
         status.usage.down_bytes,
     )
+    yield _counter(
+        "refused_stores",
+        "Stores of this node's announcements that other peers refused: their storage is full.",
+        status.refused_stores,
+    )
     yield _gauge("uptime_seconds", "Since the node started.", status.uptime_s)
     yield _gauge("blocks", "Blocks hosted here.", status.end - status.start)
     yield _gauge("model_blocks", "Blocks of the whole model.", status.total_blocks)

@@ -26,7 +26,7 @@ from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.directory.host_announcements import hosts_topic, read_records
+from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
@@ -35,7 +35,8 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
-from swarmnet_protocols.routing.placement import Choice, Claim, choose_span, resolve_claims
+from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
+from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
@@ -44,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
 """Least measured seconds of a step: 0 would mean that it is not measured."""
+HOSTS_READ = 512
+"""Announcements of other hosts that a node reads to choose its blocks, about."""
 _NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
 INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
@@ -100,6 +103,9 @@ class Node:
         self._dependencies = dependencies
         self._hosting = hosting
         self._state = pb.HOST_STATE_CHOOSING
+        self._hosts = HostSample(
+            dependencies.directory, hosting.manifest, dependencies.rng, wanted=HOSTS_READ
+        )
         self._span = hosting.blocks or (0, hosting.num_blocks)
         self._reason = hosting.blocks_reason if hosting.blocks else ""
         self._step_s = 0.0
@@ -212,6 +218,7 @@ class Node:
             warning=self._dependencies.warning(),
             reach=self._dependencies.transport.reach(),
             blocks_reason=self._reason,
+            refused_stores=self._dependencies.directory.refused,
         )
 
     def finish(self, grace_s: float) -> None:
@@ -299,9 +306,11 @@ class Node:
     async def _claims(self) -> tuple[list[Claim], float]:
         """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet."""
         others = [
-            (info, body.state != pb.HOST_STATE_CHOOSING)
-            for info, body in await read_records(self._dependencies.directory, self._hosting.manifest)
-            if info.peer != self._dependencies.transport.peer_id and body.state not in _NOT_SERVING
+            (each.info, each.body.state != pb.HOST_STATE_CHOOSING)
+            for each in await self._hosts.refresh()
+            if each.info.peer != self._dependencies.transport.peer_id
+            and each.body.state not in _NOT_SERVING
+            and not each.is_incompatible
         ]
         # Nodes that join at the same time and see the same records compute the same value.
         usual = median([1 / info.block_s for info, _ in others if info.step_s > 0] or [1.0])
@@ -336,7 +345,7 @@ class Node:
             reach=self._dependencies.transport.reach(),
         )
         await self._dependencies.directory.publish(
-            hosts_topic(self._hosting.manifest),
+            hosts_topic(self._hosting.manifest, self._dependencies.transport.peer_id),
             announcement.record(self._engine).SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )

@@ -126,7 +126,13 @@ async def start(
         watch = await stack.enter_async_context(
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
         )
-        dependencies = Dependencies(transport, directory, executor, random.Random(), warning=watch.warning)
+        dependencies = Dependencies(
+            transport,
+            directory,
+            executor,
+            random.Random(),
+            warning=lambda: watch.warning() or directory.warning(),
+        )
         if loaded.devices[0].type == "cpu":
             dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 

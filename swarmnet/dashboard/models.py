@@ -12,7 +12,8 @@ from swarmnet.dashboard.counts import Counts, quantile
 from swarmnet.dashboard.observations import Snapshot
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_span
+from swarmnet_protocols.routing.placement import choose_span
+from swarmnet_protocols.routing.throughput import Claim
 
 DEFAULT_SHARE = 3
 """For a model without hosts, the advice is to host one block in this many."""

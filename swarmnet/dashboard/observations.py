@@ -5,10 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.dashboard.counts import Counts, Totals, is_same_run
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.host_announcements import MAX_STEP_S
+from swarmnet_protocols.directory.host_announcements import MAX_STEP_S, Announced
 from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.wire import records_pb2, report_pb2
 
 GONE_SHOWN_S = 600.0
@@ -128,18 +127,17 @@ class PeerTracker:
             return seen.announced.manifest
         return seen.newest.report.host.manifest if seen.newest is not None else b""
 
-    def on_record(self, info: HostInfo, body: records_pb2.HostRecord, sequence: int, now_s: float) -> None:
+    def on_record(self, record: Announced, now_s: float) -> None:
         """Take the peer's record from the directory, unless a newer one is known."""
-        if self.observation.announced is not None and sequence <= self._sequence:
+        if self.observation.announced is not None and record.sequence <= self._sequence:
             return
-        self._sequence = sequence
+        self._sequence = record.sequence
+        info, body = record.info, record.body
         announced = Announcement(
             manifest=body.manifest,
             start=info.start,
             end=info.end,
-            state=records_pb2.HostState.Name(body.state).removeprefix("HOST_STATE_").lower()
-            if body.state in records_pb2.HostState.values()
-            else "joining",
+            state=_state_of(record),
             version=clean(body.version)[:MAX_NAME_CHARS],
             public_name=clean(body.public_name)[:MAX_NAME_CHARS],
             step_s=min(info.step_s, MAX_STEP_S),
@@ -188,3 +186,11 @@ class PeerTracker:
 
     def _update(self, **fields: object) -> None:
         self.observation = replace(self.observation, **fields)  # type: ignore[arg-type]
+
+
+def _state_of(record: Announced) -> str:
+    if record.is_incompatible:
+        return "incompatible"
+    if record.body.state not in records_pb2.HostState.values():
+        return "joining"
+    return records_pb2.HostState.Name(record.body.state).removeprefix("HOST_STATE_").lower()

@@ -23,7 +23,7 @@ from swarmnet.dashboard.observations import JobObservation, PeerTracker, Snapsho
 from swarmnet.dashboard.peer_selection import Candidate, select_peers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
-from swarmnet_protocols.directory.host_announcements import read_numbered
+from swarmnet_protocols.directory.host_announcements import Announced, HostSample
 from swarmnet_protocols.directory.node_reports import ask, check
 from swarmnet_protocols.errors import (
     PeerUnreachable,
@@ -36,10 +36,9 @@ from swarmnet_protocols.machine.aio import all_of, cancel
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import WorkerInfo, find_job, find_workers
-from swarmnet_protocols.wire import records_pb2, report_pb2
+from swarmnet_protocols.wire import report_pb2
 
 MAX_PEERS = 2000
 """Most peers that are polled."""
@@ -94,6 +93,7 @@ class Observer:
         self._swarm = swarm
         self._model_names = model_names
         self._listed: dict[bytes, CatalogModel] = {}
+        self._hosts: dict[bytes, HostSample] = {}
         self._trackers: dict[PeerId, PeerTracker] = {}
         self._polling: dict[PeerId, asyncio.Task[None]] = {}
         self._failures: Counter[PeerId] = Counter()
@@ -202,16 +202,22 @@ class Observer:
 
     async def _find_peers(self) -> None:
         """Read the hosts of every model, select the peers to poll, and update them and the jobs."""
-        records = await self._look_up_each(self._listed, partial(read_numbered, self._dependencies.directory))
-        newest: dict[PeerId, tuple[HostInfo, records_pb2.HostRecord, int]] = {}
-        for info, body, sequence in (each for found in records.values() for each in found):
-            if info.peer not in newest or newest[info.peer][2] < sequence:
-                newest[info.peer] = info, body, sequence
+        self._hosts = {
+            manifest: self._hosts.get(manifest)
+            or HostSample(self._dependencies.directory, manifest, self._dependencies.rng)
+            for manifest in self._listed
+        }
+        records = await self._look_up_each(self._listed, lambda manifest: self._hosts[manifest].refresh())
+        newest: dict[PeerId, Announced] = {}
+        for each in (each for found in records.values() for each in found):
+            peer = each.info.peer
+            if peer not in newest or newest[peer].sequence < each.sequence:
+                newest[peer] = each
         workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
-        self._select(workers | {peer: info.addresses for peer, (info, _, _) in newest.items()})
+        self._select(workers | {peer: each.info.addresses for peer, each in newest.items()})
         for peer, tracker in self._trackers.items():
             if peer in newest:
-                tracker.on_record(*newest[peer], self._clock())
+                tracker.on_record(newest[peer], self._clock())
             elif tracker.manifest in records or tracker.manifest not in self._listed:
                 tracker.on_record_absent()
         for job_id, found in self._workers.items():

@@ -72,6 +72,8 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
     """The state of a peer, and whether only its announcement says so because it does not answer."""
+    if seen.announced is not None and seen.announced.state == "incompatible":
+        return "incompatible", not seen.answers
     if seen.answers and seen.newest is not None:
         report = seen.newest.report
         if report.HasField("worker"):

@@ -160,6 +160,18 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         "frame_cost": [
             Headline("what the resource account adds to a message", "us", "", key("difference_us")),
         ],
+        "directory": [
+            Headline(
+                "what a client reads of the hosts of a model, of 10,000, at each refresh",
+                "kB",
+                "at most 64",
+                lambda reports: [
+                    report["hosts"]["10000"]["refresh"]["bytes"] / 1000
+                    for report in reports
+                    if "10000" in report["hosts"]
+                ],
+            ),
+        ],
         "help_times": [
             Headline(
                 "`--help` of the slowest command",

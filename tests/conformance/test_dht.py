@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -12,6 +13,7 @@ import msgpack  # type: ignore[import-untyped]
 import pytest
 
 from swarmnet_protocols.directory.dht_directory import DhtDirectory
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, HostSample, hosts_topic
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Record, dht_keys, seal
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import wall_clock
@@ -22,9 +24,10 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.loop_thread import LoopThread
 
@@ -33,6 +36,7 @@ from .conftest import LOOPBACK
 pytestmark = pytest.mark.slow
 
 SWARM = bytes(32)
+MANIFEST = bytes(range(32))
 FOREIGN_SWARM = bytes([1]) * 32
 MALLORY = Identity.from_seed(b"mallory")
 AUTHORITY = Identity.from_seed(b"authority")
@@ -212,6 +216,64 @@ def test_a_late_joiner_and_a_client_find_records_and_publish(five: Five, tmp_pat
             assert client.identity.peer_id not in {
                 str(peer_id) for peer in peers for peer_id in peer.node.protocol.routing_table.peer_id_to_uid
             }
+
+    five.run(scenario)
+
+
+def host_record(start: int, end: int, protocol: int = PROTOCOL) -> bytes:
+    body = records_pb2.HostRecord(
+        manifest=MANIFEST, start=start, end=end, state=records_pb2.HOST_STATE_ONLINE, protocol=protocol
+    )
+    return body.SerializeToString()
+
+
+async def announce(peer: Peer, start: int, end: int) -> None:
+    topic = hosts_topic(MANIFEST, peer.identity.peer_id)
+    await peer.directory.publish(topic, host_record(start, end), lifetime_s=60.0)
+
+
+def test_a_peer_and_a_client_sample_the_hosts_of_a_model_and_those_of_some_blocks(
+    five: Five, tmp_path: Path
+) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        for number, peer in enumerate(peers):
+            await announce(peer, number, number + 2)
+        bootstrap = tuple(peers[0].transport.addresses())
+        async with join(tmp_path / "sampling", bootstrap, client_mode=True, rules=rules_of(peers)) as client:
+            for reader in (peers[4], client):
+                sample = HostSample(reader.directory, MANIFEST, random.Random(0))
+                found = {each.info.peer: each.info.start for each in await sample.refresh()}
+                assert found == {peer.identity.peer_id: number for number, peer in enumerate(peers)}
+                topics = {hosts_topic(MANIFEST, peer.identity.peer_id) for peer in peers}
+                some = await reader.directory.sample(topics, 16, blocks=(2, 3))
+                assert {each.peer_id for each in some} == {peers[each].identity.peer_id for each in (1, 2)}
+
+    five.run(scenario)
+
+
+def test_a_sample_is_bounded_whatever_is_asked(five: Five, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swarmnet_protocols.directory import dht_node
+
+    monkeypatch.setattr(dht_node, "MAX_SAMPLE", 3)
+    monkeypatch.setattr(dht_node, "MAX_SAMPLE_BYTES", 4000)
+
+    async def scenario(peers: list[Peer]) -> None:
+        for peer in peers:
+            await peer.directory.publish("bounded", bytes(1500), lifetime_s=60.0)
+        key = DHTID.generate(source=dht_keys(SWARM, "bounded")[0])
+        for most, expected in ((1, 1), (1000, 2)):
+            request = records_pb2.SampleRequest(keys=[key.to_bytes()], most=most)
+            reply = peers[0].node.protocol.draw(request)
+            assert [len(sample.records) for sample in reply.samples] == [expected]
+        p2p = peers[1].node.protocol.p2p
+        for keys in ([bytes(20)] * 2, [bytes(19)], [number.to_bytes(20, "big") for number in range(17)]):
+            request = records_pb2.SampleRequest(keys=keys, most=1)
+            with pytest.raises(SwarmnetError):
+                await p2p.call_protobuf_handler(
+                    hivemind_id(peers[0]), DHT_SAMPLE.id, request, records_pb2.SampleReply
+                )
+
+    from hivemind.dht.routing import DHTID
 
     five.run(scenario)
 

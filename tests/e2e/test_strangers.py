@@ -100,7 +100,8 @@ class Victim:
         """An announcement signed by ``NEXT_HOP`` as a host of the model at these addresses."""
         swarm, manifest = load_valid(self.lab.file, wall_clock()).swarm_id, self.reference.local.manifest.hash
         body = records_pb2.HostRecord(manifest=manifest, addresses=addresses).SerializeToString()
-        record = Record(swarm, hosts_topic(manifest), NEXT_HOP.public_key, 1, wall_clock() + 60, body)
+        topic = hosts_topic(manifest, NEXT_HOP.peer_id)
+        record = Record(swarm, topic, NEXT_HOP.public_key, 1, wall_clock() + 60, body)
         return seal(NEXT_HOP, record)
 
     def check(self) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import Claim, choose_span, resolve_claims, throughput
+from swarmnet_protocols.routing.placement import choose_span, resolve_claims
+from swarmnet_protocols.routing.throughput import Claim, throughput
 
 BLOCKS = 8
 

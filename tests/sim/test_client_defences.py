@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_protocols.directory.host_announcements import hosts_topic, read_hosts
+from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, read_hosts
 from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
@@ -221,14 +221,16 @@ def test_an_invalid_record_is_ignored(reference: Reference, change: dict[str, An
             "start": 0,
             "end": 6,
             "state": records_pb2.HOST_STATE_ONLINE,
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "step_s": 0.0,
         }
         found = []
         async with lab.network.transport(lab.peer_id("hostile")):
             for body in (options, {**options, **change}):
                 record = records_pb2.HostRecord(**body).SerializeToString()
-                await directory.publish(hosts_topic(lab.manifest), record, lifetime_s=45.0)
+                await directory.publish(
+                    hosts_topic(lab.manifest, lab.peer_id("hostile")), record, lifetime_s=45.0
+                )
                 await asyncio.sleep(1.0)
                 found.append(len(await read_hosts(directory, lab.manifest)))
         assert found[0] == 1
@@ -241,10 +243,17 @@ def test_a_host_that_announces_and_does_not_serve_costs_a_pause(reference: Refer
     async def scenario(lab: Lab) -> list[int]:
         directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
         record = records_pb2.HostRecord(
-            manifest=lab.manifest, start=0, end=6, state=records_pb2.HOST_STATE_ONLINE, protocol=1, step_s=0.0
+            manifest=lab.manifest,
+            start=0,
+            end=6,
+            state=records_pb2.HOST_STATE_ONLINE,
+            protocol=PROTOCOL,
+            step_s=0.0,
         )
         async with lab.network.transport(lab.peer_id("hostile")):
-            await directory.publish(hosts_topic(lab.manifest), record.SerializeToString(), lifetime_s=45.0)
+            await directory.publish(
+                hosts_topic(lab.manifest, lab.peer_id("hostile")), record.SerializeToString(), lifetime_s=45.0
+            )
             await lab.start("honest", lab.hosting((0, 6)))
             await asyncio.sleep(1.0)
             async with lab.client() as swarm, lab.chain(swarm) as chain:

@@ -23,7 +23,7 @@ ADDRESSES = ("/ip4/93.184.216.34/tcp/4001",)
 MANIFEST = bytes(range(32))
 DEADLINE_S = 2.5
 HOST = Identity.from_seed(b"host")
-GOOD = Record(SWARM, hosts_topic(MANIFEST), HOST.public_key, 1, EPOCH + 45, b"")
+GOOD = Record(SWARM, hosts_topic(MANIFEST, HOST.peer_id), HOST.public_key, 1, EPOCH + 45, b"")
 
 
 def announced(record: Record = GOOD, signer: Identity = HOST, manifest: bytes = MANIFEST) -> bytes:
@@ -47,7 +47,8 @@ def test_a_host_dials_the_addresses_that_the_next_hop_signed() -> None:
         announced()[:-1] + b"x",
         announced(signer=Identity.from_seed(b"mallory")),
         announced(replace(GOOD, swarm=bytes([1] * 32))),
-        announced(replace(GOOD, topic=hosts_topic(bytes(32)))),
+        announced(replace(GOOD, topic=hosts_topic(bytes(32), HOST.peer_id))),
+        announced(replace(GOOD, topic=f"hosts/{MANIFEST.hex()}")),
         announced(replace(GOOD, topic="identity/x")),
         announced(replace(GOOD, expires_at=EPOCH - 1)),
         announced(replace(GOOD, expires_at=EPOCH + 48 * 3600)),
@@ -154,7 +155,8 @@ def test_a_client_learns_nothing_of_a_next_hop_that_is_not_reached(
 
     async def talk(stranger: Stranger) -> None:
         identity = peer(next_hop)
-        signed = Record(SWARM, hosts_topic(stranger.lab.manifest), identity.public_key, 1, EPOCH + 45, b"")
+        topic = hosts_topic(stranger.lab.manifest, identity.peer_id)
+        signed = Record(SWARM, topic, identity.public_key, 1, EPOCH + 45, b"")
         record = announced(signed, identity, stranger.lab.manifest) if next_hop == "dead" else b""
         async with stranger.lab.network.transport(peer("elsewhere").peer_id):
             clock = asyncio.get_running_loop().time

@@ -191,7 +191,8 @@ def test_a_loading_node_counts_in_placement(reference: Reference, name: str) -> 
         )
         async with lab.network.transport(lab.peer_id("loading")):
             directory = MemoryDirectory(lab.board, peer("loading"), SWARM)
-            await directory.publish(hosts_topic(lab.manifest), loading.SerializeToString(), lifetime_s=45.0)
+            topic = hosts_topic(lab.manifest, lab.peer_id("loading"))
+            await directory.publish(topic, loading.SerializeToString(), lifetime_s=45.0)
             await asyncio.sleep(1.0)
             return (await lab.start(name, lab.hosting(num_blocks=4))).span
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.supervisor import GOVERN_S, OBSERVE_S, PAUSE_GRACE_S, Supervisor
-from swarmnet_protocols.directory.host_announcements import read_records
+from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -165,9 +166,9 @@ def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) ->
             await asyncio.sleep(2 * lab.timing.record_s)  # announced again and again
             async with lab.client("looker"):
                 directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
-                [(info, record)] = await read_records(directory, lab.manifest)
-            assert record.state == pb.HOST_STATE_PAUSED
-            assert not info.online
+                [found] = await HostSample(directory, lab.manifest, random.Random(0)).refresh()
+            assert found.body.state == pb.HOST_STATE_PAUSED
+            assert not found.info.online
 
     simulate(reference, scenario, limit_s=300)
 

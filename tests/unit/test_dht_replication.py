@@ -223,11 +223,36 @@ def test_a_publisher_whose_records_are_not_stored_learns_the_reason(caplog: pyte
         keeping.near.full = set(range(1, 30))
         for _ in range(3):
             await keeping.publish()
-        assert [record.message for record in caplog.records] == [
-            "no other peer stores the record of topic: this peer is not found there"
+        assert [record.message.partition(":")[0] for record in caplog.records] == [
+            "no other peer stores the record of topic",
+            "peers have no room for the record of topic",
         ]
         keeping.near.full = set()
         await keeping.publish()
+        assert "again" in caplog.records[-1].message
+
+    with_peers(30, scenario)
+
+
+def test_a_publisher_whose_records_few_peers_store_counts_the_refusals_and_tries_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(keeping: Keeping) -> None:
+        keeping.near.full = set(range(3, 30))
+        await keeping.publish()
+        assert keeping._replicator.refused == 3 * 27, "three keys"
+        assert keeping._replicator.is_short
+        await keeping.publish()
+        assert [record.message.partition(":")[0] for record in caplog.records] == [
+            "peers have no room for the record of topic"
+        ]
+        keeping.near.full = set()
+        keeping.near.calls.clear()
+        refused = keeping._replicator.refused
+        await keeping.publish()
+        assert keeping.near.kept() == keeping.wanted()
+        assert keeping._replicator.refused == refused
+        assert not keeping._replicator.is_short
         assert "again" in caplog.records[-1].message
 
     with_peers(30, scenario)

@@ -1,3 +1,4 @@
+import random
 from collections import Counter
 from typing import Any
 
@@ -210,3 +211,17 @@ def test_queues_do_not_grow_with_what_is_replaced(clock: Time) -> None:
         from_origin(store, "alice", range(1), size=10, expires_at=1010.0 + number)
     assert len(store._expiries) < 100
     assert len(store._expiries_of["alice"]) < 100
+
+
+def test_records_are_drawn_at_random_and_only_those_of_hosts_with_the_wanted_blocks(clock: Time) -> None:
+    store = BoundedStorage(StorageLimits(), clock, lambda value: (value[0], value[0] + 2))
+    for number in range(40):
+        assert store.store_subkey(1, b"%d" % number, bytes([number]), 1010.0)  # type: ignore[arg-type]
+    drawn = [set(store.draw(1, 10, random.Random(seed))) for seed in range(20)]  # type: ignore[arg-type]
+    assert {len(each) for each in drawn} == {10}
+    assert len(set.union(*drawn)) == 40
+    chosen = store.draw(1, 10, random.Random(0), (5, 7))  # type: ignore[arg-type]
+    assert sorted(chosen) == [bytes([number]) for number in (4, 5, 6)]
+    assert store.draw(2, 10, random.Random(0)) == []  # type: ignore[arg-type]
+    clock.now = 1010.0
+    assert store.draw(1, 10, random.Random(0)) == []  # type: ignore[arg-type]

@@ -1,8 +1,6 @@
 """Announcements of hosts are read, not believed."""
 
-import asyncio
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,34 +8,20 @@ import pytest
 from swarmnet_protocols.directory.host_announcements import (
     MAX_ADDRESSES,
     PROTOCOL,
+    SHARDS,
+    Announced,
     hosts_topic,
-    read_hosts,
-    read_records,
+    read_announcement,
 )
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.wire import records_pb2 as pb
 
 SWARM, MANIFEST = bytes(32), bytes(range(32))
 SIGNER = Identity.from_seed(b"host")
-
-
-class Shelf:
-    """A directory with these bodies under one topic, all by one signer."""
-
-    swarm = SWARM
-
-    def __init__(self, *bodies: bytes) -> None:
-        self._bodies = bodies
-
-    async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
-        raise NotImplementedError
-
-    async def lookup(self, topic: str) -> Sequence[Record]:
-        assert topic == hosts_topic(MANIFEST)
-        return [Record(SWARM, topic, SIGNER.public_key, 1, 2e9, body) for body in self._bodies]
 
 
 def announcement(**changes: Any) -> bytes:
@@ -53,12 +37,18 @@ def announcement(**changes: Any) -> bytes:
     return pb.HostRecord(**fields | changes).SerializeToString()
 
 
-def read(*bodies: bytes) -> Sequence[HostInfo]:
-    return asyncio.run(read_hosts(Shelf(*bodies), MANIFEST))
+def read_whole(body: bytes) -> Announced | None:
+    topic = hosts_topic(MANIFEST, SIGNER.peer_id)
+    return read_announcement(Record(SWARM, topic, SIGNER.public_key, 1, 2e9, body), MANIFEST)
+
+
+def read(body: bytes) -> HostInfo | None:
+    found = read_whole(body)
+    return found.info if found is not None else None
 
 
 def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None:
-    assert read(announcement()) == [HostInfo(SIGNER.peer_id, 3, 12, 0.01, ("/ip4/203.0.113.5/tcp/4001",))]
+    assert read(announcement()) == HostInfo(SIGNER.peer_id, 3, 12, 0.01, ("/ip4/203.0.113.5/tcp/4001",))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +56,6 @@ def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None
     [
         b"\xff",
         announcement(manifest=bytes(32)),
-        announcement(protocol=PROTOCOL + 1),
         announcement(start=12),
         announcement(end=MAX_BLOCKS + 1),
         announcement(step_s=-1.0),
@@ -75,26 +64,55 @@ def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None
         announcement(step_s=1e9),
     ],
 )
-def test_an_invalid_announcement_is_left_out_and_hides_no_other(body: bytes) -> None:
-    assert read(body, announcement()) == read(announcement())
+def test_an_invalid_announcement_is_left_out(body: bytes) -> None:
+    assert read(body) is None
+
+
+def test_an_announcement_under_the_topic_of_another_shard_is_left_out() -> None:
+    """A peer that announced itself in every shard would be read by all."""
+    own = hosts_topic(MANIFEST, SIGNER.peer_id)
+    for shard in range(SHARDS):
+        topic = f"hosts/{MANIFEST.hex()}/{shard:x}"
+        record = Record(SWARM, topic, SIGNER.public_key, 1, 2e9, announcement())
+        assert (read_announcement(record, MANIFEST) is not None) == (topic == own)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_host_with_another_version_of_the_protocol_is_listed_and_not_used(protocol: int) -> None:
+    found = read_whole(announcement(protocol=protocol))
+    assert found is not None
+    assert found.is_incompatible
+    assert not found.info.online
+
+
+def test_a_coordinate_is_read_if_it_is_plausible() -> None:
+    coordinate = Coordinate((0.5, -0.25, 0.125), 0.0078125, 0.0, 0.25)
+    host = read(announcement(coordinate=coordinate.numbers()))
+    assert host is not None
+    assert host.coordinate == coordinate
+    far = read(announcement(coordinate=[1e30] * 6))
+    assert far is not None
+    assert far.coordinate is None
 
 
 @pytest.mark.parametrize(
     ("announced", "read_as"), [("q4_1", "q4_1"), ("bf16/bf16", "bf16/bf16"), ("\x1b[2J", ""), ("f" * 99, "")]
 )
 def test_only_the_name_of_a_precision_is_read_as_one(announced: str, read_as: str) -> None:
-    (host,) = read(announcement(precision=announced))
+    host = read(announcement(precision=announced))
+    assert host is not None
     assert host.precision == read_as
 
 
 def test_a_host_with_many_addresses_is_found_by_the_first() -> None:
     many = [f"/ip4/203.0.113.{number}/tcp/4001" for number in range(100)]
-    (host,) = read(announcement(addresses=many))
+    host = read(announcement(addresses=many))
+    assert host is not None
     assert host.addresses == tuple(many[:MAX_ADDRESSES])
 
 
 @pytest.mark.parametrize("state", [pb.HOST_STATE_JOINING, pb.HOST_STATE_LEAVING, pb.HOST_STATE_CHOOSING])
 def test_only_hosts_that_serve_are_hosts(state: pb.HostState) -> None:
-    body = announcement(state=state)
-    assert read(body) == []
-    assert len(asyncio.run(read_records(Shelf(body), MANIFEST))) == 1
+    host = read(announcement(state=state))
+    assert host is not None
+    assert not host.online

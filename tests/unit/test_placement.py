@@ -5,14 +5,8 @@ import random
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import (
-    MAX_RIVALS,
-    MAX_SPEED,
-    Claim,
-    choose_span,
-    resolve_claims,
-    throughput,
-)
+from swarmnet_protocols.routing.placement import MAX_RIVALS, choose_span, resolve_claims
+from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
 
 A, B, C = (PeerId(name) for name in "abc")
 

@@ -52,6 +52,7 @@ SCHEMAS = (
 _SESSION = bytes(range(16))
 _MANIFEST = bytes(range(32))
 _ADDRESSES = ["/ip4/203.0.113.5/tcp/4001"]
+_COORDINATE = [0.5, -0.25, 0.125, 0.0078125, -0.0009765625, 0.25]
 _PEER = session_pb2.Peer(
     id="12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq",
     record=b"a signed record",
@@ -129,6 +130,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(moved=pb.Moved())
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
+    yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)
 
 
 def record_messages() -> Iterator[Protobuf]:
@@ -151,6 +153,7 @@ def record_messages() -> Iterator[Protobuf]:
         precision="bf16/bf16",
     )
     yield host
+    yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, coordinate=_COORDINATE)
     record = Record(
         swarm=_MANIFEST,
         topic="hosts/" + _MANIFEST.hex(),
@@ -353,6 +356,8 @@ def probe_messages() -> Iterator[Protobuf]:
 def relay_messages() -> Iterator[Protobuf]:
     pb, peer = relay_pb2, Identity.from_seed(b"golden vector").peer_id
     yield records_pb2.RelayRecord(addresses=_ADDRESSES)
+    yield records_pb2.SampleRequest(keys=[bytes(range(20))], most=64, start=3, end=4)
+    yield records_pb2.SampleReply(samples=[records_pb2.Sample(records=[b"a signed record"])])
     yield pb.RelayRequest(reserve=pb.Reserve())
     yield pb.RelayRequest(connect=pb.Connect(peer=peer))
     yield pb.RelayRequest(heartbeat=pb.Heartbeat())

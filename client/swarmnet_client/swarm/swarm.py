@@ -27,7 +27,7 @@ from swarmnet_client.audit.plan import Ledger
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.host_announcements import read_hosts
+from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
 from swarmnet_protocols.errors import NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
@@ -89,6 +89,9 @@ class Swarm:
         self.timing = timing
         self.manifest = manifest
         self._directory = directory
+        self._announced = HostSample(directory, manifest, rng)
+        self._sought: tuple[int, int] | None = None
+        """Blocks [start, end) some of which no known host has: the next refresh looks for their hosts."""
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
         self._exclusions = Exclusions()
@@ -181,14 +184,18 @@ class Swarm:
             async with self._refreshing:
                 return
         async with self._refreshing:
-            found = await read_hosts(self._directory, self.manifest)
+            sought, self._sought = self._sought, None
+            found = await self._announced.refresh()
+            if sought is not None:
+                found = await self._announced.refresh(blocks=sought)
             if found:
                 now, allowed = self._now(), self._trust.hosts
                 self._hosts = {
-                    host.peer: host
-                    for host in found
-                    if (not allowed or host.peer in allowed)
-                    and not self._exclusions.is_convicted(host.peer, now)
+                    each.info.peer: each.info
+                    for each in found
+                    if each.info.online
+                    and (not allowed or each.info.peer in allowed)
+                    and not self._exclusions.is_convicted(each.info.peer, now)
                 }
             self._pings.follow(self._hosts)
 
@@ -207,11 +214,16 @@ class Swarm:
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:
+            # Few hosts may have these blocks, none of which is in the sample.
+            self._sought = error.missing[0][0], error.missing[-1][1]
             raise self.no_route(error.missing) from error
 
     def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
         """The error for blocks without a host that this client may use."""
-        return NoRoute(missing, among_trusted=bool(self._trust.hosts))
+        hint = ""
+        if not uncovered([each.info for each in self._announced.known if each.is_incompatible], missing[0]):
+            hint = "hosts of these blocks run another version of swarmnet: install the version that they run"
+        return NoRoute(missing, hint=hint, among_trusted=bool(self._trust.hosts))
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether other hosts have all blocks of ``hop``."""

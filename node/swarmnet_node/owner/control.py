@@ -60,6 +60,7 @@ class NodeStatus:
     warning: str = ""
     reach: Reach = field(default_factory=Reach)
     blocks_reason: str = ""
+    refused_stores: int = 0
 
 
 class Controlled(Protocol):

@@ -7,12 +7,13 @@ with the signature of its signer, every call comes from an admitted peer, and st
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
+from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
 _SHUTDOWN_S = 2.0
+_MAX_OPENED = 1024
+"""Records whose signatures are not checked again: at most 4 MiB."""
 _MAX_UNRESPONSIVE = 256
 """Bootstrap peers whose silence is logged. Those found in the local network may be many."""
 
@@ -44,6 +47,7 @@ class DhtDirectory:
         publisher: Publisher,
     ) -> None:
         from swarmnet_protocols.directory.dht_replication import Replicator
+        from swarmnet_protocols.directory.dht_sampling import Sampler
 
         self._transport = transport
         self._handshakes = handshakes
@@ -51,12 +55,19 @@ class DhtDirectory:
         self._bootstrap = bootstrap
         self._publisher = publisher
         self._replicator = Replicator(node, publisher.clock)
+        self._sampler = Sampler(node, publisher.swarm, publisher.clock)
+        self._opened: OrderedDict[bytes, Record] = OrderedDict()
+        """Records that samples held, by their sealed form: the next sample holds some of them again."""
         self._unresponsive: set[PeerId] = set()
         """Bootstrap peers that did not answer the last time."""
 
     @property
     def swarm(self) -> bytes:
         return self._publisher.swarm
+
+    @property
+    def clock(self) -> Clock:
+        return self._publisher.clock
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -119,6 +130,41 @@ class DhtDirectory:
             item.value for value in found.values() if value is not None for item in value.value.values()
         ]
         return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
+
+    async def sample(
+        self,
+        topics: Collection[str],
+        most: int,
+        *,
+        blocks: tuple[int, int] | None = None,
+        copies: int = 1,
+    ) -> Sequence[Record]:
+        await self._join()
+        now, records = self._publisher.clock(), list[Record]()
+        for sealed in await self._sampler.read(topics, most, blocks=blocks, copies=copies):
+            if sealed in self._opened:
+                self._opened.move_to_end(sealed)
+            else:
+                opened = open_valid([sealed], swarm=self._publisher.swarm, now=now)
+                self._opened.update((sealed, record) for record in opened)
+            record = self._opened.get(sealed)
+            if record is not None and record.topic in topics and record.expires_at > now:
+                records.append(record)
+        while len(self._opened) > _MAX_OPENED:
+            self._opened.popitem(last=False)
+        return newest(records)
+
+    @property
+    def refused(self) -> int:
+        return self._replicator.refused
+
+    def warning(self) -> str:
+        if not self._replicator.is_short:
+            return ""
+        return (
+            "peers have no room for the announcements of this node, so few clients may find it: the swarm needs more peers "
+            "that can be dialled, such as swarmnet bootstrap"
+        )
 
     @property
     def knows_peers(self) -> bool:

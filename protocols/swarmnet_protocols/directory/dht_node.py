@@ -4,6 +4,7 @@ Importing this module imports hivemind, so other modules import it late.
 """
 
 import asyncio
+import random
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -18,16 +19,25 @@ from hivemind.proto import dht_pb2
 from swarmnet_protocols.directory.dht_replication import REPLICAS
 from swarmnet_protocols.directory.dht_rpc import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
 from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net.protocol_ids import DHT_SAMPLE
 from swarmnet_protocols.net.resources import Rate, Resource
+from swarmnet_protocols.wire import records_pb2
 
 _WAIT_S = 1.5
 MAX_ANSWER_BYTES = 3 << 20
 """Most bytes of records in one answer. Records of further keys are left to other replicas."""
+MAX_SAMPLE = 256
+"""Most records under one key in a sample."""
+MAX_SAMPLE_BYTES = 256 << 10
+"""Most bytes of records in one sample."""
 _SERIALIZED = 3
 """Copies of an answer in memory while it is made: its records, packed by key, and as one message."""
+KEY_BYTES = 20
+_RNG = random.SystemRandom()
 _DEPTH_MODULO = 5
 _PARALLEL_RPC = 64
 
@@ -42,6 +52,11 @@ def _unpack(packed: bytes) -> object:
     return msgpack.unpackb(
         packed, max_bin_len=MAX_RECORD_BYTES, max_str_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
     )
+
+
+def _blocks_of(value: bytes) -> tuple[int, int]:
+    sealed = _unpack(value)
+    return announced_blocks(sealed) if isinstance(sealed, bytes) else (0, 0)
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
@@ -94,6 +109,30 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
         scope.charge(Rate.FRAMES, size / BYTES_PER_FRAME, now)
         with scope.reserve(Resource.MEMORY, _SERIALIZED * size), self.storage.showing(known):
             return await super().rpc_find(request, context)  # which awaits nothing
+
+    async def rpc_sample(
+        self, request: records_pb2.SampleRequest, context: P2PContext
+    ) -> records_pb2.SampleReply:
+        """Records under each key, drawn at random, until ``MAX_SAMPLE_BYTES``."""
+        keys = list(dict.fromkeys(request.keys))
+        if len(keys) != len(request.keys) or len(keys) > MAX_KEYS or {len(key) for key in keys} - {KEY_BYTES}:
+            raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys of {KEY_BYTES} bytes, each once")
+        return self.draw(request)
+
+    def draw(self, request: records_pb2.SampleRequest) -> records_pb2.SampleReply:
+        """The answer to a valid request."""
+        blocks = (request.start, request.end) if request.end else None
+        reply, left = records_pb2.SampleReply(), MAX_SAMPLE_BYTES
+        for key in request.keys:
+            sample = reply.samples.add()
+            most = min(request.most, MAX_SAMPLE)
+            for value in self.storage.draw(DHTID.from_bytes(key), most, _RNG, blocks):
+                if left < len(value):
+                    break
+                left -= len(value)
+                if isinstance(sealed := _unpack(value), bytes):
+                    sample.records.append(sealed)
+        return reply
 
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
@@ -148,7 +187,9 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     # In client mode the node registers no handlers, so the protocol it makes for itself can be replaced by ours.
     node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
     node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
-    node.protocol.storage = BoundedStorage(StorageLimits(), clock)
+    if not client_mode:
+        await p2p.add_protobuf_handler(DHT_SAMPLE.id, node.protocol.rpc_sample, records_pb2.SampleRequest)
+    node.protocol.storage = BoundedStorage(StorageLimits(), clock, _blocks_of)
     # hivemind answers from its cache alone if that has the latest expiry: one cached record would hide all others.
     node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=0, key_bytes=0), clock)
     return node

@@ -27,6 +27,14 @@ _Replicas = Mapping[DHTID, Sequence[PeerID]]
 """Peers for each key, nearest first."""
 
 
+async def find_nearest(node: DHTNode, keys: Sequence[DHTID]) -> _Replicas:
+    """The peers nearest to each key, ``node`` itself included."""
+    # A search for a key returns the records under it. The id that differs in the last bit has the same neighbours and no records.
+    adjacent = {DHTID(key ^ 1): key for key in keys}
+    nearest = await node.find_nearest_nodes(list(adjacent))
+    return {adjacent[key]: list(peers.values()) for key, peers in nearest.items()}
+
+
 @dataclass(frozen=True)
 class _Found:
     until: float
@@ -42,18 +50,28 @@ class Replicator:
         self._found: dict[str, _Found] = {}
         self._hidden: set[str] = set()
         """Topics whose records have no replica on another peer."""
+        self._short: set[str] = set()
+        """Topics whose records have too few replicas, because peers refused to store them."""
+        self.refused = 0
+        """Stores that peers refused, since the start: they have reached a limit."""
 
     async def store(self, record: Record, sealed: bytes) -> None:
-        """Store ``record`` on its replicas, in place of its predecessor."""
-        now = self._clock()
+        """Store ``record`` on its replicas, in place of its predecessor.
+
+        A record that peers refuse is offered to the next nearest ones, and again at the next call. It is logged if too few accept it.
+        """
+        now, refused = self._clock(), self.refused
         self._found = {topic: found for topic, found in self._found.items() if now < found.until}
         found = self._found.pop(record.topic, None)
         if found is None or not self._is_enough(
             await self._put(found.replicas, record, sealed), found.replicas
         ):
-            nearest = await self._find(dht_keys(record.swarm, record.topic))
+            keys = [DHTID.generate(source=key) for key in dht_keys(record.swarm, record.topic)]
+            nearest = await find_nearest(self._node, keys)
             replicas = await self._put(nearest, record, sealed)
             self._log_reachability(record.topic, replicas)
+            fewest = min(map(len, replicas.values()))
+            self._log_shortage(record.topic, fewest, is_short=fewest < REPLICAS and self.refused > refused)
             if not self._is_enough(replicas, nearest):
                 return  # the next call searches again: a peer may be reachable or have space by then
             found = _Found(now + FOUND_S, replicas)
@@ -70,12 +88,25 @@ class Replicator:
             _log.warning("the record of %s is stored on other peers again", topic)
             self._hidden.discard(topic)
 
-    async def _find(self, keys: Sequence[bytes]) -> _Replicas:
-        """The peers nearest to each key, this one included."""
-        # A search for a key returns the records under it. The id that differs in the last bit has the same neighbours and no records.
-        adjacent = {DHTID(DHTID.generate(source=key) ^ 1): DHTID.generate(source=key) for key in keys}
-        nearest = await self._node.find_nearest_nodes(list(adjacent))
-        return {adjacent[key]: list(peers.values()) for key, peers in nearest.items()}
+    def _log_shortage(self, topic: str, fewest: int, *, is_short: bool) -> None:
+        """Log once when the record of ``topic`` has too few replicas because peers refused it, and once when it has enough."""
+        if is_short and topic not in self._short:
+            _log.warning(
+                "peers have no room for the record of %s: it has %d of %d replicas, and few may find it. It is offered again "
+                "with the next announcement; more peers that can be dialled give the directory more room",
+                topic,
+                fewest,
+                REPLICAS,
+            )
+            self._short.add(topic)
+        elif not is_short and topic in self._short:
+            _log.warning("peers store the record of %s again", topic)
+            self._short.discard(topic)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some record has too few replicas, because peers refused to store it."""
+        return bool(self._short)
 
     async def _put(self, nearest: _Replicas, record: Record, sealed: bytes) -> _Replicas:
         """Store under each key on the first ``REPLICAS`` peers that accept the record, and return these."""
@@ -101,8 +132,10 @@ class Replicator:
                     unresponsive.add(peer)
                     continue
                 for key, is_kept in zip(keys, kept, strict=True):
-                    if is_kept:  # else the peer has reached a limit, and the next nearest is asked
+                    if is_kept:
                         replicas[key].append(peer)
+                    else:  # the peer has reached a limit, and the next nearest is asked
+                        self.refused += peer != self._node.peer_id
 
     def _is_enough(self, kept: _Replicas, asked: _Replicas) -> bool:
         """Whether every key has ``REPLICAS`` replicas, or all peers that were asked, and another peer than this one is among them."""

@@ -13,7 +13,7 @@ from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, wit
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_STORE, DIRECTORY
+from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_SAMPLE, DHT_STORE, DIRECTORY
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
@@ -24,7 +24,12 @@ from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
 """Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
-MAX_REQUEST_BYTES = {DHT_PING.id: 4 << 10, DHT_FIND.id: 16 << 10, DHT_STORE.id: 512 << 10}
+MAX_REQUEST_BYTES = {
+    DHT_PING.id: 4 << 10,
+    DHT_FIND.id: 16 << 10,
+    DHT_STORE.id: 512 << 10,
+    DHT_SAMPLE.id: 4 << 10,
+}
 """Largest request by protocol. hivemind answers a call without yielding, so a large one would delay every other task."""
 MAX_KEYS = 16
 """Most keys in one find call: as many as hivemind asks one peer for at once."""

@@ -5,8 +5,9 @@ subnet with the most bytes there.
 """
 
 import heapq
+import random
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,14 +39,23 @@ class _Kept:
     """In the scope of the peer that stored the record."""
     origin: str
     """Subnet of that peer; empty for this node."""
+    blocks: tuple[int, int]
+    """Of the host whose announcement it is; (0, 0) for other records."""
 
 
 class BoundedStorage:
     """Replaces hivemind's ``DHTLocalStorage``. Stores signed records only: values with the signer's key as subkey."""
 
-    def __init__(self, limits: StorageLimits, clock: Clock) -> None:
+    def __init__(
+        self,
+        limits: StorageLimits,
+        clock: Clock,
+        blocks_of: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0),
+    ) -> None:
+        """``blocks_of``: the blocks of the host whose announcement a value is, for :meth:`draw`."""
         self._limits = limits
         self._clock = clock
+        self._blocks_of = blocks_of
         self._records: dict[DHTID, dict[bytes, _Kept]] = {}
         self._expiries: list[tuple[float, DHTID, bytes]] = []
         self._key_bytes: Counter[DHTID] = Counter()
@@ -110,7 +120,9 @@ class BoundedStorage:
             self._forget(key, subkey)
         while self._key_bytes[key] + len(value) > self._limits.key_bytes:
             self._evict(key)
-        self._records.setdefault(key, {})[subkey] = _Kept(value, expiration_time, reservations, self._origin)
+        self._records.setdefault(key, {})[subkey] = _Kept(
+            value, expiration_time, reservations, self._origin, self._blocks_of(value)
+        )
         self._key_bytes[key] += len(value)
         for where in (key, None):
             self._origin_bytes[where, self._origin] += len(value)
@@ -131,6 +143,16 @@ class BoundedStorage:
         if key not in self._records or (self._shown is not None and key not in self._shown):
             return None
         return _as_dictionary(self._records[key])
+
+    def draw(
+        self, key: "DHTID", most: int, rng: random.Random, blocks: tuple[int, int] | None = None
+    ) -> list[bytes]:
+        """Up to ``most`` values under ``key``, drawn at random; with ``blocks`` [start, end), only of hosts with one of these blocks."""
+        self._expire(self._clock())
+        kept = list(self._records.get(key, {}).values())
+        if blocks is not None:
+            kept = [each for each in kept if each.blocks[0] < blocks[1] and blocks[0] < each.blocks[1]]
+        return [each.value for each in rng.sample(kept, min(most, len(kept)))]
 
     def items(self) -> "Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]":
         self._expire(self._clock())

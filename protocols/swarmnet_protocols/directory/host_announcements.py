@@ -1,18 +1,21 @@
 """Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible."""
 
+import hashlib
 import math
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.records import open_valid
+from swarmnet_protocols.directory.records import Record, open_valid
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.coordinates import read_coordinate
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
@@ -22,8 +25,21 @@ MAX_ADDRESSES_BYTES = 2048
 MAX_STEP_S = 3600.0
 PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
 """Precisions that a host may announce."""
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of session.proto that this release implements."""
+SHARDS = 16
+"""Topics over which the announcements of a model's hosts are spread: about 4,000 fit under the keys of each."""
+WANTED = 96
+"""Announcements that a refresh reads, about."""
+FIRST_SHARDS = 2
+"""Shards that are read first. How many more are needed follows from what they hold."""
+MIN_PER_SHARD = 16
+"""Announcements that are asked for in each shard at least: shards of a small swarm have more and less than their share."""
+MAX_KNOWN = 1024
+"""Announcements that are kept, those read last."""
+REDRAW_S = 60.0
+"""Seconds after which other shards are read first."""
+_TOPIC = "hosts/"
 
 
 def listed(addresses: Sequence[str]) -> list[str]:
@@ -35,50 +51,143 @@ def listed(addresses: Sequence[str]) -> list[str]:
     return kept
 
 
-def hosts_topic(manifest: bytes) -> str:
-    """The topic of the announcements of a model's hosts."""
-    return f"hosts/{manifest.hex()}"
+def hosts_topic(manifest: bytes, peer: PeerId) -> str:
+    """The topic of the announcements of a model's hosts with the shard of ``peer``."""
+    return _shard_topic(manifest, hashlib.sha256(peer.encode()).digest()[0] % SHARDS)
 
 
-async def read_records(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord]]:
-    """Every plausible announcement for a model, in the order of peer ids."""
-    return [(info, body) for info, body, _ in await read_numbered(directory, manifest)]
+def _shard_topic(manifest: bytes, shard: int) -> str:
+    return f"{_TOPIC}{manifest.hex()}/{shard:x}"
 
 
-async def read_numbered(directory: Directory, manifest: bytes) -> list[tuple[HostInfo, pb.HostRecord, int]]:
-    """As :func:`read_records`, each with its sequence number, which grows with every announcement of a host."""
-    found = []
-    for record in await directory.lookup(hosts_topic(manifest)):
-        try:
+@dataclass(frozen=True)
+class Announced:
+    """A host's announcement, as it was read."""
+
+    info: HostInfo
+    body: pb.HostRecord
+    sequence: int
+    """Grows with every announcement of the host."""
+    expires_at: float
+    """Unix time."""
+
+    @property
+    def is_incompatible(self) -> bool:
+        """Whether the host speaks another version of the protocol, so that this peer cannot use it."""
+        return self.body.protocol != PROTOCOL
+
+
+class HostSample:
+    """Announcements of a model's hosts that this peer has read: all of them in a small swarm, a random sample in a large one.
+
+    The announcements are spread over ``SHARDS`` topics by the hash of the host's peer id. A refresh reads some shards, drawn at random, and
+    of each a random sample, until it has about ``WANTED`` announcements. What was read stays known until it expires. So no peer
+    decides what others read of the swarm, as one that made summaries would, and no peer id or announcement attracts more readers than others.
+    """
+
+    def __init__(
+        self, directory: Directory, manifest: bytes, rng: random.Random, *, wanted: int = WANTED
+    ) -> None:
+        """``wanted``: announcements from which on a refresh reads no further shard."""
+        self._directory = directory
+        self._manifest = manifest
+        self._rng = rng
+        self._wanted = wanted
+        self._known: dict[PeerId, Announced] = {}
+        self._order: list[int] = []
+        """The shards in the order in which they are read."""
+        self._until = -math.inf
+
+    @property
+    def known(self) -> list[Announced]:
+        """The newest announcement of each known host that has not expired, in the order of peer ids."""
+        now = self._directory.clock()
+        self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
+        return [self._known[peer] for peer in sorted(self._known)]
+
+    async def refresh(self, *, blocks: tuple[int, int] | None = None) -> list[Announced]:
+        """Read the directory and return ``known``. With ``blocks`` [start, end): read every shard for hosts with one of these blocks.
+
+        A first refresh, and one for certain blocks, asks two peers for each shard, because one may lack records.
+        """
+        now = self._directory.clock()
+        if now >= self._until:
+            # Not at every refresh: finding the peers that store a shard costs more than reading it.
+            self._until = now + REDRAW_S
+            self._order = self._rng.sample(range(SHARDS), SHARDS)
+        copies = 2 if blocks or not self._known else 1
+        left, read = list(self._order), 0
+        batch = SHARDS if blocks else FIRST_SHARDS
+        while left and read < self._wanted:
+            shards, left = left[:batch], left[batch:]
+            topics = [_shard_topic(self._manifest, shard) for shard in shards]
+            most = max(MIN_PER_SHARD, math.ceil((self._wanted - read) / len(shards)))
+            found = await self._directory.sample(topics, most, blocks=blocks, copies=copies)
+            self._take(found)
+            read += len(found)
+            usual = read / (SHARDS - len(left))
+            batch = max(1, math.ceil((self._wanted - read) / usual)) if usual else SHARDS
+        return self.known
+
+    def _take(self, records: Iterable[Record]) -> None:
+        for record in records:
+            each = read_announcement(record, self._manifest)
+            if each is not None:
+                peer = each.info.peer
+                before = self._known.pop(peer, each)
+                self._known[peer] = each if each.sequence >= before.sequence else before
+        while len(self._known) > MAX_KNOWN:  # those that were read longest ago
+            del self._known[next(iter(self._known))]
+
+
+def read_announcement(record: Record, manifest: bytes) -> Announced | None:
+    """The announcement in ``record``; None if no host of the model can have made it.
+
+    A host that speaks another version of the protocol is not online for this peer.
+    """
+    try:
+        body = pb.HostRecord.FromString(record.body)
+    except DecodeError:
+        return None
+    peer = record.peer_id
+    if not (
+        record.topic == hosts_topic(manifest, peer)
+        and body.manifest == manifest
+        and 0 <= body.start < body.end <= MAX_BLOCKS
+        and 0 <= body.step_s <= MAX_STEP_S
+        and math.isfinite(body.step_s)
+    ):
+        return None
+    info = HostInfo(
+        peer=peer,
+        start=body.start,
+        end=body.end,
+        step_s=body.step_s,
+        addresses=tuple(body.addresses[:MAX_ADDRESSES]),
+        online=body.state == pb.HOST_STATE_ONLINE and body.protocol == PROTOCOL,
+        is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
+        is_symmetric=body.nat == pb.NAT_SYMMETRIC,
+        precision=body.precision if PRECISION.fullmatch(body.precision) else "",
+        coordinate=read_coordinate(body.coordinate),
+        record=record.sealed,
+    )
+    return Announced(info, body, record.sequence, record.expires_at)
+
+
+def announced_blocks(sealed: bytes) -> tuple[int, int]:
+    """The blocks [start, end) in a host's sealed announcement, which was verified before; (0, 0) for other records."""
+    with suppress(DecodeError):
+        record = pb.SignedRecord.FromString(sealed)
+        if record.topic.startswith(_TOPIC):
             body = pb.HostRecord.FromString(record.body)
-        except DecodeError:
-            continue
-        if (
-            body.manifest == manifest
-            and body.protocol == PROTOCOL
-            and 0 <= body.start < body.end <= MAX_BLOCKS
-            and 0 <= body.step_s <= MAX_STEP_S
-            and math.isfinite(body.step_s)
-        ):
-            info = HostInfo(
-                peer=peer_id_of(record.signer),
-                start=body.start,
-                end=body.end,
-                step_s=body.step_s,
-                addresses=tuple(body.addresses[:MAX_ADDRESSES]),
-                online=body.state == pb.HOST_STATE_ONLINE,
-                is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
-                is_symmetric=body.nat == pb.NAT_SYMMETRIC,
-                precision=body.precision if PRECISION.fullmatch(body.precision) else "",
-                record=record.sealed,
-            )
-            found.append((info, body, record.sequence))
-    return sorted(found, key=lambda each: each[0].peer)
+            return body.start, body.end
+    return 0, 0
 
 
 async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:
-    """The hosts of a model that are online."""
-    return [info for info, _ in await read_records(directory, manifest) if info.online]
+    """Hosts of a model that are online: all, or a random sample in a large swarm."""
+    found = await HostSample(directory, manifest, random.SystemRandom()).refresh()
+    return [each.info for each in found if each.info.online]
 
 
 def signed_addresses(
@@ -90,6 +199,6 @@ def signed_addresses(
     """
     for opened in open_valid([record], swarm=swarm, now=now):
         with suppress(DecodeError):
-            if opened.peer_id == peer and opened.topic == hosts_topic(manifest):
+            if opened.peer_id == peer and opened.topic == hosts_topic(manifest, peer):
                 return tuple(pb.HostRecord.FromString(opened.body).addresses[:MAX_ADDRESSES])
     return ()

@@ -1,8 +1,10 @@
 """A directory in memory, for simulations: one board that all peers of a ``MemoryNetwork`` share."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import Publisher, Record, newest, open_valid
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.identity import Identity
@@ -48,10 +50,19 @@ class MemoryDirectory:
         self._peer_id = identity.peer_id
         self._swarm = swarm
         self._publisher = Publisher(identity, swarm, board.clock)
+        self._rng = random.Random(identity.peer_id)
+        self.refused = 0
 
     @property
     def swarm(self) -> bytes:
         return self._swarm
+
+    @property
+    def clock(self) -> Clock:
+        return self._board.clock
+
+    def warning(self) -> str:
+        return ""
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         posting = self._publisher.seal(topic, body, lifetime_s=lifetime_s)
@@ -63,3 +74,21 @@ class MemoryDirectory:
             return ()
         now = self._board.clock()
         return newest(open_valid(self._board.read(topic), swarm=self._swarm, now=now))
+
+    async def sample(
+        self,
+        topics: Collection[str],
+        most: int,
+        *,
+        blocks: tuple[int, int] | None = None,
+        copies: int = 1,
+    ) -> Sequence[Record]:
+        drawn: list[Record] = []
+        for topic in topics:
+            found = await self.lookup(topic)
+            if blocks is not None:
+                spans = [announced_blocks(each.sealed) for each in found]
+                pairs = zip(found, spans, strict=True)
+                found = [each for each, (start, end) in pairs if start < blocks[1] and blocks[0] < end]
+            drawn += self._rng.sample(found, min(most, len(found)))
+        return drawn

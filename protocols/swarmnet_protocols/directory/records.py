@@ -24,7 +24,8 @@ SWARM_BYTES = 32
 
 _SIGNATURE_CONTEXT = b"swarmnet-record-1"
 _KEY_CONTEXT = b"swarmnet-key-1"
-_KEY_SALTS = 3
+KEY_SALTS = 3
+"""Keys of a topic."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
     """The DHT keys of ``topic``. Several: peers that surround one of them cannot hide a record."""
     return tuple(
         hashlib.sha256(_with_sizes(_KEY_CONTEXT, bytes([salt]), swarm, topic.encode())).digest()
-        for salt in range(_KEY_SALTS)
+        for salt in range(KEY_SALTS)
     )
 
 

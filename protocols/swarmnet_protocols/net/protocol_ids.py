@@ -42,7 +42,7 @@ ADAPTER = ProtocolSpec(
     served_by=_HOST,
     has_flow_control=True,
 )
-PING = ProtocolSpec("/swarmnet/ping/1", max_header_bytes=64, roles=ANY_ROLE, served_by=_HOST)
+PING = ProtocolSpec("/swarmnet/ping/2", max_header_bytes=128, roles=ANY_ROLE, served_by=_HOST)
 
 WEIGHTS = ProtocolSpec(
     "/swarmnet/weights/1",
@@ -101,6 +101,9 @@ DHT_FIND = ProtocolSpec(
 DHT_STORE = ProtocolSpec(
     "SwarmDirectoryV1.rpc_store", max_header_bytes=_MAX_RPC_BYTES, roles=_DHT_NODES, served_by=_DHT_NODES
 )
+DHT_SAMPLE = ProtocolSpec(
+    "SwarmDirectoryV1.rpc_sample", max_header_bytes=512 << 10, roles=ANY_ROLE, served_by=_DHT_NODES
+)
 
 REVOCATIONS = ProtocolSpec(
     "/swarmnet/revocations/1",
@@ -116,8 +119,8 @@ INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 """Served by nodes, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
-DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE)
-"""Served by DHT nodes: hivemind's calls, one request and one reply."""
+DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
+"""Served by DHT nodes: hivemind's calls and one of ours, each one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
 """Protocols that a peer may use before it is known to be a member: they need no role."""
 REACHABILITY = (PROBE, RELAY, PUNCH)

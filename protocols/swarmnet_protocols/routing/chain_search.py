@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.coordinates import Coordinate
 
 UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
@@ -72,6 +73,8 @@ class HostInfo:
     """Whether it is behind a router through which no hole is punched."""
     precision: str = ""
     """The precision in which it computes, as in ``HostRecord``; empty if it is unknown."""
+    coordinate: Coordinate | None = field(default=None, compare=False)
+    """Its place in delay space, as it announced it; None if that is unknown."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
 

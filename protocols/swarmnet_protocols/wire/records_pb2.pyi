@@ -52,7 +52,7 @@ class SignedRecord(_message.Message):
     def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class HostRecord(_message.Message):
-    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision")
+    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "coordinate")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class HostRecord(_message.Message):
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     NAT_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    COORDINATE_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     start: int
     end: int
@@ -81,7 +82,8 @@ class HostRecord(_message.Message):
     public_name: str
     nat: Nat
     precision: str
-    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ...) -> None: ...
+    coordinate: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CatalogRecord(_message.Message):
     __slots__ = ("model", "job")
@@ -132,3 +134,27 @@ class WithContacts(_message.Message):
     CONTACTS_FIELD_NUMBER: _ClassVar[int]
     contacts: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, contacts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class SampleRequest(_message.Message):
+    __slots__ = ("keys", "most", "start", "end")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    most: int
+    start: int
+    end: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., most: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class SampleReply(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, records: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -317,9 +317,15 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "queue_s")
+    __slots__ = ("nonce", "queue_s", "sessions", "cache_free", "coordinate")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FREE_FIELD_NUMBER: _ClassVar[int]
+    COORDINATE_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     queue_s: float
-    def __init__(self, nonce: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    sessions: int
+    cache_free: float
+    coordinate: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, nonce: _Optional[int] = ..., queue_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_free: _Optional[float] = ..., coordinate: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -8,6 +8,7 @@ export const PEER_STATES = {
   joining: { symbol: "◔", word: "joining", kind: "quiet" },
   leaving: { symbol: "◒", word: "leaving", kind: "quiet" },
   paused: { symbol: "‖", word: "paused", kind: "quiet" },
+  incompatible: { symbol: "≠", word: "other version", kind: "warn" },
   silent: { symbol: "▲", word: "silent", kind: "warn" },
   gone: { symbol: "✕", word: "gone", kind: "bad" },
 };

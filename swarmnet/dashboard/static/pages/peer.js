@@ -74,6 +74,7 @@ export function peerPage(id) {
 /** What happens to the model if the peer leaves. */
 function without(peer, model) {
   if (peer.state === "leaving") return "The peer is leaving: its sessions move to other hosts.";
+  if (peer.state === "incompatible") return "The peer runs another version of the protocol: peers of this version cannot use it.";
   if (peer.state !== "online" || peer.silent) return "The peer does not serve them at present.";
   const left = Math.min(...model.replicas.slice(...peer.blocks)) - 1;
   return left < 1 ? "Some of them have no other host: if this peer leaves, the model cannot answer." : `If this peer leaves, each of them still has ${plural(left, "other host")} or more.`;

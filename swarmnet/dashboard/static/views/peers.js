@@ -7,7 +7,7 @@ import { peerState } from "../words.js";
 const ROW = 37; // height of a row in pixels, as in parts.css; the rows on the screen follow from it
 const SPARE = 6; // rows kept above and below those on the screen
 
-const STATE_ORDER = ["gone", "silent", "paused", "leaving", "joining", "online"];
+const STATE_ORDER = ["gone", "silent", "incompatible", "paused", "leaving", "joining", "online"];
 const text = (a, b) => a.localeCompare(b);
 const amount = (a, b) => (a === b ? 0 : (a ?? Infinity) - (b ?? Infinity)); // unknown values come last
 const stateRank = (peer) => STATE_ORDER.indexOf(peer.silent && peer.state !== "gone" ? "silent" : peer.state);

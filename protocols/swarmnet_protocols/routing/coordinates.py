@@ -1,0 +1,177 @@
+"""Network coordinates: from the coordinates of two peers, any third peer estimates the delay between them without a ping.
+
+Vivaldi (Dabek et al. 2004, "Vivaldi: A Decentralized Network Coordinate System", section 3.4 and, for heights, section 5.4). A peer has a
+position in a Euclidean space and a height, the delay of its access link. The estimated delay between peers i and j, in one-way seconds, is
+
+    distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j        (without the adjustments a, if they make it negative)
+
+After a measurement of that delay, ``delay_s``, peer i corrects itself as a spring between the two would::
+
+    w    = e_i / (e_i + e_j)                                      e: the relative error that a peer expects of its coordinate
+    r    = delay_s - distance(i, j)                               the residual
+    e_i <- C w |r| / delay_s + (1 - C w) e_i
+    x_i <- x_i + C w r unit(x_i - x_j)                            and h_i in proportion
+
+As in serf (hashicorp/serf, coordinate/client.go), a peer uses the median of the last three delays to each other peer, adds a share of its
+recent residuals as ``a``, and is drawn towards the origin, so that the coordinates of all peers do not drift together.
+
+Peers lie about coordinates and delay their answers. Five bounds limit what that moves: coordinates and delays out of range are not used; the
+error of another peer counts as ``MIN_ERROR`` at least; a measurement whose residual is above ``OUTLIER`` times the median of the recent ones is
+left out, so that a minority does not move an honest peer far, and a peer whose own line has changed still moves, since all of its residuals grow;
+``a`` is half of a median, not of a mean; and one measurement moves a peer by ``MAX_STEP_S`` at most. The caller should measure peers that it
+picked itself.
+"""
+
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from swarmnet_protocols.net import PeerId
+
+DIMENSIONS = 3
+MAX_DELAY_S = 5.0
+"""Longest one-way delay that is measured or estimated, in seconds. Longer ones are the wait for a stalled machine, not the network."""
+MIN_HEIGHT_S = 1e-5
+MIN_ERROR, MAX_ERROR = 0.1, 1.5
+GAIN = 0.25
+"""C in the equations: the share of a residual that one measurement corrects at most."""
+MAX_STEP_S = 0.005
+"""Farthest that one measurement moves a peer, in seconds."""
+OUTLIER = 2.0
+"""Medians of the recent residuals above which a measurement is left out."""
+MIN_OUTLIER_S = 0.001
+"""A measurement with a residual of up to this many seconds is never left out."""
+RECENT = 20
+"""Residuals that are remembered, for the outliers and the adjustment."""
+ENOUGH_RECENT = 5
+"""Residuals from which on others are left out: a newcomer must move."""
+FILTERED = 3
+"""Delays to one peer of which the median is used."""
+MAX_FILTERED_PEERS = 256
+"""Peers whose last delays are remembered."""
+GRAVITY = 0.001
+"""Pull towards the origin, per second of the squared distance from it: 10 microseconds a measurement at 100 ms."""
+
+_NEAR_S = 1e-6
+"""Distance below which two positions have no direction from one to the other, and least delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """A place in delay space: the estimated one-way delay between two peers is :func:`distance`."""
+
+    position: tuple[float, ...] = (0.0,) * DIMENSIONS
+    """Seconds along each of ``DIMENSIONS`` axes."""
+    height_s: float = MIN_HEIGHT_S
+    adjustment_s: float = 0.0
+    """Correction for what the space cannot represent."""
+    error: float = MAX_ERROR
+    """Relative error that the peer expects of its estimates."""
+
+    def numbers(self) -> list[float]:
+        """As :func:`read_coordinate` reads it."""
+        return [*self.position, self.height_s, self.adjustment_s, self.error]
+
+
+def read_coordinate(numbers: Sequence[float]) -> Coordinate | None:
+    """The coordinate in ``numbers``, which a peer sent; None if there is none, or one that no honest peer has."""
+    if len(numbers) != DIMENSIONS + 3:
+        return None
+    *position, height_s, adjustment_s, error = numbers
+    if (
+        all(map(math.isfinite, numbers))
+        and math.hypot(*position) <= MAX_DELAY_S
+        and 0 < height_s <= MAX_DELAY_S
+        and abs(adjustment_s) <= MAX_DELAY_S
+        and 0 <= error <= MAX_ERROR
+    ):
+        return Coordinate(tuple(position), height_s, adjustment_s, error)
+    return None
+
+
+def distance(one: Coordinate, other: Coordinate) -> float:
+    """Estimated one-way seconds between two peers: above 0, at most ``MAX_DELAY_S``."""
+    plain_s = _plain_distance(one, other)
+    adjusted_s = plain_s + one.adjustment_s + other.adjustment_s
+    return min(adjusted_s if adjusted_s > 0 else plain_s, MAX_DELAY_S)
+
+
+def _plain_distance(one: Coordinate, other: Coordinate) -> float:
+    return math.dist(one.position, other.position) + one.height_s + other.height_s
+
+
+class OwnCoordinate:
+    """The coordinate of this peer, corrected by every delay that it measures."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.coordinate = Coordinate()
+        self._rng = rng
+        self._residuals: deque[float] = deque(maxlen=RECENT)
+        self._delays: OrderedDict[PeerId, deque[float]] = OrderedDict()
+
+    def measured(self, peer: PeerId, remote: Coordinate, delay_s: float) -> None:
+        """The one-way delay to ``peer``, which has the coordinate ``remote``, was ``delay_s``. A delay out of range is ignored."""
+        if not 0 <= delay_s <= MAX_DELAY_S:
+            return
+        delays = self._delays.setdefault(peer, deque(maxlen=FILTERED))
+        self._delays.move_to_end(peer)
+        if len(self._delays) > MAX_FILTERED_PEERS:
+            self._delays.popitem(last=False)
+        delays.append(delay_s)
+        usual_s = max(median(delays), _NEAR_S)
+        most_s = math.inf
+        if len(self._residuals) >= ENOUGH_RECENT:
+            most_s = max(OUTLIER * median(map(abs, self._residuals)), MIN_OUTLIER_S)
+        residual_s = usual_s - _plain_distance(self.coordinate, remote)
+        self._residuals.append(residual_s)
+        if abs(residual_s) <= most_s:
+            moved = corrected(self.coordinate, remote, usual_s, direction=self._direction())
+            self.coordinate = replace(moved, adjustment_s=median(self._residuals) / 2)
+
+    def _direction(self) -> tuple[float, ...]:
+        """A random unit vector."""
+        drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
+        norm = math.hypot(*drawn) or 1.0
+        return tuple(number / norm for number in drawn)
+
+
+def corrected(
+    here: Coordinate, remote: Coordinate, delay_s: float, *, direction: Sequence[float]
+) -> Coordinate:
+    """``here`` after ``delay_s`` > 0 was measured to a peer at ``remote``, by the equations above.
+
+    ``direction``: the unit vector along which a peer at the same place is left.
+    """
+    error_j = max(remote.error, MIN_ERROR)
+    gain = GAIN * here.error / (here.error + error_j)
+    residual_s = delay_s - distance(here, remote)
+    error = gain * abs(residual_s) / delay_s + (1 - gain) * here.error
+    here = replace(here, error=min(max(error, _NEAR_S), MAX_ERROR))
+    here = _pushed(here, remote, _clipped(gain * residual_s, MAX_STEP_S), direction)
+    pull_s = GRAVITY * math.hypot(*here.position) ** 2
+    return _pushed(here, _ORIGIN, -min(pull_s, MAX_STEP_S), direction)
+
+
+_ORIGIN = Coordinate(height_s=0.0)
+
+
+def _pushed(here: Coordinate, other: Coordinate, step_s: float, direction: Sequence[float]) -> Coordinate:
+    """``here``, ``step_s`` farther from ``other``, or nearer if it is negative, and with a height grown in proportion."""
+    apart_s = math.dist(here.position, other.position)
+    height_s = here.height_s
+    if apart_s > _NEAR_S:
+        direction = [(a - b) / apart_s for a, b in zip(here.position, other.position, strict=True)]
+        grown_s = _clipped((here.height_s + other.height_s) * step_s / apart_s, MAX_STEP_S)
+        height_s = min(max(height_s + grown_s, MIN_HEIGHT_S), MAX_DELAY_S)
+    position = tuple(a + step_s * b for a, b in zip(here.position, direction, strict=True))
+    too_far = math.hypot(*position) / MAX_DELAY_S
+    if too_far > 1:
+        position = tuple(a / too_far for a in position)
+    return replace(here, position=position, height_s=height_s)
+
+
+def _clipped(value: float, most: float) -> float:
+    return min(max(value, -most), most)

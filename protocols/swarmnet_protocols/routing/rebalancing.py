@@ -1,0 +1,309 @@
+"""Moves of hosts between blocks: a pure function of the claims of all hosts, of what a host saw before, the time, and a random source.
+
+All hosts that see the same claims draw the same conclusions from them (:class:`Outlook`), so no message beyond the claims is needed:
+
+1. Blocks without a host are filled at once. A plan names the hosts that move: those that leave no block without a host, and where these do
+   not suffice, neighbours of the gap shift towards it. Every host computes the same plan and acts on its own part.
+2. Else hosts move to raise the throughput. The swarm is short of hosts where a demand above the present throughput, though not above the
+   mean of all hosts, would not be served. A host moves only to blocks where much more of its time is of use at that demand; if it found so
+   for ``CONFIRM_S``; if it did not move in the last ``MOVE_PAUSE_S``; and with a chance such that together the hosts move at most as much
+   as is short from one look to the next, when they see what others announced.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.placement import choose_span, draw
+from swarmnet_protocols.routing.throughput import MAX_SPEED, ROUNDING, Claim, Supply, usual_speed
+
+LOOK_S = 30.0
+"""Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's intents."""
+CONFIRM_S = 150.0
+"""Seconds for which a host finds the same shortage before it moves: shorter ones are often records that are late."""
+MOVE_PAUSE_S = 3600.0
+"""Seconds after a move until a host moves again, unless a block has no host."""
+GAP_WAIT_S = 60.0
+"""Seconds after which hosts outside of the plan fill a gap, too: those of the plan may be gone, or may not do as it says."""
+GAP_PAUSE_S = 60.0
+"""Seconds after a move until a host moves to fill a gap."""
+DEAD_BAND = 0.05
+"""Share by which the throughput may be below the mean of all hosts without any move."""
+STEP = 0.25
+"""Share by which the demand that shows where hosts are missing is above the present throughput."""
+USEFUL = 0.5
+"""Share of a host's time, or of what is short, that must find more use elsewhere for it to move;"""
+RAISE = 0.1
+"""or share by which its move must raise the throughput, as only moves in small swarms do."""
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a host remembers from one look at the swarm to the next, in seconds of the clock of ``now``."""
+
+    moved_at: float = -math.inf
+    """When it last decided to move."""
+    target: tuple[int, int] | None = None
+    """The blocks where the last look found that it would help."""
+    target_since: float = math.inf
+    """The first of the latest looks that all found so."""
+    gap_since: float = math.inf
+    """The first of the latest looks that all found blocks without a host."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Blocks [start, end) for a host to serve in place of those that it serves, and the reason in one sentence for its owner.
+
+    ``fills_gap``: the model cannot be served without it. Then the host does not wait for its sessions, and leaves its blocks even if it is
+    their last host. Otherwise it first loads the new blocks, and leaves the old ones when it ``may_leave`` them.
+    """
+
+    start: int
+    end: int
+    reason: str
+    fills_gap: bool = False
+
+
+class Outlook:
+    """What every host concludes from the same claims, those of the host itself among them."""
+
+    def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
+        self.blocks = blocks
+        self.most = MAX_SPEED * usual_speed([claim for claim in claims if claim.settled])
+        intents = {claim.peer: claim for claim in claims if not claim.settled}
+        self.staying = [claim for claim in claims if claim.settled and claim.peer not in intents]
+        """Claims of the hosts that neither move nor join."""
+        self.placed = [*self.staying, *intents.values()]
+        """One claim of each host: where it will be when all that is announced is done."""
+        self.supply = Supply(blocks, self.placed, self.most)
+
+    @cached_property
+    def gaps(self) -> list[int]:
+        """The blocks without a host, present or announced."""
+        return [block for block, rate in enumerate(self.supply.rates()) if not rate]
+
+    @cached_property
+    def throughput(self) -> float:
+        return self.supply.throughput()
+
+    @cached_property
+    def is_balanced(self) -> bool:
+        """Whether no move of any host could raise the throughput clearly."""
+        return self.throughput >= (1 - DEAD_BAND) * self.supply.mean
+
+    @cached_property
+    def demand(self) -> float:
+        """Tokens per second that the swarm should serve next."""
+        return min(self.supply.mean, (1 + STEP) * self.throughput)
+
+    @cached_property
+    def served(self) -> float:
+        """Blocks per second that are served at this demand."""
+        return self.supply.served(self.demand)
+
+    @property
+    def short(self) -> float:
+        """Blocks per second that are missing at this demand."""
+        return self.blocks * self.demand - self.served
+
+    @cached_property
+    def holders(self) -> list[int]:
+        """The number of staying hosts of each block."""
+        return holders(self.staying, self.blocks)
+
+    @cached_property
+    def repairs(self) -> dict[PeerId, Claim]:
+        """The claims of the hosts that move to fill the gaps; none if no moves leave fewer blocks without a host."""
+        return _repairs(self)
+
+
+def should_move(
+    outlook: Outlook, mine: Claim, looks: Looks, *, length: int, now: float, rng: random.Random
+) -> tuple[Move | None, Looks]:
+    """The move for the host of ``mine``, a settled claim, or None; and what it has to remember until its next look.
+
+    ``length``: blocks that it can hold, at least as many as it does. Its move is not announced yet; it announces it at once, as a claim
+    that is not settled.
+    """
+    length = min(length, outlook.blocks)
+    if outlook.gaps:
+        looks = replace(looks, target=None, target_since=math.inf, gap_since=min(looks.gap_since, now))
+        move = _fill(outlook, mine, looks, length, now, rng) if now >= looks.moved_at + GAP_PAUSE_S else None
+        return move, replace(looks, moved_at=now) if move else looks
+    looks = replace(looks, gap_since=math.inf)
+    if outlook.is_balanced or now < looks.moved_at + MOVE_PAUSE_S:
+        return None, replace(looks, target=None, target_since=math.inf)
+    target, gain = _target(outlook, mine, looks.target, length, rng)
+    if target is None or target != looks.target:
+        return None, replace(looks, target=target, target_since=now if target else math.inf)
+    # So all hosts together move at most as much as is short, or one host, between two looks.
+    chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.supply.mean)
+    if now < looks.target_since + CONFIRM_S or rng.random() > chance:
+        return None, looks
+    reason = f"the swarm lacks hosts of these blocks: {gain:.0%} more of this machine's time is of use there"
+    return Move(*target, reason), replace(looks, moved_at=now, target=None, target_since=math.inf)
+
+
+def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
+    """Whether every block of ``mine`` has another host that serves it and does not move.
+
+    Of two hosts that would leave the same block at the same time, the one with the lower peer id may.
+    """
+    moving = {claim.peer for claim in claims if not claim.settled and claim.peer < mine.peer}
+    staying = [
+        claim for claim in claims if claim.settled and claim.peer != mine.peer and claim.peer not in moving
+    ]
+    return all(holders(staying, blocks)[max(mine.start, 0) : mine.end])
+
+
+def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
+    """The number of ``claims`` of each block."""
+    changes = [0] * (blocks + 1)
+    for claim in claims:
+        start, end = max(claim.start, 0), min(claim.end, blocks)
+        if start < end:
+            changes[start] += 1
+            changes[end] -= 1
+    counts, count = [], 0
+    for change in changes[:-1]:
+        count += change
+        counts.append(count)
+    return counts
+
+
+def _target(
+    outlook: Outlook, mine: Claim, last: tuple[int, int] | None, length: int, rng: random.Random
+) -> tuple[tuple[int, int] | None, float]:
+    """The span of the last look, if the host of ``mine`` would still help there, else the best of a few drawn at random; None if none helps.
+
+    And the share of the host's time that is of more use there.
+    """
+    speed = min(mine.blocks_per_s, outlook.most)
+    without = outlook.supply.copy()
+    without.add(mine.start, mine.end, -speed)
+
+    def gain(span: tuple[int, int]) -> tuple[float, float]:
+        """The throughput with the host on ``span``, and how many blocks per second more are served; 0 if that is not clear, or not safe."""
+        after = without.copy()
+        after.add(*span, speed)
+        more = after.served(outlook.demand) - outlook.served
+        if more <= 0 or not _is_safe(outlook, mine, *span):
+            return 0.0, 0.0
+        then = after.throughput()
+        is_useful = more >= USEFUL * min(speed, outlook.short) and then >= (1 - ROUNDING) * outlook.throughput
+        return (then, more) if is_useful or then >= (1 + RAISE) * outlook.throughput else (0.0, 0.0)
+
+    if last is not None and last[1] - last[0] == length and (known := gain(last)[1]):
+        return last, known / speed
+    gains = {
+        (start, start + length): gain((start, start + length)) for start in draw(outlook.blocks, length, rng)
+    }
+    best = max(gains, key=gains.__getitem__)
+    more = gains[best][1]
+    return (best if more else None), more / speed
+
+
+def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
+    """Whether all blocks of ``mine`` outside of [start, end) have another staying host."""
+    return all(
+        start <= block < end or outlook.holders[block] > 1
+        for block in range(max(mine.start, 0), min(mine.end, outlook.blocks))
+    )
+
+
+def _fill(
+    outlook: Outlook, mine: Claim, looks: Looks, length: int, now: float, rng: random.Random
+) -> Move | None:
+    """The move of the host of ``mine`` to fill a gap: by growing, as the plan says, or, if those of the plan do not move, by chance."""
+    gaps = set(outlook.gaps)
+    if length > mine.end - mine.start:
+        starts = range(max(mine.end - length, 0), min(mine.start, outlook.blocks - length) + 1)
+        start = max(starts, key=lambda start: len(gaps.intersection(range(start, start + length))))
+        if filled := len(gaps.intersection(range(start, start + length))):
+            return Move(
+                start,
+                start + length,
+                f"no host has {filled} of these blocks, next to those of this machine",
+                fills_gap=True,
+            )
+    if (repair := outlook.repairs.get(mine.peer)) is not None:
+        filled = len(gaps.intersection(range(repair.start, repair.end)))
+        reason = (
+            f"no host has {filled} of these blocks"
+            if filled
+            else "hosts shift towards blocks that no host has"
+        )
+        return Move(repair.start, repair.end, reason, fills_gap=True)
+    if now < looks.gap_since + GAP_WAIT_S or not _is_safe(outlook, mine, 0, 0) or rng.random() > 0.5:
+        return None
+    others = [claim for claim in outlook.placed if claim.peer != mine.peer]
+    choice = choose_span(others, blocks=outlook.blocks, length=length, rng=rng)
+    return Move(choice.start, choice.end, choice.reason, fills_gap=True)
+
+
+def _repairs(outlook: Outlook) -> dict[PeerId, Claim]:
+    """A plan that fills gaps with few moves: first hosts that leave no gap, then neighbours of a gap, each shifting towards it."""
+    blocks = outlook.blocks
+    placed = {
+        claim.peer: replace(claim, start=max(claim.start, 0), end=min(claim.end, blocks))
+        for claim in outlook.placed
+        if claim.start < blocks and claim.end > 0
+    }
+    movable = {claim.peer for claim in outlook.staying if claim.may_move}
+    before = dict(placed)
+    while not all(counts := holders(placed.values(), blocks)):
+        rates = Supply(blocks, placed.values(), outlook.most).rates()
+        spare = [
+            claim
+            for peer, claim in placed.items()
+            if peer in movable
+            and claim == before[peer]
+            and all(count > 1 for count in counts[claim.start : claim.end])
+        ]
+        if not spare:
+            break
+        claim = max(spare, key=lambda claim: (_rate_without(claim, rates, outlook.most), claim.peer))
+        del placed[claim.peer]
+        choice = choose_span(
+            [*placed.values()], blocks=blocks, length=claim.end - claim.start, rng=random.Random(claim.peer)
+        )
+        placed[claim.peer] = replace(claim, start=choice.start, end=choice.end)
+    if not all(counts):
+        left_first = _shifted(_shifted(placed, movable, blocks, 1), movable, blocks, -1)
+        right_first = _shifted(_shifted(placed, movable, blocks, -1), movable, blocks, 1)
+        complete = [plan for plan in (left_first, right_first) if all(holders(plan.values(), blocks))]
+        placed = min(complete, key=lambda plan: len(_changed(before, plan)), default=placed)
+    return _changed(before, placed)
+
+
+def _rate_without(claim: Claim, rates: Sequence[float], most: float) -> float:
+    """Tokens per second of the slowest block of ``claim`` without its host."""
+    own = min(claim.blocks_per_s, most) / (claim.end - claim.start)
+    return min(rates[claim.start : claim.end]) - own
+
+
+def _shifted(
+    placed: Mapping[PeerId, Claim], movable: Set[PeerId], blocks: int, direction: int
+) -> dict[PeerId, Claim]:
+    """The claims with each host that follows a gap moved to its beginning; from block 0 (``direction`` 1) or from the last block (-1)."""
+
+    def mirrored(claim: Claim) -> Claim:
+        return claim if direction > 0 else replace(claim, start=blocks - claim.end, end=blocks - claim.start)
+
+    shifted = dict(placed)
+    reached = 0
+    for claim in sorted(map(mirrored, placed.values()), key=lambda claim: (claim.start, claim.peer)):
+        end = claim.end
+        if claim.start > reached and claim.peer in movable:
+            end = reached + claim.end - claim.start
+            shifted[claim.peer] = mirrored(replace(claim, start=reached, end=end))
+        reached = max(reached, end)
+    return shifted
+
+
+def _changed(before: Mapping[PeerId, Claim], after: Mapping[PeerId, Claim]) -> dict[PeerId, Claim]:
+    return {peer: claim for peer, claim in after.items() if claim != before[peer]}

@@ -1,0 +1,156 @@
+"""A host moves where the swarm is short, after two looks; at once where a block has no host; and never away from a block that needs it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.rebalancing import (
+    CONFIRM_S,
+    GAP_PAUSE_S,
+    GAP_WAIT_S,
+    MOVE_PAUSE_S,
+    Looks,
+    Move,
+    Outlook,
+    may_leave,
+    should_move,
+)
+from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
+
+A, B, C, D = (PeerId(name) for name in "abcd")
+BLOCKS = 8
+SHORT = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 0, 4), Claim(D, 4, 8)]
+"""Blocks 4 to 8 have one host, the others three: a host of these raises the throughput from a quarter to a half."""
+
+
+def look(
+    claims: list[Claim], peer: PeerId, looks: Looks, now: float, seed: int = 0, length: int = 4
+) -> tuple[Move | None, Looks]:
+    [mine] = [claim for claim in claims if claim.peer == peer and claim.settled]
+    outlook = Outlook(claims, blocks=BLOCKS)
+    return should_move(outlook, mine, looks, length=length, now=now, rng=random.Random(seed))
+
+
+def moves(claims: list[Claim], peer: PeerId, looks: Looks = Looks(), seeds: int = 100) -> list[Move]:  # noqa: B008 - it is frozen
+    """The moves of 100 hosts that found a shortage long enough ago."""
+    found = []
+    for seed in range(seeds):
+        _, seen = look(claims, peer, looks, 0.0, seed)
+        move, _ = look(claims, peer, seen, CONFIRM_S, seed)
+        if move is not None:
+            found.append(move)
+    return found
+
+
+def test_a_host_with_time_to_spare_moves_where_hosts_are_missing_after_a_second_look() -> None:
+    move, looks = look(SHORT, A, Looks(), 0.0)
+    assert move is None
+    assert looks.target is not None
+    move, looks = look(SHORT, A, looks, CONFIRM_S - 1)
+    assert move is None
+    found = moves(SHORT, A)
+    assert not any(move.fills_gap for move in found)
+    for move in found:
+        assert throughput([Claim(A, move.start, move.end), *SHORT[1:]], BLOCKS) > 0.3
+    assert "lacks hosts of these blocks" in found[0].reason
+
+
+def test_between_two_looks_hosts_move_at_most_as_much_as_is_short() -> None:
+    claims = [Claim(PeerId(f"h{number:02}"), 0, 4) for number in range(50)]
+    claims += [Claim(PeerId(f"i{number:02}"), 4, 8) for number in range(30)]
+    share = len(moves(claims, claims[0].peer, seeds=400)) / 400
+    assert 2 < share * 50 <= 10, "ten of the first make both halves equal"
+
+
+def test_a_shortage_that_is_gone_at_the_second_look_is_forgotten() -> None:
+    _, looks = look(SHORT, A, Looks(), 0.0)
+    even = [*SHORT[:2], Claim(C, 4, 8), SHORT[3]]
+    _, looks = look(even, A, looks, 60.0)
+    assert looks == Looks()
+
+
+def test_an_announced_move_counts_as_done() -> None:
+    assert not moves([*SHORT, Claim(C, 4, 8, settled=False)], A)
+
+
+def test_a_host_moves_once_an_hour() -> None:
+    assert not moves(SHORT, A, Looks(moved_at=CONFIRM_S - MOVE_PAUSE_S + 1))
+    assert moves(SHORT, A, Looks(moved_at=-MOVE_PAUSE_S))
+
+
+def test_the_last_host_of_a_block_stays() -> None:
+    claims = [Claim(A, 0, 4, 10.0), Claim(B, 1, 4, 10.0), Claim(C, 1, 4, 10.0), Claim(D, 4, 8)]
+    assert not moves(claims, A)
+    assert moves(claims, B)
+
+
+def test_a_balanced_swarm_is_left_alone() -> None:
+    for peer in (A, B):
+        assert not moves([Claim(A, 0, 4), Claim(B, 4, 8, 0.96)], peer)
+
+
+def test_a_gap_is_filled_at_once_by_one_of_the_hosts_that_can_be_spared() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
+    found = {peer: look(claims, peer, Looks(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)}
+    [move] = [move for move in found.values() if move]
+    assert (move.start, move.end, move.fills_gap) == (4, 8, True)
+    assert "no host has 2 of these blocks" in move.reason
+
+
+def test_hosts_shift_towards_a_gap_if_none_can_be_spared() -> None:
+    claims = [Claim(A, 2, 5), Claim(B, 4, 7), Claim(C, 5, 8)]
+    found = {peer: look(claims, peer, Looks(), 0.0, length=3)[0] for peer in (A, B, C)}
+    after = [
+        replace(claim, start=move.start, end=move.end) if (move := found[claim.peer]) else claim
+        for claim in claims
+    ]
+    assert throughput(after, BLOCKS) > 0
+    assert found[C] is None, "the fewest hosts move"
+
+
+def test_a_host_whose_owner_named_its_blocks_is_not_part_of_the_plan() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 0, 4, may_move=False), Claim(C, 4, 6)]
+    assert set(Outlook(claims, blocks=BLOCKS).repairs) == {A}
+
+
+def test_a_host_with_more_memory_grows_over_a_gap_beside_it() -> None:
+    move, _ = look([Claim(A, 0, 5), Claim(B, 0, 3)], A, Looks(), 0.0, length=8)
+    assert move is not None
+    assert (move.start, move.end, move.fills_gap) == (0, 8, True)
+
+
+def test_other_hosts_fill_a_gap_if_those_of_the_plan_do_not() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
+    [idle] = {A, B} - set(Outlook(claims, blocks=BLOCKS).repairs)
+    looks = Looks(gap_since=0.0)
+    assert not any(look(claims, idle, looks, GAP_WAIT_S - 1, seed)[0] for seed in range(20))
+    assert any(look(claims, idle, looks, GAP_WAIT_S, seed)[0] for seed in range(20))
+    assert not any(look(claims, C, looks, GAP_WAIT_S, seed, length=2)[0] for seed in range(20)), (
+        "the last host of its blocks"
+    )
+
+
+def test_a_host_fills_gaps_one_after_another() -> None:
+    claims = [Claim(A, 0, 4), Claim(C, 0, 4, may_move=False)]
+    assert look(claims, A, Looks(moved_at=0.0), GAP_PAUSE_S - 1)[0] is None
+    move, looks = look(claims, A, Looks(moved_at=0.0), GAP_PAUSE_S)
+    assert move is not None
+    assert looks.moved_at == GAP_PAUSE_S
+
+
+def test_of_two_hosts_that_leave_a_block_at_once_one_waits() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(A, 4, 8, settled=False), Claim(B, 4, 8, settled=False)]
+    assert may_leave(claims, claims[0], blocks=BLOCKS)
+    assert not may_leave(claims, claims[1], blocks=BLOCKS)
+
+
+def test_a_host_that_still_loads_its_blocks_lets_no_other_leave_them() -> None:
+    assert not may_leave([Claim(A, 0, 4), Claim(B, 0, 4, settled=False)], Claim(A, 0, 4), blocks=BLOCKS)
+
+
+@pytest.mark.parametrize("announced", [MAX_SPEED, 1e9])
+def test_an_announced_speed_counts_as_ten_medians_at_most(announced: float) -> None:
+    claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(15)] + [Claim(D, 4, 8, announced)]
+    assert Outlook(claims, blocks=BLOCKS).throughput == 2.5
