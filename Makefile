@@ -47,7 +47,7 @@ types-windows: $(INSTALLED)
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 # Slow tests mostly wait, for processes to start and for timeouts, so those that compute fill the cores beside them. `nice` keeps the cores
-# for the slow ones, whose processes must start in time: of the others none depends on how fast it is.
+# for the slow ones, whose processes must start in time (nodes have a niceness of 10): of the others none depends on how fast it is.
 test: lint browser
 	$(MAKE) --no-print-directory -j 2 fast slow
 	$(MAKE) --no-print-directory alone
@@ -59,7 +59,7 @@ fast slow: export OMP_NUM_THREADS = 1
 
 # Many tests of defences wait for a timeout, so four tests run at once on any machine.
 fast: $(INSTALLED)
-	nice -n 10 $(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+	nice -n 19 $(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
 
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)

@@ -159,7 +159,7 @@ def test_two_cards_host_more_blocks_than_one() -> None:
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> "start._Loaded":
-    """What a node of a tiny gguf model decides on a card of which so many bytes are used. Outside its hours it loads nothing."""
+    """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its hours it loads nothing."""
     monkeypatch.setattr(devices, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
     config = start.NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),
