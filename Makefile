@@ -89,6 +89,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover
 	$(BIN)/python -m tests.bench.wan_decode
+	$(BIN)/python -m tests.bench.speculation
 	$(BIN)/python -m tests.bench.nat
 	$(BIN)/python -m tests.bench.transports
 	$(BIN)/python -m tests.bench.tuning
