@@ -45,6 +45,19 @@ GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
 }
+QWEN3_VL: dict[str, Any] = {
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+}
+QWEN3_5: dict[str, Any] = {
+    **GATED_DELTA,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -187,12 +200,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "text_config": {
                 **TEXT,
+                **QWEN3_VL,
                 "model_type": "qwen3_vl_text",
-                "rope_scaling": {
-                    "mrope_interleaved": True,
-                    "mrope_section": [2, 1, 1],
-                    "rope_type": "default",
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -206,13 +215,9 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
+                **QWEN3_VL,
                 **EXPERTS,
                 "model_type": "qwen3_vl_moe_text",
-                "rope_scaling": {
-                    "mrope_interleaved": True,
-                    "mrope_section": [2, 1, 1],
-                    "rope_type": "default",
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -226,15 +231,8 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
-                **GATED_DELTA,
+                **QWEN3_5,
                 "model_type": "qwen3_5_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e7,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_interleaved": True,
-                    "mrope_section": [1, 1, 0],
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -248,17 +246,10 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
-                **GATED_DELTA,
+                **QWEN3_5,
                 **EXPERTS,
                 "shared_expert_intermediate_size": 16,
                 "model_type": "qwen3_5_moe_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e7,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_interleaved": True,
-                    "mrope_section": [1, 1, 0],
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -516,6 +507,25 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 0.5,
             "use_qk_norm": True,
         },
+    ),
+    "granitemoe": Family(
+        "Granite 3 MoE 1B, 3B, PowerMoE",
+        "GraniteMoeForCausalLM",
+        {
+            **TEXT,
+            "model_type": "granitemoe",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "olmoe": Family(
+        "OLMoE 1B-7B",
+        "OlmoeForCausalLM",
+        {**TEXT, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
     ),
     "minimax_m2": Family(
         "MiniMax-M2",
