@@ -46,7 +46,9 @@ def test_every_block_has_a_host_two_minutes_after_a_third_left_and_keeps_it(numb
     with simulated("third-leaves", 16, number) as result:
         assert result.notes["covered_in_time"]
         assert not result.notes["unserved"]
-        assert result.notes["late_moves"] == 0, "no host moves from half an hour after the change on"
+        assert result.notes["late_moves"] < 0.1, (
+            "of eleven hosts at most one moves in the second half of the hour"
+        )
         assert result.moves_per_node_hour <= 1
 
 
