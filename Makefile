@@ -12,7 +12,7 @@ QUICK := --quiet --no-compile --constraint constraints.txt
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install browser lint types types-windows test defences fuzz audit demo bench proto
+.PHONY: install browser lint types types-windows test fast slow alone defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -46,16 +46,28 @@ types: $(INSTALLED)
 types-windows: $(INSTALLED)
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
-# Their many processes would each compile what they import of ours, where the environment has Python keep no bytecode.
-test: export PYTHONDONTWRITEBYTECODE =
+# Slow tests mostly wait, for processes to start and for timeouts, so those that compute fill the cores beside them. `nice` keeps the cores
+# for the slow ones, whose processes must start in time (nodes have a niceness of 10): of the others none depends on how fast it is.
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -n logical --maxprocesses 4 --dist worksteal -m "not slow and not net and not defences" $(PYTEST_ARGS) $(OR_NONE)
-	$(MAKE) --no-print-directory defences
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
-	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+	$(MAKE) --no-print-directory -j 2 fast slow
+	$(MAKE) --no-print-directory alone
 	@echo "lint, types and tests: all good"
 
-# Each test of a defence, seen to fail with the defence switched off. Many wait for a timeout, so four run at once on any machine.
+# Their many processes would each compile what they import of ours, where the environment has Python keep no bytecode.
+fast slow alone: export PYTHONDONTWRITEBYTECODE =
+fast slow: export OMP_NUM_THREADS = 1
+
+# Many tests of defences wait for a timeout, so four tests run at once on any machine.
+fast: $(INSTALLED)
+	nice -n 19 $(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+
+alone: $(INSTALLED)
+	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+
+# Each test of a defence, seen to fail with the defence switched off; `fast` has them, too.
 defences: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_defences.py -n 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
 
@@ -77,6 +89,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover
 	$(BIN)/python -m tests.bench.wan_decode
+	$(BIN)/python -m tests.bench.speculation
 	$(BIN)/python -m tests.bench.nat
 	$(BIN)/python -m tests.bench.transports
 	$(BIN)/python -m tests.bench.tuning

@@ -1,15 +1,17 @@
 """One thread for every test, and options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
 
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from hypothesis import settings
 
+from swarmnet_protocols.machine import native_code
 from tests.support.audit import sitecustomize
 from tests.support.in_parts import Parts
 
@@ -33,6 +35,25 @@ def watched() -> Iterator[None]:
     sitecustomize.install(_refuse, sitecustomize.UNPICKLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Native code of a test's own cache directory is copied from one that all tests share, if it was compiled there. Compiling takes half a
+    second of a core, and hundreds of tests have a cache directory of their own.
+    """
+    shared, real = pytestconfig.rootpath / ".pytest_cache" / "native", native_code._built
+
+    def built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
+        library = real(source, headers, shared, compiler)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / library.name).exists():
+            shutil.copyfile(library, folder / library.name)
+        return real(source, headers, folder, compiler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_code, "_built", built)
         yield
 
 

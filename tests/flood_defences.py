@@ -166,7 +166,7 @@ FLOODS = (
     Defence(
         "report streams of a peer are limited",
         count_only,
-        lambda _: test_node_reports.test_one_asker_has_so_many_streams_and_a_quiet_one_ends(),
+        lambda _: test_node_reports.test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle(),
     ),
     Defence(
         "reports are sent at a limited rate",

@@ -161,7 +161,7 @@ ISSUER = (
     Defence(
         "only the authority and issuers invite",
         replacing(Rules, "trusts", yes),
-        of_an_issuer(test_issuer.test_invites_that_do_not_count),
+        of_an_issuer(test_issuer.test_an_invite_of_another_key_or_swarm_or_after_its_end_is_refused),
     ),
     Defence(
         "a revoked peer gets no certificate",

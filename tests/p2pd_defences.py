@@ -110,6 +110,8 @@ P2PD = (
     Defence(
         "contacts in a DHT answer are limited",
         replacing(dht_contacts, "MAX_CONTACTS", 1 << 30),
-        lambda _: test_dht_contacts.test_an_answer_has_so_many_and_none_is_too_large(),
+        lambda _: (
+            test_dht_contacts.test_of_an_answer_a_limited_number_of_contacts_is_learned_and_none_that_is_too_large()
+        ),
     ),
 )

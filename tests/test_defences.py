@@ -60,7 +60,6 @@ FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, 
 """The errors of a failed test. Any other error is a mistake in the table."""
 
 
-@pytest.mark.defences
 @pytest.mark.parametrize("defence", DEFENCES, ids=lambda each: each.name)
 def test_the_test_of_a_defence_fails_without_it(
     defence: Defence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

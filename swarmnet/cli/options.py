@@ -175,6 +175,13 @@ MaxDiskOption = Annotated[
         show_default="no limit",
     ),
 ]
+SpeculateOption = Annotated[
+    bool,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Send drafts of the next tokens along, so that one trip around the chain may bring several. Answers are the same.",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(

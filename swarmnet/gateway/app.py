@@ -268,6 +268,7 @@ class Gateway:
                         sampling,
                         frozenset() if body.ignore_eos else self.engine.end_ids,
                         owner=key,
+                        speculate=self.engine.speculates,
                     )
                 )
         return requests

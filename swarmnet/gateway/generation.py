@@ -40,6 +40,8 @@ class Generation:
         self.generated_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
+        self.trips = 0
+        """Steps around chains that brought tokens of the finished choices."""
         self._engine = engine
         self._requests = requests
         self._stops = stops
@@ -116,6 +118,7 @@ class Generation:
                     self._put(Delta(index, text, tuple(pending)))
                     pending = []
             self.cached_tokens += answer.reused
+            self.trips += answer.trips
         if not stops.found:
             text = stops.push(detokenizer.flush())
             text += stops.flush()

@@ -124,12 +124,14 @@ def _concatenated(deltas: Sequence[Delta]) -> Delta:
 
 
 def usage_of(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object of a generation."""
+    """OpenAI's usage object of a generation, and its trips around chains, of which speculation needs fewer than there are tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generation.generated_tokens,
         "total_tokens": prompt_tokens + generation.generated_tokens,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "trips": generation.trips,
+        "tokens_per_trip": round(generation.generated_tokens / max(1, generation.trips), 2),
     }
 
 

@@ -14,12 +14,12 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.bench.generating_process import timed_generate
+from tests.support.commands import TIMEOUT_S
 from tests.support.faults import At, Strike, kill, resume, stop
 from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
@@ -28,8 +28,9 @@ from tests.support.wan import Uplink, WanSwarm, wan_swarm
 SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24
 CUT_TOKENS = 160
-"""Enough that the answer lasts until the host that computes is found and cut off."""
-LOOK_S, LOOKS = 0.2, 5
+"""Enough that the answer lasts until the node that computes it is known and cut off, on a machine of any speed."""
+TOKENS_PER_LOOK, LOOKS = 3, 4
+"""More than one token for each look: the node may have computed the next one when it is looked at."""
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
 """Without the replay."""
 
@@ -50,12 +51,20 @@ def faulted(
     return stall_s, tokens
 
 
-def computing(nodes: Iterable[NodeProcess]) -> str:
-    """The one of them that computes the answer: tokens are added in each of several looks. The witness of an audit computes once."""
+def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
+    """The name of the node that computes the answer of ``run``: it has computed more in each of several looks. The witness of an audit
+    computes once.
+    """
     before = {node: node.status.tokens for node in nodes}
     looks = dict.fromkeys(before, 0)
     while True:
-        time.sleep(LOOK_S)
+        printed = len(run.events)
+        while len(run.events) < printed + TOKENS_PER_LOOK:
+            if run.process.poll() is not None:
+                raise RuntimeError(
+                    f"the answer ended before the node that computes it was known: {run.finish()}"
+                )
+            run.wait_for_more(timeout_s=TIMEOUT_S)
         for node, tokens in before.items():
             before[node] = node.status.tokens
             looks[node] = looks[node] + 1 if before[node] > tokens else 0
@@ -67,7 +76,7 @@ def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int], float]:
     """The same for a run whose middle hop is cut off once the answer has begun, and how long its first token took."""
     with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
         run.wait("token")
-        used = computing(node for name, node in lab.swarm.nodes.items() if name.startswith("10-20"))
+        used = computing(run, (node for name, node in lab.swarm.nodes.items() if name.startswith("10-20")))
         lab.hosts[used].cut()
         code, answer = run.finish()
     lab.hosts[used].heal()

@@ -138,6 +138,23 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 ],
             ),
         ],
+        "speculation": [
+            Headline(
+                "edited code with speculation",
+                "tokens a trip",
+                "at least 2.5",
+                key("tokens_per_trip", kind="edit code"),
+            ),
+            Headline(
+                "summaries with speculation",
+                "tokens a trip",
+                "at least 2.5",
+                key("tokens_per_trip", kind="summarise"),
+            ),
+            Headline(
+                "chat with speculation", "tokens a trip", "at least 1.3", key("tokens_per_trip", kind="chat")
+            ),
+        ],
         "perplexity": [
             Headline(
                 "perplexity of blocks quantised at load to 8 bits",

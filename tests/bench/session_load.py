@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--bootstrap", action="append", default=[])
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--positions", type=int, default=4096)
-    parser.add_argument("--blocks", type=int, default=30, help="sessions go through the first so many")
+    parser.add_argument(
+        "--blocks", type=int, default=30, help="number of blocks, from block 0 on, that sessions use"
+    )
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

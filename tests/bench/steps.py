@@ -2,8 +2,8 @@
 
     python -m tests.bench.steps [--blocks 10] [--rounds 9] [--threads 2] [--contexts 64 2048]
 
-Medians in milliseconds. ``sequences``: one new position of so many sequences; ``chunk``: so many positions of one. All have a
-context of so many positions before. Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line
+Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``: this many positions of one
+sequence. Before them, each has a context of a given number of positions. Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line
 for each context.
 """
 

@@ -489,7 +489,7 @@ def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.Captu
 
 
 def fill(peer: Peer, keys: int) -> list[bytes]:
-    """Records of strangers up to the limit under each of so many keys, put into the storage of ``peer``."""
+    """Records of strangers under ``keys`` keys, up to the limit of each, put into the storage of ``peer``."""
     from hivemind.dht.routing import DHTID
 
     storage, expires_at = peer.node.protocol.storage, wall_clock() + 600

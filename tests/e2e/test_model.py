@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.core_lock import FileCoreLock
@@ -112,7 +118,7 @@ def test_scores_are_those_of_the_local_model(tiny: TinySwarm) -> None:
 @pytest.mark.parametrize("speculation", ["prompt lookup", "assistant"])
 def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: str) -> None:
     prompts = [PROMPTS[2] * 4]
-    options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}  # transformers' own loops
     if speculation == "assistant":
         options = {"assistant_model": tiny.reference.model}
     expected = generate(tiny.reference.model, prompts)
@@ -120,6 +126,39 @@ def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: st
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
     if speculation == "assistant":  # which here is always right
         assert tiny.status.forwards - before < TOKENS
+
+
+class _Repeats(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Makes the token of three positions before likelier: the tiny model's own choices never repeat themselves."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raised = scores.clone()
+        raised[:, input_ids[0, -3]] += 6
+        return raised
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_speculation_needs_fewer_trips_for_the_same_tokens(tiny: TinySwarm, do_sample: bool) -> None:
+    answers, trips = [], []
+    for speculate in (False, True):
+        for seed in range(3):
+            options = {
+                "do_sample": do_sample,
+                **({"temperature": 0.7} if do_sample else {}),
+                "max_new_tokens": 40,
+                "speculate": speculate,
+            }
+            answer = generate(
+                tiny.model,
+                [PROMPTS[2]],
+                seed=seed,
+                logits_processor=LogitsProcessorList([_Repeats()]),
+                **options,
+            )
+            answers.append(answer.tolist())
+            trips.append(tiny.model.last_run.trips)
+    assert answers[:3] == answers[3:]
+    assert sum(trips[3:]) < 0.8 * sum(trips[:3])
 
 
 # ---- forward ---------------------------------------------------------------------------------------------

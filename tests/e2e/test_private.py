@@ -176,7 +176,7 @@ def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSw
         assert any(canary in place.read_bytes() for canary in canaries), "what is looked for is found"
 
 
-def test_strangers_are_told_that_they_are_none_of_us(private: PrivateSwarm) -> None:
+def test_strangers_are_told_that_they_are_no_members(private: PrivateSwarm) -> None:
     published = shutil.copy(Path(private.swarm, "swarm.toml"), private.directory / "published.toml")
     arguments = (
         "run",

@@ -143,7 +143,7 @@ def test_the_estimates_of_honest_peers_are_near_the_true_delays() -> None:
 
 
 def test_a_third_of_liars_moves_the_estimates_of_honest_peers_little() -> None:
-    """The median error is 0.6, and 7 if a step has no bound."""
+    """The median error is 0.6, and 11 if a step has no bound."""
     liars = PEERS * 3 // 10
     assert median(errors(*settled(liars), first=liars)) < 1.0
 

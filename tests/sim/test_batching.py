@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmnet_client.batching.continuous_batching import Batcher, Busy, Limits
-from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer
+from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.support.batching import all_answered, answered, batcher, head_of, request
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -88,6 +88,62 @@ def test_a_node_that_dies_changes_no_answer(reference: Reference, moment: int) -
     assert failovers == 1
     assert disturbed == undisturbed
     assert undisturbed[:6] == [reference.greedy(list(each.ids), TOKENS) for each in wanted[:6]]
+
+
+def repetitive(count: int, tokens: int = 40) -> list[Request]:
+    """Requests whose answers repeat themselves, with a few surprises: by biases, as the tiny model's own choices never do."""
+    biases = tuple((token, 6.0) for token in (11, 12, 13))
+    styles = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    ]
+    return [
+        request(ids, tokens, seed=number, biases=biases, **styles[number % len(styles)])
+        for number, ids in enumerate(prompts(count))
+    ]
+
+
+def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference) -> None:
+    async def scenario(lab: Lab, *, speculate: bool) -> list[tuple[list[int], int]]:
+        await start(lab)
+        async with batcher(lab) as (running, _):
+            found = []
+            for wanted in repetitive(6):
+                async with running.answer(replace(wanted, speculate=speculate)) as answer:
+                    found.append(([token.id async for token in answer], answer.trips))
+            return found
+
+    plain = simulate(reference, lambda lab: scenario(lab, speculate=False))
+    fewer = simulate(reference, lambda lab: scenario(lab, speculate=True))
+    assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in fewer]
+    assert all(trips == len(tokens) for tokens, trips in plain)
+    assert sum(trips for _, trips in fewer) < 0.8 * sum(trips for _, trips in plain)
+
+
+@pytest.mark.parametrize("moment", [3, 9, 20])
+def test_a_node_that_dies_changes_no_speculative_answer(reference: Reference, moment: int) -> None:
+    wanted = repetitive(6)
+
+    async def scenario(lab: Lab, *, fails: bool) -> tuple[list[list[int]], int]:
+        await start(lab)
+        await lab.start("b2", lab.hosting((2, 4)))
+        async with batcher(lab) as (running, _):
+
+            def strike(answer: Answer) -> None:
+                if fails and len(answer.ids) >= moment and running.failovers == 0:
+                    (group,) = running._groups
+                    lab.network.crash(group.report.route[1][0])
+
+            first = answered(running, wanted[0], strike)
+            rest = all_answered(running, wanted[1:])
+            one, others = await asyncio.gather(first, rest)
+            return [one, *others], running.failovers
+
+    undisturbed, _ = simulate(reference, lambda lab: scenario(lab, fails=False))
+    disturbed, failovers = simulate(reference, lambda lab: scenario(lab, fails=True))
+    assert failovers >= 1
+    assert disturbed == undisturbed
 
 
 def test_a_seeded_answer_does_not_depend_on_other_requests(reference: Reference) -> None:

@@ -231,7 +231,7 @@ def test_parameters_that_change_nothing_are_accepted(tiny: Reference) -> None:
     assert served(tiny, scenario) == [200, 200]
 
 
-def test_other_refusals(tiny: Reference) -> None:
+def test_invalid_requests_are_refused_with_the_codes_of_openai(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         http = caller.http
         nothing = await http.get("/v1/nothing")

@@ -90,7 +90,7 @@ def test_a_member_notices_that_its_certificate_ended() -> None:
 
 
 def test_a_revocation_spreads_to_all_who_are_connected() -> None:
-    """Along a line of members each of whom has met its neighbours: the revoked one is at its end."""
+    """The members stand in a line and each has met its neighbours; the revoked one is at the end."""
 
     async def scenario(world: World) -> None:
         line = [await world.member(f"member {number}") for number in range(8)]

@@ -54,7 +54,7 @@ class Attacker:
     async def fill_sessions(
         self, peers: int, each: int, *, positions: int = 0
     ) -> list[asyncio.Task[Refused | None]]:
-        """Open sessions; with ``positions``, each has brought one step of so many."""
+        """Open sessions; with ``positions``, each has sent one step of this many positions."""
         ends = []
         for _ in range(peers):
             stranger = await self.stranger()

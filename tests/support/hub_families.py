@@ -45,6 +45,19 @@ GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
 }
+QWEN3_VL: dict[str, Any] = {
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+}
+QWEN3_5: dict[str, Any] = {
+    **GATED_DELTA,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -187,12 +200,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "text_config": {
                 **TEXT,
+                **QWEN3_VL,
                 "model_type": "qwen3_vl_text",
-                "rope_scaling": {
-                    "mrope_interleaved": True,
-                    "mrope_section": [2, 1, 1],
-                    "rope_type": "default",
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -206,13 +215,9 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
+                **QWEN3_VL,
                 **EXPERTS,
                 "model_type": "qwen3_vl_moe_text",
-                "rope_scaling": {
-                    "mrope_interleaved": True,
-                    "mrope_section": [2, 1, 1],
-                    "rope_type": "default",
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -226,15 +231,8 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
-                **GATED_DELTA,
+                **QWEN3_5,
                 "model_type": "qwen3_5_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e7,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_interleaved": True,
-                    "mrope_section": [1, 1, 0],
-                },
             },
             "vision_config": QWEN_VISION,
         },
@@ -248,17 +246,10 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 1001,
             "text_config": {
                 **TEXT,
-                **GATED_DELTA,
+                **QWEN3_5,
                 **EXPERTS,
                 "shared_expert_intermediate_size": 16,
                 "model_type": "qwen3_5_moe_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e7,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_interleaved": True,
-                    "mrope_section": [1, 1, 0],
-                },
             },
             "vision_config": QWEN_VISION,
         },

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.source_code import PACKAGES, ROOT, sources
 
 SMALL = 3
-"""A folder of so many modules needs no README: the one above names them."""
+"""A folder of at most this many modules needs no README: the one above names them."""
 _HEADER = "| | |\n|---|---|\n"
 
 

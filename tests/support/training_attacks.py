@@ -118,31 +118,31 @@ async def _train(job: Job, folder: Path, bad: int, attack: Attack, rules: Rules)
     past: list[Tensor] = []
     excluded: list[Mapping[PeerId, str]] = []
     async with TrainingLab(WORKERS, rules=rules) as lab:
-        for number in range(job.job.rounds):
-            honest = torch.stack([_work(replica, number, slot) for slot, replica in enumerate(replicas)])
+        for round in range(job.job.rounds):
+            honest = torch.stack([_work(replica, round, slot) for slot, replica in enumerate(replicas)])
             sent = torch.cat([attack(honest, bad, past), honest[bad:]])
             past.append(honest)
-            outcomes = await _exchange(lab, number, sent, bad)
+            outcomes = await _exchange(lab, round, sent, bad)
             average = outcomes[-1].average
             assert average is not None, outcomes[-1].reason
             for replica, outcome in zip(replicas, outcomes, strict=True):
                 assert outcome.average is not None, outcome.reason
                 assert torch.equal(outcome.average, average)
-                replica.apply(number, Average(average, tuple(lab.peers)))
+                replica.apply(round, Average(average, tuple(lab.peers)))
             excluded.append(dict(outcomes[-1].excluded))
         return Trained(replicas[-1].evaluate()[0], tuple(excluded), frozenset(lab.peers[:bad]))
 
 
-def _work(replica: Replica, number: int, slot: int) -> Tensor:
-    replica.steps(number, slot, 0, replica.method.steps_per_round)
-    return replica.contribution(number, slot)[0]
+def _work(replica: Replica, round: int, slot: int) -> Tensor:
+    replica.steps(round, slot, 0, replica.method.steps_per_round)
+    return replica.contribution(round, slot)[0]
 
 
-async def _exchange(lab: TrainingLab, number: int, sent: Tensor, bad: int) -> list[Outcome]:
+async def _exchange(lab: TrainingLab, exchange_number: int, sent: Tensor, bad: int) -> list[Outcome]:
     codecs = [UNCHECKED] * bad + [get_codec("float32")] * (WORKERS - bad)
     return await asyncio.gather(
         *(
-            lab.exchanges[peer].average(number, lab.members(), values, weight=1.0, codec=codec)
+            lab.exchanges[peer].average(exchange_number, lab.members(), values, weight=1.0, codec=codec)
             for peer, values, codec in zip(lab.peers, sent, codecs, strict=True)
         )
     )

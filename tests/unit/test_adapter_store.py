@@ -97,7 +97,7 @@ def test_a_full_store_drops_the_least_recently_used_adapter_of_any_client() -> N
     with_store(talk)
 
 
-def test_items_in_use_stay() -> None:
+def test_stored_parts_in_use_are_not_evicted() -> None:
     async def talk(store: BoundedStore) -> None:
         for number in range(4):
             put(store, ALICE, number)
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_not_used_for_long_is_dropped() -> None:
     with_store(talk)
 
 
-def test_bytes_in_flight_count() -> None:
+def test_uploads_in_progress_count_as_stored_bytes() -> None:
     async def talk(store: BoundedStore) -> None:
         with store.reserve(store.scope(ALICE), 3 * SIZE), store.reserve(store.scope(ALICE), 2 * SIZE):
             assert store.nbytes == 5 * SIZE

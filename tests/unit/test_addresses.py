@@ -23,7 +23,7 @@ PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
         "/dns4/node.example.org/tcp/31337",
     ],
 )
-def test_addresses_people_use(address: str) -> None:
+def test_usual_addresses_are_accepted(address: str) -> None:
     check_listen_address(address)
     check_peer_address(f"{address}/p2p/{PEER_ID}")
 

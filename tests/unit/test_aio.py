@@ -10,7 +10,7 @@ from tests.support.virtual_time import VirtualLoop, run
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_messages_that_arrived_while_the_process_was_stopped_are_in_time(turns: int) -> None:
-    """The loop sees that time is over, and only so many turns later, as the order of its work may be, what came."""
+    """The result arrives ``turns`` iterations of the loop after the timeout, as may happen with any order of its callbacks."""
 
     async def main() -> bytes:
         reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()

@@ -237,7 +237,7 @@ def test_programs_are_told_the_same(
 
 
 @pytest.mark.parametrize("typed", IN_A_PROCESS)
-def test_a_process_ends_so(typed: str) -> None:
+def test_a_process_ends_with_the_exit_code_and_without_a_traceback(typed: str) -> None:
     done = subprocess.run(
         [*SWARMNET, *shlex.split(typed)], capture_output=True, text=True, check=False, env={**os.environ}
     )

@@ -143,7 +143,7 @@ def test_a_bug_shows_its_traceback_only_on_request(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["--version"]) == 0
     assert capsys.readouterr().out.startswith("swarmnet ")
 

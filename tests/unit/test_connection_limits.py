@@ -70,7 +70,7 @@ def test_in_all_those_from_where_most_come_from_go_first() -> None:
     assert len(left) == 16
 
 
-def test_in_all_those_at_work_stay() -> None:
+def test_connections_of_peers_at_work_stay_when_strangers_exceed_the_limit_of_all() -> None:
     known = [each for net in range(4) for each in connections(f"10.1.{net}.1", 4, since=100.0)]
     strangers = [each for net in range(40) for each in connections(f"203.0.{net}.1", 1)]
     assert kept([*strangers, *known], known=known) == peers(known)

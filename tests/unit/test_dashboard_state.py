@@ -123,7 +123,7 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
         ([3, 2, 3, 3], "every block has a host, and another one here raises the swarm's throughput by 100%"),
     ],
 )
-def test_the_reason_of_advice(replicas: list[int], reason: str) -> None:
+def test_advice_names_the_reason_for_its_blocks(replicas: list[int], reason: str) -> None:
     hosts = [("p", {"blocks": [0, 4], "step_s": None, "state": "online"})]
     assert advice(replace(MODEL, blocks=4), ("swarm.toml",), hosts, replicas)["reason"] == reason
 

@@ -82,7 +82,7 @@ def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits_and_12_in_bfloat
         assert one_more + CONTEXT_BYTES > MOST_SHARE * 24 * GIB
 
 
-def test_weights_are_expanded_when_all_wanted_blocks_fit_so() -> None:
+def test_weights_are_expanded_when_all_wanted_blocks_then_fit() -> None:
     needs = llama_70b()
     few = place([card(24 * GIB)], needs, wanted=10, is_fixed=True, cache_bytes=GIB, most=None)
     assert (few.total, few.packed) == (10, False)
@@ -159,7 +159,7 @@ def test_two_cards_host_more_blocks_than_one() -> None:
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> "start._Loaded":
-    """What a node of a tiny gguf model decides on a card of which so many bytes are used. Outside its hours it loads nothing."""
+    """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its hours it loads nothing."""
     monkeypatch.setattr(devices, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
     config = start.NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),

@@ -31,7 +31,9 @@ def test_pytorch_is_told_what_share_of_a_gpu_it_may_take(
 
 
 @pytest.mark.parametrize(("most", "share"), [(None, 0.95), (0.5, 0.5), (4 * GIB, 0.5)])
-def test_metal_is_told_too(monkeypatch: pytest.MonkeyPatch, most: float | None, share: float) -> None:
+def test_a_memory_limit_is_passed_to_metal(
+    monkeypatch: pytest.MonkeyPatch, most: float | None, share: float
+) -> None:
     told: list[float] = []
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 8 * GIB)
     monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", told.append)

@@ -90,7 +90,7 @@ def test_a_record_of_something_else_is_no_contact() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
-def test_an_answer_has_so_many_and_none_is_too_large() -> None:
+def test_of_an_answer_a_limited_number_of_contacts_is_learned_and_none_that_is_too_large() -> None:
     world = World()
     bob = world.contacts(BOB)
     many = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,11 @@ NEW_TOKENS = 6
 
 
 class Hops:
-    """Hops that host the blocks between ``cuts``, and the sequences that they compute."""
+    """The hops of a chain, one for each stage, and the sequences that they compute."""
 
-    def __init__(
-        self, model: LocalModel, local_layers: LocalLayers, cuts: tuple[int, ...], sequences: int
-    ) -> None:
-        bounds = (0, *cuts, model.manifest.blocks)
-        self.stages = [
-            Stage.load(model, start, end, dtype=torch.float32, device=CPU)
-            for start, end in itertools.pairwise(bounds)
-        ]
-        self.caches = [[stage.new_sequence() for stage in self.stages] for _ in range(sequences)]
+    def __init__(self, stages: list[Stage], local_layers: LocalLayers, sequences: int) -> None:
+        self.stages = stages
+        self.caches = [[stage.new_sequence() for stage in stages] for _ in range(sequences)]
         self._local_layers = local_layers
 
     def length(self, sequence: int) -> int:
@@ -57,9 +51,16 @@ class Case:
     local_layers: LocalLayers
     texts: list[torch.Tensor]
     """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
+    stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
+    """Those loaded so far, by their spans. A stage keeps nothing of a sequence, so all tests of a family share them."""
 
     def hops(self, *cuts: int) -> Hops:
-        return Hops(self.model, self.local_layers, cuts, len(self.texts))
+        """Hops that host the blocks between ``cuts``, with new sequences."""
+        spans = list(itertools.pairwise((0, *cuts, self.model.manifest.blocks)))
+        for start, end in spans:
+            if (start, end) not in self.stages:
+                self.stages[start, end] = Stage.load(self.model, start, end, dtype=torch.float32, device=CPU)
+        return Hops([self.stages[span] for span in spans], self.local_layers, len(self.texts))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -79,7 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), texts)
 
 
-@pytest.mark.parametrize("cuts", [(), (1,), (1, 3)], ids=["one-hop", "two-hops", "three-hops"])
+@pytest.mark.parametrize("cuts", [(), (1, 3)], ids=["one-hop", "three-hops"])
 def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tuple[int, ...]) -> None:
     hops = case.hops(*cuts)
     for index, (text, prompt) in enumerate(zip(case.texts, PROMPT_LENGTHS, strict=True)):

@@ -20,7 +20,7 @@ SEQUENCE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)
 
 
 def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache], Awaitable[None]]) -> None:
-    """An engine with room for so many sequences, and a sequence of that size."""
+    """An engine with room for ``sequences_of_room`` sequences, and one such sequence."""
 
     async def main() -> None:
         no_stage = cast(Stage, None)

@@ -65,6 +65,8 @@ def test_an_answer_says_everything_that_run_prints() -> None:
         "token_ids": [104, 105],
         "prompt_tokens": 3,
         "route": [{"peer_id": "a", "start": 0, "end": 10}, {"peer_id": "b", "start": 10, "end": 30}],
+        "trips": 0,
+        "tokens_per_trip": 2.0,
         "failovers": 1,
         "longest_stall_s": 0.5,
         "audited": 0,
@@ -87,8 +89,8 @@ def test_temperature_zero_is_greedy_and_above_it_samples() -> None:
     greedy, sampled = _Model("x"), _Model("x")
     _ask(greedy)
     _ask(sampled, Sampling(8, 0.7, 3))
-    assert greedy.asked == {"max_new_tokens": 8, "do_sample": False}
-    assert sampled.asked == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7}
+    assert greedy.asked == {"max_new_tokens": 8, "do_sample": False, "speculate": True}
+    assert sampled.asked == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "speculate": True}
 
 
 def test_an_answer_ends_where_the_context_does() -> None:

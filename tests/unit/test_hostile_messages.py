@@ -64,7 +64,7 @@ def test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(shape: tu
 
 
 @pytest.mark.parametrize("shape", [[1 << 30, 1 << 30], [1 << 60, 1], [1 << 60, 0]])
-def test_so_is_one_in_an_adapter(shape: list[int]) -> None:
+def test_an_adapter_whose_tensors_have_an_invalid_shape_is_refused(shape: list[int]) -> None:
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 64]}
     header = json.dumps({"0.q.down": entry, "0.q.up": entry}).encode()
     with pytest.raises(ProtocolViolation):

@@ -32,7 +32,7 @@ def test_a_seed_always_gives_the_same_identity() -> None:
     assert Identity.from_seed(b"x").peer_id != Identity.from_seed(b"y").peer_id
 
 
-def test_signatures() -> None:
+def test_a_signature_is_valid_for_its_key_and_data_only() -> None:
     identity, other = Identity.from_seed(b"x"), Identity.from_seed(b"y")
     signature = identity.sign(b"data")
     assert verify(identity.public_key, signature, b"data")

@@ -165,7 +165,7 @@ def test_an_invite_for_one_peer_admits_no_other(issuer: Issuer) -> None:
     assert admitted(issuer, shown, ALICE)
 
 
-def test_invites_that_do_not_count(issuer: Issuer) -> None:
+def test_an_invite_of_another_key_or_swarm_or_after_its_end_is_refused(issuer: Issuer) -> None:
     with pytest.raises(NotAuthorised, match="key that the swarm does not trust"):
         admitted(issuer, invite(key=Identity.from_seed(b"stranger")), ALICE)
     with pytest.raises(NotAuthorised, match="another swarm"):

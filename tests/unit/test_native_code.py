@@ -12,6 +12,11 @@ from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.products import HEADERS
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> None:
+    """In place of that of all other tests: here code is compiled as on a machine of a user."""
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what was compiled there."""

@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks_is_timed_from_its_first() -> None:
     assert (total(numbers.first_tokens), total(numbers.token_times)) == (3.0, 0.25)
 
 
-def test_the_time_a_person_thinks_is_nobodys() -> None:
+def test_the_time_between_two_questions_of_a_person_is_not_counted() -> None:
     numbers = steps((0.0, 0, 5, 1), (1.0, 5, 1, 1), (600.0, 6, 20, 1), (601.5, 26, 1, 1))
     assert cumulative_counts(numbers.first_tokens)[-1] == 2
     assert total(numbers.first_tokens) == 2.5
@@ -111,7 +111,7 @@ def test_frequent_requests_wait_and_share_one_report() -> None:
     asked(describe, scenario)
 
 
-def test_one_asker_has_so_many_streams_and_a_quiet_one_ends() -> None:
+def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> None:
     async def scenario(connect: Any) -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:

@@ -1,4 +1,4 @@
-"""Of a model on the hub a peer fetches the pieces of its part, and verifies each; whatever the hub sends."""
+"""A peer fetches from the hub the pieces of a model that its part needs, and verifies each, whatever the hub sends."""
 
 import os
 import signal

@@ -215,18 +215,23 @@ def test_other_methods_are_refused_by_name(settings: dict[str, Any], named: str)
         scheme_of(settings)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq"])
+@pytest.fixture(scope="module", params=["fp8", "awq", "gptq"])
+def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid checkpoint of the method."""
+    method = request.param
+    folder = save_tiny("llama-tied", tmp_path_factory.mktemp(method) / "model", **SIZES)
+    if method == "fp8":
+        settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        return rewritten(folder, settings, fp8("weight_scale_inv", (128, 128)), "proj.weight")
+    return rewritten(folder, {"quant_method": method, "bits": 4}, int4(method, {}), "proj.weight")
+
+
 @pytest.mark.parametrize("part", [0, 1, 2])
 @pytest.mark.parametrize("packed", [True, False])
 def test_tensors_of_other_shapes_or_types_are_refused(
-    method: str, part: int, packed: bool, tmp_path: Path
+    quantised: Path, part: int, packed: bool, tmp_path: Path
 ) -> None:
-    folder = save_tiny("llama-tied", tmp_path / "model", **SIZES)
-    if method == "fp8":
-        settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        rewritten(folder, settings, fp8("weight_scale_inv", (128, 128)), "proj.weight")
-    else:
-        rewritten(folder, {"quant_method": method, "bits": 4}, int4(method, {}), "proj.weight")
+    folder = shutil.copytree(quantised, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     parts = sorted(name for name in tensors if "layers.2.mlp.down_proj" in name and "g_idx" not in name)
     name = parts[part % len(parts)]
@@ -236,7 +241,6 @@ def test_tensors_of_other_shapes_or_types_are_refused(
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     model = resolve(str(folder), cache_dir=tmp_path / "cache")
     with pytest.raises(IntegrityError, match="down_proj"):
         model.load_span(2, 3, packed=packed, **FLOAT32)

@@ -31,12 +31,12 @@ def test_another_swarm() -> None:
 
 
 @pytest.mark.parametrize("age_s", [60.0, 61.0])
-def test_expired(age_s: float) -> None:
+def test_an_expired_record_is_refused(age_s: float) -> None:
     with pytest.raises(IntegrityError, match="expired"):
         open_record(seal(ALICE, RECORD), swarm=SWARM, now=NOW + age_s)
 
 
-def test_valid_for_too_long() -> None:
+def test_a_record_that_is_valid_for_more_than_a_day_is_refused() -> None:
     day_s = 24 * 3600
     assert opened(seal(ALICE, replace(RECORD, expires_at=NOW + day_s)))
     with pytest.raises(IntegrityError, match="day"):
@@ -86,7 +86,7 @@ def test_nothing_can_be_added_around_the_signature() -> None:
             opened(addition + data)
 
 
-def test_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_over_its_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_STATEMENTS", ("small",))
     largest = replace(RECORD, body=bytes(16_000))
     assert opened(seal(ALICE, largest)) == largest

@@ -27,7 +27,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(transport=SimpleNamespace(died=asyncio.Event().wait))
 
     @asynccontextmanager
-    async def engine(*_: object) -> AsyncIterator[Any]:
+    async def engine(*_: object, **__: object) -> AsyncIterator[Any]:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
         yield SimpleNamespace(local=local, batcher=None, max_length=512)
 
@@ -42,7 +42,16 @@ def test_a_gateway_goes_with_the_process_that_started_it(
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
     serving = serve._Serving(
-        "127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", as_json=True, stop_on_eof=True
+        "127.0.0.1",
+        0,
+        AccessPolicy(),
+        Quota(),
+        1,
+        "auto",
+        "auto",
+        speculate=True,
+        as_json=True,
+        stop_on_eof=True,
     )
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -57,7 +66,9 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
         raise MemoryError("not a page left")
 
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
-    serving = serve._Serving("127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", as_json=True)
+    serving = serve._Serving(
+        "127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", speculate=True, as_json=True
+    )
     with pytest.raises(SwarmnetError, match="failed"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 

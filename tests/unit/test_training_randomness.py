@@ -122,7 +122,7 @@ class TestLog8:
         assert self.codec.encode(values) == self.codes.numpy().tobytes()
         assert torch.equal(values, -values.flip(0))
 
-    def test_zero_survives(self) -> None:
+    def test_zeros_and_tiny_values_decode_as_zero(self) -> None:
         payload = self.codec.encode(torch.tensor([0.0, -0.0, 1e-9, -1e-9]))
         assert payload == bytes(4)
         assert self.codec.decode(payload, 4).tolist() == [0.0] * 4
@@ -142,7 +142,7 @@ class TestLog8:
     def test_large_values_are_clipped(self) -> None:
         assert self.codec.decode(self.codec.encode(torch.tensor([1e30, -1e30])), 2).tolist() == [2048, -2048]
 
-    def test_it_takes_one_byte_a_value(self) -> None:
+    def test_a_payload_has_one_byte_for_each_value(self) -> None:
         assert self.codec.max_bytes(100) == len(self.codec.encode(torch.ones(100))) == 100
         assert self.codec.decode(b"", 0).shape == (0,)
 

@@ -67,7 +67,7 @@ def test_a_status_has_totals_contributions_and_who_was_excluded(tmp_path: Path) 
     assert status["excluded"] == {"liar": {"times": 1, "round": 1, "reason": "NaN"}}
 
 
-def test_a_round_that_was_discarded_is_nobodys_contribution(tmp_path: Path) -> None:
+def test_a_discarded_round_counts_as_a_contribution_of_no_worker(tmp_path: Path) -> None:
     record = TrainingRecord(tmp_path, "job", every_second())
     record.take(READY)
     record.take(round_event(0, committed=False, reason="too late"))

@@ -8,7 +8,7 @@ import torch
 
 from swarmnet_client.tuning.adapter_dir import check_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, TuneCheckpoint
-from swarmnet_client.tuning.run_dir import SUMMARY_FILE, RunDir, alone
+from swarmnet_client.tuning.run_dir import SUMMARY_FILE, RunDir, locked
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
@@ -35,7 +35,7 @@ def begun(path: Path) -> RunDir:
 
 def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    with alone(out):
+    with locked(out):
         assert RunDir(out, ABOUT, force=False).unfinished is None
     begun(out)
     again = RunDir(out, ABOUT, force=False)
@@ -60,9 +60,9 @@ def test_other_settings_or_data_do_not_go_on_with_it(tmp_path: Path, change: dic
 
 
 def test_two_runs_are_not_at_work_in_one_directory(tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(ConfigError, match="another run is at work"), alone(tmp_path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another run is at work"), locked(tmp_path):
         pass
-    with alone(tmp_path):
+    with locked(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
@@ -79,7 +79,7 @@ def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> Non
         RunDir(tmp_path, ABOUT, force=False)
     with pytest.raises(ConfigError, match="cannot use"):
         RunDir(tmp_path / "thesis.txt", ABOUT, force=False)
-    with pytest.raises(ConfigError, match="cannot use"), alone(tmp_path / "thesis.txt"):
+    with pytest.raises(ConfigError, match="cannot use"), locked(tmp_path / "thesis.txt"):
         pass
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"\x80\x04}q\x00.")
     with pytest.raises(IntegrityError, match="no checkpoint"):

@@ -68,7 +68,7 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
     assert "stopped; the same command goes on after step 6, which is saved" in shots[5]
 
 
-def test_lines_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_lines_tell_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     lines, words = Lines(), Words()
     lines.progress("finding the swarm", 0, None)
     for event in (BEGIN, step(5), {"event": "saved", "step": 5}, DONE):

@@ -129,7 +129,7 @@ def test_the_signed_certificate_verifies() -> None:
     assert open_list(sealed[2], rules=rules, now=1_800_000_000.0).revoked.peers == {certificate.peer}
 
 
-def test_the_frame() -> None:
+def test_a_frame_is_that_of_the_golden_vector() -> None:
     vector = {name: bytes.fromhex(digits) for name, digits in vectors("frame").items()}
     message = Message(vector["header"], vector["payload"])
     head, payload = encode(message, protocol_ids.LINK)

@@ -224,6 +224,8 @@ class BatchingEngine:
     swarm: Swarm
     max_length: int
     end_ids: frozenset[int]
+    speculates: bool
+    """Whether answers are decoded speculatively."""
 
     @property
     def missing(self) -> list[tuple[int, int]]:
@@ -234,9 +236,12 @@ class BatchingEngine:
 
 @asynccontextmanager
 async def open_engine(
-    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits
+    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits, *, speculate: bool = True
 ) -> AsyncIterator[BatchingEngine]:
-    """An engine for the CausalLM of ``local`` over ``swarm``, while the context is open."""
+    """An engine for the CausalLM of ``local`` over ``swarm``, while the context is open.
+
+    ``speculate``: decode speculatively, if the model's caches can go back.
+    """
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
     try:
         await compute_on(computing, threads=None)
@@ -251,7 +256,8 @@ async def open_engine(
             LmHead(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
         ) as batcher:
             ends = _end_ids(local_layers.generation_config, tokenizer)
-            yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends)
+            speculates = speculate and local_layers.can_rewind
+            yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends, speculates)
     finally:
         computing.shutdown(wait=False)
 

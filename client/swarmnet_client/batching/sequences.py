@@ -1,6 +1,7 @@
 """The sequences of one chain: each computes one answer at a time, and their decode steps are batched."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +13,7 @@ from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
+from swarmnet_client.model.speculation import Speculator, StepTimes
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
@@ -38,6 +40,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
     owner: str = ""
+    speculate: bool = True
+    """Whether drafts are sent along with its newest token. The answer is the same."""
 
 
 class Answer:
@@ -52,6 +56,8 @@ class Answer:
         """Positions of the prompt whose KV caches were reused."""
         self.finish_reason: str | None = None
         """``stop`` or ``length``, once the answer is complete."""
+        self.trips = 0
+        """Steps that brought tokens of the answer."""
         self.retries = 0
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
@@ -97,6 +103,7 @@ class RunningSequence:
     todo: list[int] = field(default_factory=list)
     start: int = 0
     """The position of the first of ``todo``."""
+    speculator: Speculator = field(default_factory=Speculator)
 
     def shared(self, request: Request) -> int:
         """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
@@ -109,17 +116,37 @@ class RunningSequence:
             count += 1
         return count if count >= MIN_SHARED else 0
 
-    def row(self, count: int) -> tuple[Row, list[int]]:
-        """The next ``count`` ids to send, as a row and as ids. ``held`` is updated as if they had been computed."""
-        ids, self.todo = self.todo[:count], self.todo[count:]
+    def row(self, count: int, draft: Sequence[int] = ()) -> tuple[Row, list[int]]:
+        """The next ``count`` ids to send and a draft after them, as a row and as ids. ``held`` is updated as if they had been computed."""
+        ids, self.todo = [*self.todo[:count], *draft], self.todo[count:]
         source = FRESH if self.start == 0 and self.held else self.number
         rewrite = source == FRESH or self.start < len(self.held)
-        row = Row(self.number, self.start, len(ids), 0 if self.todo else 1, source, rewrite)
+        row = Row(self.number, self.start, len(ids), 0 if self.todo else 1 + len(draft), source, rewrite)
         self.held = [*self.held[: self.start], *ids] if rewrite else self.held
         if not rewrite:
             self.held.extend(ids)
         self.start += len(ids)
         return row, ids
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A sequence's part of a step: the next ``count`` of its ids, and a draft of what may follow them."""
+
+    sequence: RunningSequence
+    count: int
+    draft: tuple[int, ...] = ()
+
+
+def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
+    """The choices of one answer after each token of a step. If one is made, all of the draft before it was right, and so counts."""
+    sampling, counts = answer.request.sampling, answer.counts
+    draws = [Draw(sampling, len(answer.ids), counts)]
+    for at in range(len(draft)):
+        if sampling.penalises:
+            counts = counts + Counter(draft[at : at + 1])
+        draws.append(Draw(sampling, len(answer.ids) + at + 1, counts))
+    return draws
 
 
 def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
@@ -149,6 +176,7 @@ class SequenceGroup:
         self._head = head
         self._open_chain = open_chain
         self._turn = 0
+        self._times = StepTimes()
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left = asyncio.Event()
@@ -174,6 +202,7 @@ class SequenceGroup:
         sequence.owner = request.owner
         sequence.todo = [*request.ids, *answer.ids][sequence.start :]
         sequence.answer = answer
+        sequence.speculator = Speculator([*request.ids, *answer.ids])
         self._arrived.set()
 
     def leave(self, answer: Answer) -> None:
@@ -201,44 +230,73 @@ class SequenceGroup:
             lengths = [len(sequence.todo) for sequence in coming]
             counts = lengths if is_alone else share(PREFILL, lengths)
             await self._step(
-                chain, [(sequence, count) for sequence, count in zip(coming, counts, strict=True) if count]
+                chain,
+                [_Part(sequence, count) for sequence, count in zip(coming, counts, strict=True) if count],
             )
 
     async def _send_tokens(self, chain: Chain) -> None:
         while True:
             await self._ready.wait()
-            turn = [(sequence, 1) for sequence in self._sequences if self._is_ready(sequence)]
+            turn = [sequence for sequence in self._sequences if self._is_ready(sequence)]
             if not turn:
                 self._ready.clear()
                 continue
-            await self._step(chain, turn)
+            clock = asyncio.get_running_loop().time
+            drafts, started = self._drafts(turn), clock()
+            await self._step(
+                chain, [_Part(sequence, 1, draft) for sequence, draft in zip(turn, drafts, strict=True)]
+            )
+            self._times.add(len(turn) + sum(map(len, drafts)), clock() - started)
+
+    def _drafts(self, turn: Sequence[RunningSequence]) -> list[tuple[int, ...]]:
+        """A draft for each of the sequences of one step, together at most ``CHUNK`` positions with their newest tokens."""
+        drafts: list[tuple[int, ...]] = []
+        for sequence in turn:
+            answer = sequence.answer
+            if answer is None or not answer.request.speculate:
+                drafts.append(())
+                continue
+            room = CHUNK - len(turn) - sum(map(len, drafts))
+            most = min(room, answer.request.max_tokens - len(answer.ids) - 1)
+            drafts.append(sequence.speculator.draft(self._times, positions=len(turn), most=most))
+        return drafts
 
     @staticmethod
     def _is_ready(sequence: RunningSequence) -> bool:
         """Whether a sequence is past its prompt and has its newest token to send."""
         return sequence.answer is not None and bool(sequence.answer.ids) and len(sequence.todo) == 1
 
-    async def _step(self, chain: Chain, parts: list[tuple[RunningSequence, int]]) -> None:
+    async def _step(self, chain: Chain, parts: Sequence["_Part"]) -> None:
         """Send one step, and choose the next tokens of the answers whose newest token was in it."""
         rows, ids, asking = [], [], []
-        for sequence, count in parts:
-            row, sent = sequence.row(count)
+        for part in parts:
+            row, sent = part.sequence.row(part.count, part.draft)
             rows.append(row)
             ids.extend(sent)
-            if row.outputs and sequence.answer is not None:
-                asking.append((sequence, sequence.answer))
+            if row.outputs and part.sequence.answer is not None:
+                asking.append((part, part.sequence.answer))
         hidden = await chain.forward(tuple(rows), torch.tensor(ids))
         if not asking:
             return
-        draws = [Draw(answer.request.sampling, len(answer.ids), answer.counts) for _, answer in asking]
-        for (sequence, answer), token in zip(asking, await self._head.choose(hidden, draws), strict=True):
-            if sequence.answer is not answer:
-                continue  # it left meanwhile
-            if answer.take(token):
-                sequence.todo = [token.id]
-                self._ready.set()
-            else:
-                self._release(sequence)
+        draws = [draw for part, answer in asking for draw in _draws(answer, part.draft)]
+        choices = iter(await self._head.choose(hidden, draws))
+        for part, answer in asking:
+            tokens = list(itertools.islice(choices, len(part.draft) + 1))
+            if part.sequence.answer is answer:  # else it left meanwhile
+                self._take(part, answer, tokens)
+
+    def _take(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
+        """Add the valid of ``tokens`` to an answer: those up to the first that differs from the draft."""
+        sequence = part.sequence
+        answer.trips += 1
+        valid = sequence.speculator.choose([token.id for token in tokens], len(part.draft))
+        needs_more = all(answer.take(token) for token in tokens[:valid])
+        sequence.start -= len(part.draft) + 1 - valid
+        if needs_more:
+            sequence.todo = [answer.ids[-1]]
+            self._ready.set()
+        else:
+            self._release(sequence)
 
     def _release(self, sequence: RunningSequence) -> None:
         self._turn += 1

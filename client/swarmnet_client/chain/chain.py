@@ -90,6 +90,7 @@ class Chain:
                 f"{longest} positions in a session of {self._spec.max_length}",
                 hint="open the session with a larger max_length",
             )
+        self.report.trips += 1
         parts = cut(rows)
         steps = [
             self._step(tuple(row for _, row in part), inputs)
@@ -106,7 +107,7 @@ class Chain:
     async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         clock = asyncio.get_running_loop().time
         failovers, started = self.report.failovers, clock()
-        rows = self._auditor.add_audited_outputs(rows)
+        asked, rows = rows, self._auditor.add_audited_outputs(rows)
         watched = self._auditor.step_sent(rows)
         is_alone, route = self._in_flight.is_empty, self.report.route
         self._supervisor.wake()
@@ -114,7 +115,7 @@ class Chain:
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
         outputs = self._auditor.step_done(watched, rows, values, outputs)
-        is_decode = sum(row.count for row in rows) == len(rows)
+        is_decode = all(row.count == row.outputs for row in asked)
         if is_decode or self.report.failovers > failovers:
             self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)
         return outputs

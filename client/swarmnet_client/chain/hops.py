@@ -50,6 +50,8 @@ class ChainSpec:
 class ChainReport:
     """Route, failovers and audits of a chain so far."""
 
+    trips: int = 0
+    """Calls of ``Chain.forward``: each costs a trip around the chain."""
     failovers: int = 0
     longest_stall_s: float = 0.0
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)

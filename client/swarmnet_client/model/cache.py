@@ -76,8 +76,12 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Go back to the first ``length`` columns."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot go to position {length} of {self._length}")
-        self._length = length
         self.recheck_adapter()
+        self.truncate(length)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` columns, as ``rewind`` does within ``generate``, where the adapter does not change."""
+        self._length = length
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
 

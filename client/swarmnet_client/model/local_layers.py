@@ -85,6 +85,11 @@ class LocalLayers:
         """The checkpoint's generation config."""
         return self._model.generation_config
 
+    @property
+    def can_rewind(self) -> bool:
+        """Whether caches can go back to any position: a recurrent state is computed again from a snapshot."""
+        return not self._model._is_stateful
+
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [P, D] of token ids [P], on the CPU."""

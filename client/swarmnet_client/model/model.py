@@ -28,6 +28,8 @@ from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
+from swarmnet_client.model.speculation import StepTimes
+from swarmnet_client.model.speculative_decoding import SpeculativeDecoding, may_speculate
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm, Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
@@ -96,6 +98,8 @@ class SwarmModel:
     _generating: SwarmCache | None
     _between: ExitStack | None
     """While ``generate`` runs: holds the core lock from a step's outputs to the next step."""
+    _step_times: StepTimes
+    """Times of decode steps, from which the length of drafts follows."""
     _closing: ExitStack
     core_lock: CoreLock
     """Held while lm_head is computed: nodes on this machine use the same cores."""
@@ -168,6 +172,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model._session = None
     model._generating = None
     model._between = None
+    model._step_times = StepTimes()
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
     model.core_lock = NO_CORE_LOCK
@@ -275,15 +280,20 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
 
 
 def _generate(architecture: Any) -> Callable[..., Any]:
-    """``generate`` of an architecture, with the caches in the swarm."""
+    """``generate`` of an architecture, with the caches in the swarm.
+
+    It takes one option more: ``speculate``, whether decoding of a single sequence may be speculative. The tokens are the same.
+    """
 
     @functools.wraps(architecture.generate)
-    def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self: Any, inputs: torch.Tensor | None = None, *args: Any, speculate: bool = True, **kwargs: Any
+    ) -> Any:
         with ExitStack() as stack:
+            ids = inputs if inputs is not None else kwargs.get("input_ids")
             cache = kwargs.pop("past_key_values", None)
             if cache is None and self._session is not None:
                 cache = self._session
-                ids = inputs if inputs is not None else kwargs.get("input_ids")
                 # PEFT puts its prompts at the beginning, which ids do not show.
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
@@ -297,6 +307,11 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             if kwargs.get("streamer") is None:  # a streamer may take its time
                 self._between = stack.enter_context(ExitStack())
                 stack.callback(setattr, self, "_between", None)
+            config = {"generation_config": args[0]} if args else {}
+            if speculate and may_speculate(self, ids, config | kwargs) and not _is_prompted(self):
+                kwargs["custom_generate"] = SpeculativeDecoding(
+                    self._step_times, cache, kwargs.get("streamer")
+                )
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
     return generate

@@ -64,10 +64,10 @@ class Dataset:
 
     def batch(self, step: int) -> Batch:
         """The batch of step 0, 1, ...: every epoch takes all rows once, in a new order."""
-        epoch, number = divmod(step, self.steps_per_epoch)
+        epoch, index = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, len(self.train))
-        chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
-        return self._padded([self.train[index] for index in chosen])
+        chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
+        return self._padded([self.train[row] for row in chosen])
 
     def held_out_batches(self) -> Iterator[Batch]:
         """All held-out rows, the longest first: rows of one length share a batch."""

@@ -24,7 +24,7 @@ CURVE_FILE = "loss.png"
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Lock the directory ``path``, which is created if missing, until the block ends or the process dies.
 
     Raises ``ConfigError`` when it cannot be created or another run has locked it.

@@ -138,7 +138,7 @@ class Tuner:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
         if not norm.isfinite():
             raise self._diverged("a gradient")
-        rate = self._settings.learning_rate * self._share_of_rate()
+        rate = self._settings.learning_rate * self._rate_factor()
         self.is_whole = False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -184,7 +184,7 @@ class Tuner:
     def _on_device(self, batch: Batch) -> Batch:
         return {name: value.to(self._model.device) for name, value in batch.items()}
 
-    def _share_of_rate(self) -> float:
+    def _rate_factor(self) -> float:
         """Factor of the learning rate for the next step: linear warmup, then linear decay to zero."""
         warmup = math.ceil(self._settings.warmup * self.steps)
         if self.step < warmup:

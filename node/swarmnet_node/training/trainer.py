@@ -250,8 +250,8 @@ class Trainer:
         gradient = self._gradients()
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        number = round * self._steps_per_round + step
-        self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, number, self._total_steps)
+        steps_before = round * self._steps_per_round + step
+        self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, steps_before, self._total_steps)
         self._optimizer.step()
 
 

@@ -69,7 +69,7 @@ name = "{method}"
 # codec = "int8"                       # without it, what fits the method
 deadline_s = 60                        # a round that is not done by then is discarded
 min_workers = 1
-max_workers = 16                       # a pass over the data is divided among so many
+max_workers = 16                       # a pass over the data is divided among this many workers
 aggregate = "mean"                     # among strangers: "centered-clip" or "median"
 
 [eval]

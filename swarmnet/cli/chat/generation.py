@@ -22,6 +22,7 @@ class Sampling:
     temperature: float = 0.0
     seed: int | None = None
     top_p: float | None = None
+    speculate: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Hop:
 class Answer:
     """An answer as ``run --json`` prints it. ``token_ids``: the new tokens. ``precisions``: all precisions of its hosts; one if a chain of one was found.
 
-    ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
+    ``trips``: steps sent around the chain, of which speculation needs fewer than ``token_ids`` has. ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
     """
 
     text: str
@@ -45,6 +46,8 @@ class Answer:
     total_s: float
     tokens_per_s: float
     route: list[Hop]
+    trips: int
+    tokens_per_trip: float
     failovers: int
     longest_stall_s: float
     audited: int = 0
@@ -80,8 +83,9 @@ class Screen:
             named = " and ".join(each or "unknown" for each in answer.precisions)
             note(f"hosts of different precision computed this answer: {named}")
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
+        trips = f", {answer.tokens_per_trip:.1f} a trip" if answer.trips < len(answer.token_ids) else ""
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
-        note(f"{counted(len(answer.token_ids), 'token')}, {speed}, {hops}")
+        note(f"{counted(len(answer.token_ids), 'token')}{trips}, {speed}, {hops}")
 
 
 class Stopped(KeyboardInterrupt):
@@ -119,11 +123,16 @@ def generate(
         if sampling.top_p is not None:
             choice["top_p"] = sampling.top_p
     # A session counts across its answers.
+    model.last_run.trips = 0
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
     model.last_run.audits, model.last_run.wrong = 0, []
     try:
         model.generate(
-            input_ids, max_new_tokens=min(sampling.max_new_tokens, room), streamer=streamer, **choice
+            input_ids,
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            streamer=streamer,
+            speculate=sampling.speculate,
+            **choice,
         )
     except KeyboardInterrupt:
         streamer.end()
@@ -172,6 +181,8 @@ class _Streamer:
             total_s=total_s,
             tokens_per_s=len(self.token_ids) / total_s,
             route=[Hop(*hop) for hop in run.route],
+            trips=run.trips,
+            tokens_per_trip=len(self.token_ids) / max(1, run.trips),
             failovers=run.failovers,
             longest_stall_s=run.longest_stall_s,
             audited=run.audits,

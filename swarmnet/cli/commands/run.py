@@ -20,6 +20,7 @@ from swarmnet.cli.options import (
     DtypeOption,
     HostsOption,
     JsonFlag,
+    SpeculateOption,
     SwarmOption,
     TransportOption,
     check_at_least_zero,
@@ -76,6 +77,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             "--system", metavar="TEXT", help="System message: instructions for the model.", show_default=False
         ),
     ] = "",
+    speculate: SpeculateOption = True,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
     ] = False,
@@ -116,7 +118,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
     question = "" if is_chat else _question(prompt)
-    sampling = Sampling(max_new_tokens, temperature, seed, top_p)
+    sampling = Sampling(max_new_tokens, temperature, seed, top_p, speculate)
     screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)

@@ -23,6 +23,7 @@ from swarmnet.cli.options import (
     JsonFlag,
     ModelOption,
     PortOption,
+    SpeculateOption,
     SwarmOption,
     TransportOption,
     device_option,
@@ -62,6 +63,7 @@ class _Serving:
     max_concurrent: int
     dtype: str
     device: str
+    speculate: bool
     as_json: bool
     stop_on_eof: bool = False
 
@@ -120,6 +122,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
     dtype: DtypeOption = "auto",
+    speculate: SpeculateOption = True,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
@@ -142,7 +145,9 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     with progress(quiet=as_json) as report:
         import_transformers()
         local = resolve_in_swarm(model, network, cache_dir=cache_dir or default_cache_dir(), progress=report)
-    serving = _Serving(host, port, access, quota, max_concurrent, dtype, device, as_json, stop_on_eof)
+    serving = _Serving(
+        host, port, access, quota, max_concurrent, dtype, device, speculate, as_json, stop_on_eof
+    )
     prepare_rendering()
     allow_open_files(MAX_FILES)
     run_until_stopped(_serve(local, network, serving))
@@ -210,7 +215,9 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))
-        engine = await stack.enter_async_context(open_engine(local, swarm, options, limits))
+        engine = await stack.enter_async_context(
+            open_engine(local, swarm, options, limits, speculate=serving.speculate)
+        )
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
         app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)

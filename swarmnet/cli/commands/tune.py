@@ -154,7 +154,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
         from swarmnet_client.tuning.batches import Dataset
-        from swarmnet_client.tuning.run_dir import RunDir, alone
+        from swarmnet_client.tuning.run_dir import RunDir, locked
         from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.models import resolve
 
@@ -163,7 +163,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
-        stack.enter_context(alone(out))
+        stack.enter_context(locked(out))
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
         network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))

@@ -25,8 +25,8 @@ class ErrorFeedback:
     arXiv 1901.09847, algorithm 1).
 
     The residual e is one vector over all parameters, float32 [count]; a round exchanges a range of it. From ``send`` to ``acknowledge`` this range
-    belongs to the round, so of two rounds in flight only one sends it. If a round does not deliver, e is as before it: whether the
-    round's values are sent again is up to the method.
+    belongs to the round, so of two rounds in flight only one sends it. If a round does not deliver, e is what it was before ``send``:
+    whether the round's values are sent again is up to the method.
     """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:

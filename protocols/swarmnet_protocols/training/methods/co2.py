@@ -33,8 +33,8 @@ class CO2Settings(Settings):
 
 
 class CO2(OuterMethod):
-    """Λ is measured: the number of contributions by which ``apply`` is late, at least one. Workers stay equal if all apply a round after
-    the same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
+    """CO2 with a measured Λ: the number of contributions by which ``apply`` is late, at least one. Workers stay equal if all of them apply a
+    round after the same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
     """
 
     name = "co2"
@@ -59,7 +59,8 @@ class CO2(OuterMethod):
         late = max(1, max(self._bases, default=round) - round)
         base = self._bases.get(round, self._weights)
         self._bases = {later: weights for later, weights in self._bases.items() if later > round}
-        # A worker that contributes nothing to the next round, which the others just did, is to stay equal to them.
+        # The others have just contributed to the next round and keep its base. A worker that does not contribute keeps it, too: the next
+        # update then is the same on all.
         self._bases.setdefault(round + 1, self._weights)
         if average is None:
             return parameters

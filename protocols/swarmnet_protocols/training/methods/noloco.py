@@ -51,8 +51,8 @@ class NoLoCoSettings(Settings):
 
 
 class NoLoCo(OuterMethod):
-    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean is all that the step needs from the pair. This holds whole weights rather than a
-    difference, so a coarse codec costs more accuracy here than elsewhere. Error feedback works as elsewhere: φ accumulates what it receives,
+    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean is all that the step needs from the pair. A contribution holds whole weights
+    rather than a difference, so a coarse codec costs more accuracy here than elsewhere. Error feedback works as elsewhere: φ accumulates what it receives,
     so it does not matter that another partner receives the residual.
 
     ``agreed`` is this worker's own φ_i: replicas stay near each other and are never equal. An odd worker, and a worker whose partner is

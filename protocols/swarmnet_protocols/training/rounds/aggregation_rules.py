@@ -100,7 +100,7 @@ def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
     for row in range(count):
         near = sorted(range(count), key=lambda other: (distances[row][other], other != row, other))
         cumulative = list(itertools.accumulate(fractions[other] for other in near))
-        enough = next(number for number, share in enumerate(cumulative, 1) if share > 0.5)
+        enough = next(rows for rows, share in enumerate(cumulative, 1) if share > 0.5)
         chosen = sorted(near[:enough])
         mixed[row] = combine(contributions[chosen], shares(weights[chosen]))
     return mixed

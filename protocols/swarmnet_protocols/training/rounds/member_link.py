@@ -85,15 +85,15 @@ class MemberLink:
 
     async def _send(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
         while True:
-            turn = self._next()
-            if isinstance(turn, tuple):
-                await self._transmit(stream, turn)
-            elif turn is None and self._draining:
+            next_one = self._next()
+            if isinstance(next_one, tuple):
+                await self._transmit(stream, next_one)
+            elif next_one is None and self._draining:
                 return
             else:
                 self._posted.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(turn):
+                    async with asyncio.timeout_at(next_one):
                         await self._posted.wait()
 
     def _next(self) -> Outgoing | float | None:
@@ -104,11 +104,11 @@ class MemberLink:
         for queue in self._bulk.values():
             while queue:
                 name, messages = next(iter(queue.items()))
-                turn = next(messages, None)
-                if isinstance(turn, tuple):
-                    return turn
-                if turn is not None:
-                    due_s.append(turn)
+                message = next(messages, None)
+                if isinstance(message, tuple):
+                    return message
+                if message is not None:
+                    due_s.append(message)
                     break
                 del queue[name]
         return min(due_s, default=None)

@@ -48,7 +48,7 @@ class Rules:
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
     """From the same arguments to k reasons for leaving a contribution out, "" for none. Repeated with those that stay."""
     max_weight: float = 2.0**64
-    """Above any number of tokens, and far enough below the largest float that sums of weights stay finite."""
+    """Largest weight of a contribution. The default is above any number of tokens, and sums of such weights are still finite."""
     verifiable: bool = False
     """Every member checks the aggregation of every slice: see :class:`Verification`."""
 
@@ -190,8 +190,8 @@ def _aggregate_valid(
         if not any(reasons):
             return accepted, rules.aggregate(rows, weights), excluded
         excluded |= {member: reason for (member, _), reason in zip(accepted, reasons, strict=True) if reason}
-        kept = [number for number, reason in enumerate(reasons) if not reason]
-        accepted, rows = [accepted[number] for number in kept], rows[kept]
+        kept = [row for row, reason in enumerate(reasons) if not reason]
+        accepted, rows = [accepted[row] for row in kept], rows[kept]
     return [], rows, excluded
 
 
@@ -254,8 +254,8 @@ class ResultReader:
     def _read_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
         size = self.terms.contribution_bytes
         contributions = [
-            Contribution(each.weight, bundle[number * size : (number + 1) * size], each.hash, each.signature)
-            for number, each in enumerate(contributors)
+            Contribution(each.weight, bundle[place * size : (place + 1) * size], each.hash, each.signature)
+            for place, each in enumerate(contributors)
         ]
         values = []
         for each, contribution in zip(contributors, contributions, strict=True):

@@ -116,7 +116,7 @@ class Terms:
 
     def coordinators(self) -> tuple[int, ...]:
         """Members in the order in which they coordinate attempts: a pseudo-random order, another one in each round."""
-        return tuple(sorted(range(len(self.members)), key=self._lot))
+        return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
         """The first 16 bytes of the SHA-256 of everything that must be equal at all members."""
@@ -126,7 +126,7 @@ class Terms:
             text += " verifiable"
         return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
 
-    def _lot(self, member: int) -> bytes:
+    def _order_key(self, member: int) -> bytes:
         number = self.exchange_number.to_bytes(8, "big")
         return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
 

@@ -1,0 +1,168 @@
+"""Speculative decoding: drafts of the next tokens, which the blocks check in one trip around the chain.
+
+A step carries the newest token and a draft, and gives the model's own choice after each of them. The choices are kept up to the first that
+differs from the draft, so the answer is that of plain decoding (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding", with a deterministic draft): one random number is used for each token of the answer, whichever step computed it.
+
+Pure: no model, no clock, no I/O.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_DRAFT = 16
+"""Most tokens of a draft."""
+MAX_MATCH = 16
+"""Most tokens before a draft that are compared with the end of the sequence."""
+MAX_PLACES = 64
+"""Most earlier occurrences of a token that are compared. A frequent token has thousands."""
+MIN_GAIN = 1.05
+"""Tokens per second with a draft position, in those without it, above which the position is sent. Below, noise of the measurements decides."""
+_PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.9)
+"""Acceptance rates before any draft was checked, for matches of 1, 2-3, 4-7, 8-15 and 16 tokens."""
+_PRIOR_DRAFTS = 4.0
+"""Number of checked tokens that the prior rates count for."""
+_KEPT = 0.95
+"""Weight of a measurement after each later one: the rates of a text and the times of a chain change."""
+_PRIOR_COST = 0.05
+"""Time of one more position, in times of a whole step, before it was measured."""
+_PRIOR_VARIANCE = 0.25
+"""Variance of the positions of recent steps that weighs as much as that guess."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next. ``match``: tokens before them that equal the end of the sequence."""
+
+    tokens: tuple[int, ...] = ()
+    match: int = 0
+
+
+class PromptLookup:
+    """Drafts what followed the last tokens of a sequence when they occurred in it before (Saxena 2023, "Prompt Lookup Decoding")."""
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._ids: list[int] = []
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
+        self.extend(ids)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add tokens at the end of the sequence."""
+        for token in ids:
+            self._places[token].append(len(self._ids))
+            self._ids.append(token)
+
+    def draft(self, most: int) -> Draft:
+        """At most ``most`` tokens after the longest match; among equals after the latest. Repeats itself where the match reaches the end."""
+        ids = self._ids
+        if not ids or most < 1:
+            return Draft()
+        best, match = -1, 0
+        for place in reversed(self._places[ids[-1]][-MAX_PLACES - 1 : -1]):
+            length = 1
+            while length < min(MAX_MATCH, place + 1) and ids[place - length] == ids[-1 - length]:
+                length += 1
+            if length > match:
+                best, match = place, length
+            if match == MAX_MATCH:
+                break
+        if not match:
+            return Draft()
+        period = len(ids) - 1 - best
+        return Draft(tuple(ids[best + 1 + index % period] for index in range(most)), match)
+
+
+class StepTimes:
+    """Seconds of a step as a linear function of its positions, fitted to recent steps of one chain."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._positions = 0.0
+        self._seconds = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+
+    def add(self, positions: int, seconds: float) -> None:
+        """Count one step. Long pauses count as four mean steps: a failover says nothing of positions."""
+        if self._weight:
+            seconds = min(seconds, 4 * self._seconds)
+        self._weight = self._weight * _KEPT + 1
+        share = 1 / self._weight
+        off_positions, off_seconds = positions - self._positions, seconds - self._seconds
+        self._positions += share * off_positions
+        self._seconds += share * off_seconds
+        rest = 1 - share
+        self._variance = rest * (self._variance + share * off_positions * off_positions)
+        self._covariance = rest * (self._covariance + share * off_positions * off_seconds)
+
+    @property
+    def position_s(self) -> float:
+        """Seconds of one more position. Without variety among recent steps this returns to a guess, so drafts are tried again now and then."""
+        guess = _PRIOR_COST * self._seconds
+        return max(0.0, (self._covariance + _PRIOR_VARIANCE * guess) / (self._variance + _PRIOR_VARIANCE))
+
+    def step_s(self, positions: int) -> float:
+        """Seconds of a step of ``positions``; 0 before the first was counted."""
+        return max(0.0, self._seconds + (positions - self._positions) * self.position_s)
+
+
+class Speculator:
+    """Drafts for one sequence, and their acceptance rates by length of match."""
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._lookup = PromptLookup(ids)
+        self._accepted = [rate * _PRIOR_DRAFTS for rate in _PRIOR_RATES]
+        self._checked = [_PRIOR_DRAFTS] * len(_PRIOR_RATES)
+        self._next = Draft()
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add tokens that were chosen after no draft: a prompt."""
+        self._lookup.extend(ids)
+
+    def draft(self, times: StepTimes, *, positions: int = 1, most: int = MAX_DRAFT) -> tuple[int, ...]:
+        """The tokens to send after the newest one, in a step that has ``positions`` without them; at most ``most``.
+
+        A draft token is worth its time while the expected tokens per second grow.
+        """
+        self._next = self._lookup.draft(MAX_DRAFT)
+        if not self._next.tokens:
+            return ()
+        rate = self._rate(self._next.match)
+        position_s, step_s = times.position_s, times.step_s(positions)
+        expected, chance, length = float(positions), 1.0, 0
+        while length < min(most, len(self._next.tokens)):
+            chance *= rate
+            if chance * step_s < MIN_GAIN * expected * position_s or not step_s:
+                break
+            expected, step_s, length = expected + chance, step_s + position_s, length + 1
+        return self._next.tokens[:length]
+
+    def choose(self, chosen: Sequence[int], sent: int) -> int:
+        """Take the model's choices after a draft of ``sent`` tokens, [sent + 1]; returns how many of them are valid.
+
+        Those after the first that differs from the draft followed a wrong token. The first draft token is checked even if it was not sent.
+        """
+        drafted = self._next.tokens
+        valid = 1
+        while valid <= sent and chosen[valid - 1] == drafted[valid - 1]:
+            valid += 1
+        if drafted:
+            bucket = _bucket(self._next.match)
+            last = max(
+                1, min(valid, sent)
+            )  # the draft tokens that were checked: those accepted and the first refused
+            right = valid - 1 if sent else int(chosen[0] == drafted[0])
+            self._accepted[bucket] = self._accepted[bucket] * _KEPT**last + right
+            self._checked[bucket] = self._checked[bucket] * _KEPT**last + last
+        self._lookup.extend(chosen[:valid])
+        return valid
+
+    def _rate(self, match: int) -> float:
+        """The expected share of right tokens in a draft after a match of ``match`` tokens."""
+        bucket = _bucket(match)
+        return self._accepted[bucket] / self._checked[bucket]
+
+
+def _bucket(match: int) -> int:
+    return min(match, MAX_MATCH).bit_length() - 1

@@ -1,0 +1,110 @@
+"""Speculative decoding: drafts from the sequence itself, the length that pays, and the choice of valid tokens."""
+
+import random
+
+import pytest
+
+from swarmnet_client.model.speculation import MAX_DRAFT, Draft, PromptLookup, Speculator, StepTimes
+
+
+def times(step_s: float, position_s: float) -> StepTimes:
+    """Times of a chain, measured on steps of one to nine positions."""
+    measured = StepTimes()
+    for number in range(60):
+        positions = 1 + number % 9
+        measured.add(positions, step_s + (positions - 1) * position_s)
+    return measured
+
+
+def test_a_draft_is_what_followed_the_longest_match() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3])
+    assert lookup.draft(3) == Draft((4, 9, 2), 3)
+    assert lookup.draft(0) == Draft()
+    lookup.extend([9])
+    assert lookup.draft(2) == Draft((2, 3), 1)
+    lookup.extend([77])
+    assert lookup.draft(2) == Draft()
+
+
+def test_of_equal_matches_the_latest_is_continued() -> None:
+    assert PromptLookup([7, 1, 5, 7, 2, 6, 7]).draft(1) == Draft((2,), 1)
+
+
+def test_a_draft_of_a_repetition_repeats_it() -> None:
+    assert PromptLookup([1, 2, 3, 1, 2]).draft(7).tokens == (3, 1, 2, 3, 1, 2, 3)
+
+
+def test_nothing_is_drafted_before_a_step_was_measured() -> None:
+    assert Speculator([5] * 40).draft(StepTimes()) == ()
+
+
+def test_slow_trips_make_long_drafts_and_dear_positions_none() -> None:
+    def drafted(step_s: float, position_s: float) -> int:
+        return len(Speculator([5] * 40).draft(times(step_s, position_s)))
+
+    assert drafted(0.4, 0.002) == MAX_DRAFT
+    assert 1 <= drafted(0.04, 0.01) < MAX_DRAFT
+    assert drafted(0.04, 0.06) == 0
+
+
+def test_a_draft_is_never_longer_than_allowed() -> None:
+    assert len(Speculator([5] * 40).draft(times(0.4, 0.0), most=3)) == 3
+    assert Speculator([5] * 40).draft(times(0.4, 0.0), most=-1) == ()
+
+
+def test_steps_of_many_sequences_carry_shorter_drafts() -> None:
+    alone, beside = (
+        len(Speculator([4, 5] * 5).draft(times(0.1, 0.005), positions=count)) for count in (1, 16)
+    )
+    assert beside < alone
+
+
+def test_the_time_of_a_position_is_found_in_noise() -> None:
+    rng = random.Random(1)
+    measured = StepTimes()
+    for _ in range(300):
+        positions = rng.choice([1, 1, 4, 9, 17])
+        measured.add(positions, (0.1 + 0.004 * (positions - 1)) * rng.uniform(0.9, 1.1))
+    assert measured.position_s == pytest.approx(0.004, rel=0.3)
+    assert measured.step_s(1) == pytest.approx(0.1, rel=0.1)
+
+
+def test_drafts_are_tried_again_after_a_while_without() -> None:
+    measured = times(0.04, 0.05)
+    for _ in range(200):
+        measured.add(1, 0.04)
+    assert Speculator([5] * 40).draft(measured)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_valid_tokens_are_those_of_plain_decoding(number: int) -> None:
+    rng = random.Random(number)
+    prompt = [rng.randrange(4) for _ in range(30)]
+    answer = [rng.randrange(4) for _ in range(20)] * 4
+    speculator, chain, found, trips = Speculator(prompt), times(0.4, 0.001), [], 0
+    while len(found) < len(answer):
+        draft = speculator.draft(chain, most=len(answer) - len(found) - 1) if found else ()
+        # After a wrong token the model's choices mean nothing.
+        chosen = answer[len(found) : len(found) + 1]
+        for token in draft:
+            chosen.append(answer[len(found) + len(chosen)] if token == chosen[-1] else -1)
+        found += chosen[: speculator.choose(chosen, len(draft))]
+        trips += 1
+    assert found == answer
+    assert trips < len(answer)
+
+
+def test_drafts_that_are_always_wrong_are_given_up_and_taken_up_again_when_right() -> None:
+    """The first token of a draft is checked whether it was sent or not."""
+    speculator, chain = Speculator([1, 2] * 20), times(0.1, 0.02)
+    assert speculator.draft(chain)
+    for _ in range(40):
+        draft = speculator.draft(chain)
+        speculator.choose([99, *draft], len(draft))
+        speculator.extend([1, 2] * 9)
+    assert not speculator.draft(chain)
+    for _ in range(40):
+        speculator.choose([1], 0)
+        speculator.extend([2])
+        draft = speculator.draft(chain)
+    assert draft
