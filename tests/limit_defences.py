@@ -10,6 +10,7 @@ import pytest
 
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_node.engine import engine
 from swarmnet_node.engine.kernels import ranged_attention
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
@@ -28,6 +29,7 @@ from tests.sim import (
     test_limited_line,
     test_pass_blame,
     test_pass_defences,
+    test_recurrent_models,
 )
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import (
@@ -36,6 +38,7 @@ from tests.unit import (
     test_flow_control,
     test_flow_control_streams,
     test_framed_stream,
+    test_recurrent_state,
     test_resources,
     test_steps,
 )
@@ -118,6 +121,16 @@ def prompts_for_a_limited_host(reference: Reference) -> None:
     )
 
 
+def without_positions_again(patch: Patch) -> None:
+    """Work counts its new positions only."""
+    work = engine._StepWork
+
+    def counting_new(*arguments: Any, **fields: Any) -> Any:
+        return work(*arguments, **{**fields, "behind": 0})
+
+    patch.setattr(engine, "_StepWork", counting_new)
+
+
 def a_host_without_credit(reference: Reference) -> None:
     test_limited_line.test_a_host_that_grants_no_credit_is_replaced(reference, test_limited_line.answer)
 
@@ -152,6 +165,22 @@ LIMITS = (
         "a served stream that stays open is closed",
         replacing(framed_stream, "MAX_IN_FLIGHT_MIB", 1e9),
         lambda _: test_framed_stream.test_the_time_to_receive_what_was_sent_is_bounded(),
+    ),
+    Defence(
+        "positions that are computed again after a rewind count in the batches",
+        without_positions_again,
+        lambda folder: test_recurrent_state.test_positions_that_are_computed_again_share_forwards_with_others(
+            test_recurrent_state.load(test_recurrent_state.saved(folder))
+        ),
+    ),
+    Defence(
+        "positions that are computed again after a rewind count in a client's rate",
+        replacing(HostedSession, "_behind", lambda *_: 0),
+        lambda folder: (
+            test_recurrent_models.test_positions_that_are_computed_again_come_at_the_rate_of_the_client(
+                test_recurrent_models.reference_in(folder)
+            )
+        ),
     ),
     Defence(
         "positions of a step are bounded",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.quantization.quantize import Precision
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ async def start(
         finally:
             try:
                 loaded = await loading
-            except Unreachable:
+            except (ConfigError, Unreachable):  # the hub does not answer, or does not have it
                 manifest = config.network.rules.names.get(config.model)
                 if manifest is None or not peers.is_attached:
                     raise
@@ -178,8 +178,8 @@ class _Loaded:
     """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
-    quantized: "Format | None"
-    """The format to which weights of 16 and 32 bits are rounded."""
+    quantized: "Precision | None"
+    """The precision to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
 
@@ -376,11 +376,6 @@ def _check_quantizable(model: "LocalModel") -> None:
         raise ConfigError(
             f"the weights of {model.name} are quantised already: {model.precision}",
             hint="leave out --dtype: they are used as they are",
-        )
-    if getattr(model.config, "num_experts_per_tok", None):
-        raise ConfigError(
-            f"{model.name} has merged experts, which are not quantised at load",
-            hint="leave out --dtype, or host a .gguf file of the model",
         )
 
 

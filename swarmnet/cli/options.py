@@ -251,6 +251,11 @@ def parse_size_bytes(text: str, *, option: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a size: {error}", param_hint=f"'{option}'") from error
 
 
+def parse_max_disk(text: str | None) -> int | None:
+    """The value of ``--max-disk`` in bytes; None for no limit."""
+    return None if text is None else parse_size_bytes(text, option="--max-disk")
+
+
 def parse_duration(text: str, *, option: str) -> int:
     """``90s``, ``12h`` or ``7d``, in seconds."""
     try:

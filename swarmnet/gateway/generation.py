@@ -40,6 +40,8 @@ class Generation:
         self.generated_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
+        self.precisions: list[str] = []
+        """Precisions of the hosts that computed the finished choices; more than one where no chain of one precision was found."""
         self.trips = 0
         """Steps around chains that brought tokens of the finished choices."""
         self._engine = engine
@@ -118,6 +120,7 @@ class Generation:
                     self._put(Delta(index, text, tuple(pending)))
                     pending = []
             self.cached_tokens += answer.reused
+            self.precisions += [each for each in answer.precisions if each not in self.precisions]
             self.trips += answer.trips
         if not stops.found:
             text = stops.push(detokenizer.flush())

@@ -52,8 +52,8 @@ class CompletionFormatter:
         """The choice of the chunk that precedes all text, if the format has one."""
         return None
 
-    def response(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._fields, "object": self.object_name, "choices": choices, "usage": usage}
+    def response(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        return {**self._fields, "object": self.object_name, "choices": choices, **fields}
 
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         return {**self._fields, "object": self.chunk_object_name, "choices": choices, **fields}
@@ -143,7 +143,8 @@ async def whole_response(
     async for delta in generation:
         deltas[delta.index].append(delta)
     choices = [formatter.choice(deltas[index]) for index in sorted(deltas)]
-    return formatter.response(choices, usage_of(generation, prompt_tokens))
+    usage = usage_of(generation, prompt_tokens)
+    return formatter.response(choices, usage=usage, precisions=generation.precisions)
 
 
 async def event_stream(
@@ -157,7 +158,8 @@ async def event_stream(
                 started.add(delta.index)
                 if first := formatter.first_chunk_choice(delta.index):
                     yield _event(formatter.chunk([first]))
-            yield _event(formatter.chunk([formatter.chunk_choice(delta)]))
+            fields = {} if delta.finish_reason is None else {"precisions": generation.precisions}
+            yield _event(formatter.chunk([formatter.chunk_choice(delta)], **fields))
         if with_usage:
             yield _event(formatter.chunk([], usage=usage_of(generation, prompt_tokens)))
     except SwarmnetError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet.addresses import check_peer_address
 from swarmnet.swarm_file import FILE_NAME, decode, file_in, load, parse, read
-from swarmnet.swarm_file.content import FORMAT, Rotation, SwarmFile, rotation_bytes
+from swarmnet.swarm_file.content import FORMAT, ListedModel, Rotation, SwarmFile, rotation_bytes
 from swarmnet.swarm_file.keys import KEY_NAME, create_key, load_key
 from swarmnet.swarm_file.reader import MAX_BOOTSTRAPS, NAME, Reader
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, IntegrityError
@@ -82,6 +82,8 @@ class NewSwarm:
     """Whether peers find each other in local networks. None: as in ``like``; without one, in a swarm with an authority only."""
     like: Path | None = None
     """A swarm file from which admission, policy and all else is copied."""
+    models: tuple[ListedModel, ...] = ()
+    """The models that the swarm is for. None: those of ``like``, or any."""
     backup_keys: tuple[bytes, ...] = ()
     """Public keys that may sign in addition to the key that is generated."""
 
@@ -117,6 +119,8 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
     )
     if new.mdns is not None:
         _set(document, "network", "mdns", new.mdns)
+    if new.models:
+        _list_models(document, new.models)
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if new.is_open:
@@ -286,6 +290,19 @@ def _add_rotation(document: "TOMLDocument", rotation: Rotation) -> None:
         document.add(tomlkit.nl())
         document["rotation"] = tomlkit.aot()
     document["rotation"].append(entry)
+
+
+def _list_models(document: "TOMLDocument", models: Sequence[ListedModel]) -> None:
+    import tomlkit
+
+    listed = tomlkit.aot()
+    for model in models:
+        entry = tomlkit.table()
+        entry |= {"name": model.name, "manifest": f"sha256:{model.manifest.hex()}"}
+        if model.pieces is not None:
+            entry["pieces"] = f"sha256:{model.pieces.hex()}"
+        listed.append(entry)
+    document["models"] = listed
 
 
 def _fill_authority(document: "TOMLDocument", keys: Sequence[bytes]) -> None:

@@ -1,10 +1,13 @@
 """Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load, relative to the same weights in float32.
 
-    python -m tests.bench.perplexity [--tokens 100000] [--precisions int8 int4]
+    python -m tests.bench.perplexity [--tokens 100000] [--precisions int8 int4] [--channels shuffled]
 
-The model's file is Q4_1, which rounding to Q4_1 again would reproduce. So its weights are expanded to float32 and its channels permuted,
-hidden ones, those of each MLP and those of each head of values: the model computes the same function, and groups of 32 weights come from many
-groups of the file. Prints one JSON object a precision; ``stderr_percent`` is the standard error of the paired difference.
+The model's file is Q4_1, which rounding to Q4_1 again would reproduce, so the grid of the file must not be that of the rounding. Weights are
+expanded to float32, and channels change places, hidden ones, those of each MLP and those of each head of values: the model computes the same
+function. ``--channels shuffled`` makes each group of 32 weights from many groups of the file, ``shifted`` from the halves of two, and ``as they are`` leaves
+them: that shows what the grid hides, and is no result. Errors are added to those that the file has, whose reference is not here.
+
+Prints one JSON object a precision; ``bits`` are those of a weight, ``stderr_percent`` is the standard error of the paired difference.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import json
 import math
 import random
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.quantize import PRECISIONS, quantize
+from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, quantize
 
 WINDOW = 1024
 """Tokens that are scored together, each after those before it."""
@@ -34,30 +38,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--channels", choices=("shuffled", "shifted", "as they are"), default="shuffled")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     local = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
     model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
-    permute_channels(model, torch.Generator().manual_seed(0))
+    permute_channels(model, order_of(options.channels))
     windows = torch.tensor(text(local.tokenizer(), options.tokens)).split(WINDOW)
     expected = losses(model, windows)
     matrices = {
         name: each.detach().clone() for name, each in model.model.layers.named_parameters() if each.dim() == 2
     }
     for precision in options.precisions:
+        packed_bytes = 0
         for name, matrix in matrices.items():
             stored = PackedTensor.of(Format.F32, matrix.view(torch.uint8))
-            weight = model.model.layers.get_parameter(name)
-            weight.data = quantize(stored, PRECISIONS[precision]).dequantize()
+            rounded = quantize(stored, PRECISIONS[precision].format_of(name))
+            packed_bytes += rounded.nbytes
+            model.model.layers.get_parameter(name).data = rounded.dequantize()
         more = losses(model, windows) - expected
         stderr = more.std().item() / math.sqrt(len(more))
         figures = {
             "perplexity": expected.mean().exp().item(),
             "percent": 100 * math.expm1(more.mean().item()),
             "stderr_percent": 100 * stderr,
+            "bits": 8 * packed_bytes / sum(matrix.numel() for matrix in matrices.values()),
         }
-        about = {"bench": "perplexity", "precision": precision, "format": PRECISIONS[precision].name}
+        about = {"bench": "perplexity", "precision": precision, "channels": options.channels}
         about |= {"tokens": len(more)}
         print(json.dumps(about | {name: round(value, 3) for name, value in figures.items()}), flush=True)
 
@@ -83,12 +91,23 @@ def losses(model: Any, windows: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(found).double()
 
 
+def order_of(channels: str) -> Callable[[int], torch.Tensor]:
+    """From a number of channels to their new order."""
+    generator = torch.Generator().manual_seed(0)
+    match channels:
+        case "shuffled":
+            return lambda count: torch.randperm(count, generator=generator)
+        case "shifted":
+            return lambda count: torch.arange(count).roll(GROUP // 2)
+    return torch.arange
+
+
 @torch.inference_mode()
-def permute_channels(model: Any, generator: torch.Generator) -> None:
+def permute_channels(model: Any, order: Callable[[int], torch.Tensor]) -> None:
     """Permute the channels of a Llama with tied embeddings. The function that it computes stays the same."""
     config = model.config
     head_size = config.hidden_size // config.num_attention_heads
-    hidden = torch.randperm(config.hidden_size, generator=generator)
+    hidden = order(config.hidden_size)
     _reorder(model.model.embed_tokens, 1, hidden)
     _reorder(model.model.norm, 0, hidden)
     for layer in model.model.layers:
@@ -99,11 +118,11 @@ def permute_channels(model: Any, generator: torch.Generator) -> None:
             _reorder(linear, 1, hidden)
         for linear in (attention.o_proj, mlp.down_proj):
             _reorder(linear, 0, hidden)
-        inner = torch.randperm(config.intermediate_size, generator=generator)
+        inner = order(config.intermediate_size)
         _reorder(mlp.gate_proj, 0, inner)
         _reorder(mlp.up_proj, 0, inner)
         _reorder(mlp.down_proj, 1, inner)
-        of_head = torch.randperm(head_size, generator=generator)
+        of_head = order(head_size)
         for module, dim, heads in (
             (attention.v_proj, 0, config.num_key_value_heads),
             (attention.o_proj, 1, config.num_attention_heads),

@@ -162,7 +162,8 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 "at most 1",
                 key("percent", precision="int8"),
             ),
-            Headline("the same to 4 bits", "% above float32", "at most 4", key("percent", precision="int4")),
+            Headline("the same to int4", "% above float32", "at most 4", key("percent", precision="int4")),
+            Headline("bits of a weight of int4", "bits", "", key("bits", precision="int4")),
         ],
         "gpu": [
             Headline(

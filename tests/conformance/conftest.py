@@ -18,8 +18,7 @@ from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-from swarmnet_protocols.net.pylibp2p import host as pylibp2p_host
-from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport
+from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
@@ -261,8 +260,9 @@ def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab
 @pytest.fixture(scope="module")
 def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
     """Its peers close one after the other, so that streams of the first wait for others to close them, too: here not for ten seconds."""
+    prepare_libp2p()
     with LoopThread() as loop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pylibp2p_host, "CLOSE_S", 0.5)
+        patch.setattr("swarmnet_protocols.net.pylibp2p.host.CLOSE_S", 0.5)
         lab = PyLibp2pCircuitLab(loop, tmp_path_factory.mktemp("libp2p_circuit"))
         try:
             yield lab

@@ -23,6 +23,7 @@ from tests.support.gateway import (
     served,
     words,
 )
+from tests.support.lying_hosts import lying
 from tests.support.swarm_lab import Lab, Reference
 
 PROMPT = [5, 6]
@@ -39,6 +40,7 @@ def test_a_completion_is_the_models_greedy_output(tiny: Reference) -> None:
     ]
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["usage"]["total_tokens"] == 2 + TOKENS
+    assert answer["precisions"] == ["f32"]
     assert answer["object"] == "text_completion"
 
 
@@ -62,9 +64,20 @@ def test_a_streamed_chat_equals_a_whole_one(tiny: Reference) -> None:
     assert len(logprobs) == TOKENS
     assert all(len(each["top_logprobs"]) == 2 for each in logprobs)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+    assert [chunk.get("precisions") for chunk in chunks][-2:] == [None, ["f32"]]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == TOKENS
     assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_an_answer_names_the_precisions_of_its_hosts(tiny: Reference) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> Any:
+        await lab.start("b2", lying(lab.hosting(SPANS["b"]), precision="int4"))
+        lab.network.crash(lab.peer_id("b"))
+        await asyncio.sleep(Timing().refresh_s + 1)
+        return (await caller.chat(max_tokens=2)).json()
+
+    assert served(tiny, scenario)["precisions"] == ["f32", "int4"]
 
 
 def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -> None:

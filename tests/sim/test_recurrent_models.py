@@ -1,15 +1,25 @@
 """A model with recurrent states over nodes: a replica continues after a failover, and a client can go back."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
 
 from swarmnet_client.chain.chain import Chain
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.memory import Delivery
-from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.session.steps import Row, Step
 from tests.sim.test_failover import arrives_at
+from tests.sim.test_host_defences import (
+    HIDDEN,
+    Stranger,
+    a_step,
+    link_reply,
+    session_reply,
+    with_stranger,
+)
 from tests.support.hub_families import FAMILIES
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -20,7 +30,10 @@ LAYOUT = {"a": (0, 2), "b": (2, 4), "b2": (2, 4)}
 
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder = tmp_path_factory.mktemp("recurrent")
+    return reference_in(tmp_path_factory.mktemp("recurrent"))
+
+
+def reference_in(folder: Path) -> Reference:
     path = FAMILIES["qwen3_5"].save(folder / "model")
     return Reference(resolve(str(path), cache_dir=folder / "cache"))
 
@@ -63,3 +76,19 @@ def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Refe
             return recurrent.next_token(hidden)
 
     assert [simulate(recurrent, scenario)] == recurrent.greedy(PROMPT[:length] + other, 1)
+
+
+def test_positions_that_are_computed_again_come_at_the_rate_of_the_client(recurrent: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        session, link = await stranger.send_open(max_length=256), await stranger.link()
+        await link_reply(link)
+        began = asyncio.get_running_loop().time()
+        await stranger.step(link, a_step(1, 0, 130))
+        assert (await session_reply(session)).HasField("output")
+        back = Step(2, (Row(0, 100, 1, 1, 0, rewrite=True),), torch.zeros(1, HIDDEN))
+        await stranger.step(link, back)
+        assert (await session_reply(session)).HasField("output")
+        # 131 positions and 100 that are computed again, of which 160 are a burst, at 40 a second.
+        assert asyncio.get_running_loop().time() - began == pytest.approx(71 / 40, abs=0.2)
+
+    with_stranger(recurrent, talk, limits=HostLimits(positions_per_s=40.0))

@@ -508,6 +508,25 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": True,
         },
     ),
+    "granitemoe": Family(
+        "Granite 3 MoE 1B, 3B, PowerMoE",
+        "GraniteMoeForCausalLM",
+        {
+            **TEXT,
+            "model_type": "granitemoe",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "olmoe": Family(
+        "OLMoE 1B-7B",
+        "OlmoeForCausalLM",
+        {**TEXT, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    ),
     "minimax_m2": Family(
         "MiniMax-M2",
         "MiniMaxM2ForCausalLM",

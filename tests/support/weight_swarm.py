@@ -57,13 +57,13 @@ class WeightSwarm:
 
         self.loop.run(attach())
 
-    def outline(self, model: bytes, pieces_hash: bytes, cache_dir: Path) -> None:
-        """Fetch the outline of the hub's model from the hosts."""
+    def outline(self, model: bytes, pieces_hash: bytes, cache_dir: Path, name: str = NAME) -> None:
+        """Fetch the outline of the hub's model, or one of another name, from the hosts."""
 
         async def fetch() -> None:
             peers = SwarmPeers({model: pieces_hash}, TIMING)
             peers.attach(await self._transport(), self._find)
-            await fetch_outline(peers, NAME, model, cache_dir)
+            await fetch_outline(peers, name, model, cache_dir)
 
         self.loop.run(fetch())
 

@@ -24,7 +24,7 @@ from tests.support.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-FORMATS = sorted(PRECISIONS.values())
+FORMATS = (Format.Q8_0, Format.Q4_1, Format.Q5_1)
 
 
 def matrix(values: torch.Tensor) -> PackedTensor:
@@ -50,7 +50,7 @@ def test_the_error_is_at_most_that_of_gguf(format: Format) -> None:
     theirs = gguf.dequantize(gguf.quantize(values.numpy(), format), format)
     error = (quantize(matrix(values), format).dequantize() - values).norm()
     assert error <= 1.001 * np.linalg.norm(theirs - values.numpy())
-    assert format != Format.Q4_1 or error <= 0.97 * np.linalg.norm(theirs - values.numpy())
+    assert format == Format.Q8_0 or error <= 0.97 * np.linalg.norm(theirs - values.numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -59,7 +59,8 @@ def test_weights_on_the_grid_of_the_format_stay_as_they_are(format: Format, dtyp
     codes = torch.arange(16.0).repeat(3, 4)
     values = torch.cat([codes - 5, torch.zeros(3, 32), torch.full((3, 32), -0.5)], 1).to(dtype)
     close = quantize(matrix(values), format).dequantize()
-    assert torch.allclose(close, values.float(), rtol=0, atol=10 / 254 * 1.01)
+    half_a_step = 15 / 62 if format == Format.Q5_1 else 10 / 254
+    assert torch.allclose(close, values.float(), rtol=0, atol=half_a_step * 1.01)
     assert torch.equal(close[:, 64:96], torch.zeros(3, 32))
     if format == Format.Q4_1:
         assert torch.equal(close, values.float())
@@ -120,7 +121,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
     expected = model.load_span(1, 3, **FLOAT32)
     for name in quantised:
         weight = expected.get_parameter(f"{name}.weight")
-        weight.data = quantize(matrix(weight.data), PRECISIONS[precision]).dequantize()
+        weight.data = quantize(matrix(weight.data), PRECISIONS[precision].format_of(name)).dequantize()
         assert torch.equal(weight.data, mine._model.get_submodule(name).packed.dequantize())
     rounded = Stage(expected, 64, native)
     inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
@@ -128,11 +129,15 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
     assert (outputs[0] - outputs[1]).norm() <= 2e-6 * outputs[1].norm()
 
 
-@pytest.mark.parametrize(("family", "reason"), [("", "already: q4_1"), ("mixtral", "experts")])
-def test_what_cannot_be_quantised_at_load_is_refused_with_the_reason(
-    family: str, reason: str, tmp_path: Path
-) -> None:
-    name = str(save_tiny(family, tmp_path / "model")) if family else DEFAULT_MODEL
-    model = resolve(name, cache_dir=tmp_path / "cache" if family else default_cache_dir())
-    with pytest.raises(ConfigError, match=reason):
+def test_what_is_quantised_already_is_refused_with_the_reason() -> None:
+    model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
+    with pytest.raises(ConfigError, match="already: q4_1"):
         _check_quantizable(model)
+
+
+def test_int4_keeps_more_bits_of_what_costs_the_most() -> None:
+    int4 = PRECISIONS["int4"]
+    assert int4.format_of("model.layers.3.self_attn.v_proj.weight") == Format.Q8_0
+    assert int4.format_of("layers.0.mlp.experts.up_proj") == Format.Q5_1
+    assert int4.format_of("layers.0.mlp.down_proj") == Format.Q5_1
+    assert int4.format_of("layers.0.mlp.gate_proj.weight") == Format.Q4_1

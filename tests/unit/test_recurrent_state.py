@@ -1,11 +1,16 @@
 """Recurrent states of sequences on a stage: rewinding, forks, failed forwards, memory."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 
+from swarmnet_node.engine import engine as engine_module
+from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.recurrent_state import (
     SNAPSHOT_POSITIONS,
@@ -19,6 +24,7 @@ from swarmnet_node.engine.recurrent_state import (
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.net.resources import ResourceManager
 from tests.support.hub_families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -27,7 +33,10 @@ SMALL = StateGeometry((StateShape((0, "recurrent", 0), (1, 1), torch.float32, CP
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
-    folder = tmp_path_factory.mktemp("model")
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+def saved(folder: Path) -> LocalModel:
     path = FAMILIES["qwen3_5"].save(folder / "model")
     return resolve(str(path), cache_dir=folder / "cache")
 
@@ -209,3 +218,41 @@ def test_layers_that_ask_their_cache_for_something_else_are_refused(
     monkeypatch.setattr(Qwen3_5Attention, "forward", indexed)
     with pytest.raises(ConfigError, match="update_indexer"):
         load(model)
+
+
+def test_positions_that_are_computed_again_share_forwards_with_others(stage: Stage) -> None:
+    """A client that goes back must not make others wait for all that its layers with recurrent states compute again."""
+    rows = inputs(300)
+
+    async def go_back(engine: Engine) -> list[int]:
+        """Positions to compute again, and all computed when another client's step was done and when this one was."""
+        going_back, other = (
+            engine.register(stage.new_sequence(), ResourceManager().system) for _ in range(2)
+        )
+        await engine.compute(stage, [(going_back, rows)])
+        before, reached = engine.counters.positions, []
+        going_back.truncate(255)
+        again = going_back.behind
+
+        async def step(sequence: SequenceCache) -> torch.Tensor:
+            [outputs] = await engine.compute(stage, [(sequence, inputs(1, 1))])
+            reached.append(engine.counters.positions - before)
+            return outputs
+
+        outputs, _ = await asyncio.gather(step(going_back), step(other))
+        expected = forward(stage, stage.new_sequence(), torch.cat([rows[:255], inputs(1, 1)]))[-1:]
+        assert_close(outputs, expected)
+        return [again, *reached]
+
+    async def use() -> list[int]:
+        with ThreadPoolExecutor(1) as executor:
+            resources = ResourceManager()
+            async with Engine.run(stage, executor, resources, max_cache_bytes=1 << 30) as engine:
+                return await go_back(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "MAX_BATCH_TOKENS", 16)
+        again, first, last = asyncio.run(use())
+    assert again > 2 * 16
+    assert first <= 16
+    assert last == again + 2

@@ -14,8 +14,11 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
+from swarmnet_protocols.models.hub_files import HEAD_BYTES
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from tests.support.model_hub import NAME, model_hub
+from tests.support.tiny_models import save_tiny
 
 ALICE = Identity.from_seed(b"alice").peer_id
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{ALICE}"
@@ -264,3 +267,36 @@ def test_a_damaged_invite_is_refused(owner: Owner, tmp_path: Path) -> None:
     damaged = owner.run("run", "m", "hi", "--swarm", invite[:-3], *data, code=3)
     assert "damaged" in damaged["message"]
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_swarm_is_created_for_a_model(
+    is_open: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = Owner(tmp_path / "lab", capsys)
+    model = save_tiny("llama-tied", tmp_path / "tiny")
+    how = ["--open"] if is_open else []
+    where = ["--out", str(owner.directory), "--cache-dir", str(tmp_path / "cache")]
+    made = owner.swarm("create", "lab", "--model", str(model), *how, *where)
+    shown = owner.run("model", "show", str(model), "--cache-dir", str(tmp_path / "cache"))
+    assert made["models"] == {"tiny": f"sha256:{shown['manifest']}"}
+    assert made["pieces"] == {"tiny": f"sha256:{shown['pieces']}"}
+    file = swarm_file.load_valid(owner.directory, wall_clock())
+    assert file.rules().names == {"tiny": bytes.fromhex(shown["manifest"])}
+
+
+def test_a_model_of_which_only_a_part_is_here_is_listed_without_its_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = Owner(tmp_path / "lab", capsys)
+    model = save_tiny("llama-tied", tmp_path / "tiny")
+    where = ["--out", str(owner.directory), "--cache-dir", str(tmp_path / "cache")]
+    with model_hub(model, tmp_path / "hf") as hub:
+        made = owner.swarm("create", "lab", "--model", NAME, *where)
+        assert made["models"].keys() == {NAME}
+        assert made["pieces"] == {}
+        assert hub.sent["model.safetensors"] <= 2 * HEAD_BYTES
+        owner.run("model", "pull", NAME, "--cache-dir", str(tmp_path / "cache"))
+        again = owner.swarm("create", "lab", "--model", NAME, "--force", *where)
+        assert again["models"] == made["models"]
+        assert again["pieces"].keys() == {NAME}

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching import download, hub_ranges, peers
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES
 from swarmnet_protocols.fetching.server import Library
@@ -17,6 +20,7 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import weights_pb2 as pb
 from tests.support.big_model import FLOAT32, load, make_tables, same_span, save_big, sent, weight_bytes
 from tests.support.model_hub import ModelHub, model_hub
+from tests.support.tiny_models import save_tiny, write_gguf
 from tests.support.weight_swarm import TIMING, WeightSwarm, weight_swarm
 
 
@@ -331,6 +335,34 @@ def test_a_newcomer_joins_without_the_hub(
     swarm.join(second, made[1])
     assert same_span(second, whole, 30, 40)
     assert all(name.startswith("peer ") for name in second.parts.bytes_from)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_model_that_no_hub_has_comes_from_peers_alone(
+    kind: str, swarm: WeightSwarm, tmp_path: Path
+) -> None:
+    if kind == "gguf":
+        source = write_gguf(tmp_path / "tiny.gguf", "llama")
+    else:
+        source = save_tiny("llama-untied", tmp_path / "tiny")
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"w": 0}))).save_pretrained(source)
+    own = resolve(str(source), cache_dir=tmp_path / "own")
+    own.verify()
+    assert own.pieces_hash is not None
+    cache = tmp_path / "new"
+    with pytest.raises(ConfigError, match="there is no model"):
+        resolve(source.name, cache_dir=cache)
+    with pytest.raises(Unreachable):
+        swarm.outline(own.manifest.hash, own.pieces_hash, cache, source.name)
+    swarm.host(own.shared())
+    swarm.outline(own.manifest.hash, own.pieces_hash, cache, source.name)
+    second = resolve(source.name, cache_dir=cache)
+    assert second.manifest.hash == own.manifest.hash
+    with pytest.raises(Unreachable):
+        second.load_span(0, 1, **FLOAT32)
+    swarm.join(second, own.pieces_hash)
+    assert same_span(second, own, 0, 3)
+    assert second.tokenizer().get_vocab() == own.tokenizer().get_vocab()
 
 
 def test_the_outline_of_another_model_is_refused(

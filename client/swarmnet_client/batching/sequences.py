@@ -54,6 +54,8 @@ class Answer:
         """Occurrences of each token id in the answer; empty unless its sampling has penalties."""
         self.reused = 0
         """Positions of the prompt whose KV caches were reused."""
+        self.precisions: list[str] = []
+        """Precisions of the hosts of its chains so far; one if they had the same."""
         self.finish_reason: str | None = None
         """``stop`` or ``length``, once the answer is complete."""
         self.trips = 0
@@ -289,6 +291,7 @@ class SequenceGroup:
         """Add the valid of ``tokens`` to an answer: those up to the first that differs from the draft."""
         sequence = part.sequence
         answer.trips += 1
+        answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]
         valid = sequence.speculator.choose([token.id for token in tokens], len(part.draft))
         needs_more = all(answer.take(token) for token in tokens[:valid])
         sequence.start -= len(part.draft) + 1 - valid

@@ -180,8 +180,15 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     return wrapped
 
 
-def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) -> SwarmModel:
-    """The model ``name`` on the swarm of ``network``.
+def load(
+    name: str,
+    *,
+    network: Network,
+    cache_dir: Path,
+    options: LoadOptions,
+    max_disk_bytes: int | None = None,
+) -> SwarmModel:
+    """The model ``name`` on the swarm of ``network``; ``max_disk_bytes`` as for ``resolve``.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if no bootstrap peer is given or
     answers, and ``NotAuthorised`` if the swarm does not admit this client.
@@ -190,7 +197,7 @@ def load(name: str, *, network: Network, cache_dir: Path, options: LoadOptions) 
         raise Unreachable(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
-    local = resolve_in_swarm(name, network, cache_dir=cache_dir)
+    local = resolve_in_swarm(name, lambda: network, cache_dir=cache_dir, max_disk_bytes=max_disk_bytes)
     runtime = Runtime(lambda: Swarm.connect(local, network))
     try:
         model = wrap(local, runtime, options)

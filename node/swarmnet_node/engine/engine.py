@@ -63,7 +63,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _StepWork:
-    """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed."""
+    """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed.
+
+    Before the first, ``behind`` earlier positions are computed again, after a rewind: they count as work like others.
+    """
 
     sequence: SequenceCache
     inputs: torch.Tensor
@@ -71,12 +74,36 @@ class _StepWork:
     done: "asyncio.Future[torch.Tensor]"
     since: float
     """Reading of the engine's stopwatch when the work arrived."""
+    behind: int
     outputs: list[torch.Tensor] = field(default_factory=list)
     computed: int = 0
 
     @property
     def waiting(self) -> Waiting:
-        return Waiting(len(self.inputs) - self.computed, id(self.stage))
+        return Waiting(self.behind + len(self.inputs) - self.computed, id(self.stage))
+
+    def take(self, tokens: int) -> "_Part":
+        """The next ``tokens`` positions."""
+        again = min(self.behind, tokens)
+        return _Part(self, again, self.inputs[self.computed : self.computed + tokens - again])
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What one forward computes of ``work``: ``again`` positions for its recurrent states, and ``inputs`` [count, D], perhaps none."""
+
+    work: _StepWork
+    again: int
+    inputs: torch.Tensor
+
+
+def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
+    """The outputs of those parts that have inputs, on the torch thread."""
+    stage = parts[0].work.stage
+    for part in parts:
+        if part.again:
+            stage.catch_up(part.work.sequence, part.again)
+    return stage.forward([(part.work.sequence, part.inputs) for part in parts if len(part.inputs)])
 
 
 @dataclass(eq=False)
@@ -249,7 +276,9 @@ class Engine:
             raise Unreachable("this host has stopped")
         loop = asyncio.get_running_loop()
         works = [
-            _StepWork(sequence, inputs, stage, loop.create_future(), self._stopwatch())
+            _StepWork(
+                sequence, inputs, stage, loop.create_future(), self._stopwatch(), behind=sequence.behind
+            )
             for sequence, inputs in rows
         ]
         self._steps.extend(works)
@@ -329,25 +358,24 @@ class Engine:
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
         picked = schedule([work.waiting for work in self._steps], MAX_BATCH_TOKENS)
-        batch = [(self._steps[index], tokens) for index, tokens in picked]
-        rows = [
-            (work.sequence, work.inputs[work.computed : work.computed + tokens]) for work, tokens in batch
-        ]
+        parts = [self._steps[index].take(tokens) for index, tokens in picked]
         started = self._stopwatch()
-        for work, _ in batch:
-            if not work.computed:
-                self.counters.wait_s.observe(started - work.since)
+        for part in parts:
+            if not part.work.computed and len(part.inputs):
+                self.counters.wait_s.observe(started - part.work.since)
         try:
-            results = await self._call(partial(batch[0][0].stage.forward, rows))
+            results = await self._call(partial(_compute, parts))
         except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
-            self._drop([work for work, _ in batch], error)
+            self._drop([part.work for part in parts], error)
             return
-        self._account(sum(tokens for _, tokens in batch), self._stopwatch() - started)
-        for (work, count), result in zip(batch, results, strict=True):
-            work.computed += count
-            work.outputs.append(result)
-            if work.computed == len(work.inputs):
-                self._finish(work)
+        self._account(sum(tokens for _, tokens in picked), self._stopwatch() - started)
+        for part in parts:
+            part.work.behind -= part.again
+        for part, result in zip((part for part in parts if len(part.inputs)), results, strict=True):
+            part.work.computed += len(part.inputs)
+            part.work.outputs.append(result)
+            if part.work.computed == len(part.work.inputs):
+                self._finish(part.work)
 
     async def _run_pass(self, work: _PassWork, *, are_others: bool) -> None:
         if work.done.done():

@@ -119,6 +119,11 @@ class SequenceCache:
         return self.geometry.bytes_of(self._capacity)
 
     @property
+    def behind(self) -> int:
+        """Positions that recurrent states must take in again before a new one, after a rewind or a forward that failed."""
+        return 0 if self.states is None else self.length - self.states.restorable(self.length)
+
+    @property
     def span(self) -> range:
         """The layers of this cache, counted from the first of the arena."""
         return range(self.geometry.first, self.geometry.first + len(self.geometry.layers))

@@ -95,12 +95,18 @@ class SequenceStates:
             self._snapshots[self.length] = self._free_slot()
             self._copy(0, self._snapshots[self.length])
 
+    def restorable(self, length: int) -> int:
+        """The positions after which ``restore(length)`` would know the states."""
+        if self.length <= length and not self.is_torn:
+            return self.length
+        return max((at for at in self._snapshots if at <= length), default=0)
+
     def restore(self, length: int) -> None:
         """Go back to the last known states after ``length`` positions or fewer; ``self.length`` says after how many."""
         if self.length <= length and not self.is_torn:
             return
+        self.length = self.restorable(length)
         self._snapshots = {at: slot for at, slot in self._snapshots.items() if at <= length}
-        self.length = max(self._snapshots, default=0)
         self.is_torn = False
         if self.length:
             self._copy(self._snapshots[self.length], 0)

@@ -47,8 +47,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
-from swarmnet_protocols.quantization.formats import Format
-from swarmnet_protocols.quantization.quantize import precision_of
+from swarmnet_protocols.quantization.quantize import Precision
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class Stage:
         device: torch.device,
         backend: Backend = TORCH,
         packed: bool = False,
-        quantized: Format | None = None,
+        quantized: Precision | None = None,
         devices: Sequence[torch.device] = (),
     ) -> "Stage":
         """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values.
@@ -153,7 +152,7 @@ class Stage:
                 model.load_span(at, until, dtype=dtype, device=own, packed=packed, quantized=quantized)
             )
             at = until
-        weights = model.precision if quantized is None else precision_of(quantized)
+        weights = model.precision if quantized is None else quantized.name
         return cls(
             _joined(spans, model.config, start, end),
             model.manifest.hidden_size,
@@ -288,7 +287,7 @@ class Stage:
         """``forward`` of sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
         for sequence, _ in rows:
-            self._rebuild_states(sequence)
+            self.catch_up(sequence, sequence.behind)
         packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
@@ -305,16 +304,18 @@ class Stage:
             sequence.length += count
         return list(torch.split(outputs, counts))
 
-    def _rebuild_states(self, sequence: SequenceCache) -> None:
-        """Bring recurrent states to the sequence's length after a rewind or a forward that failed."""
+    @torch.inference_mode()
+    def catch_up(self, sequence: SequenceCache, positions: int) -> None:
+        """Compute up to ``positions`` of the positions again by which the recurrent states of a sequence are ``behind``."""
         states, length = sequence.states, sequence.length
         if states is None:
             return
         states.restore(length)
+        until = min(length, states.length + positions)
         try:
-            while states.length < length:
+            while states.length < until:
                 sequence.length = states.length
-                inputs = sequence.inputs[states.length : min(length, states.length + REBUILT_POSITIONS)]
+                inputs = sequence.inputs[states.length : min(until, states.length + REBUILT_POSITIONS)]
                 self._forward_packed(inputs, [sequence], [len(inputs)])
         finally:
             sequence.length = length

@@ -390,12 +390,19 @@ class HostedSession:
             self.slot.worked()
         await self._parts.make_room(self._scope, self._new_bytes(step))
         await self._place(step.rows)
+        clock = asyncio.get_running_loop().time
+        if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(step.rows), clock()):
+            await asyncio.sleep(wait_s)
         rows = [
             (self._sequences[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         outputs = torch.cat(await self._engine.compute(self._stage, rows))
         return finite(outputs.to(self._link_sender.wire))
+
+    def _behind(self, rows: tuple[Row, ...]) -> int:
+        """Positions that are computed again because the client went back, in layers with recurrent states."""
+        return sum(self._sequences[row.sequence].behind for row in rows)
 
     def _new_bytes(self, step: Step) -> int:
         """An upper bound of the bytes by which a step extends the KV caches."""

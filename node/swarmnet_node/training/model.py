@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Progress, resolve
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, WeightForm
 from swarmnet_protocols.models.partial_model import build_whole, causal_class
 from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
@@ -199,7 +199,7 @@ def read_model(folder: Path) -> torch.Tensor:
     checkpoint = SafetensorsCheckpoint(folder)
     cpu = torch.device("cpu")
     model = build_whole(checkpoint.config()).load(
-        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, packed=False, device=cpu),
+        lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, WeightForm(cpu)),
         dtype=torch.float32,
         device=cpu,
     )

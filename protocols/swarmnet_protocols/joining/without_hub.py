@@ -1,11 +1,12 @@
-"""Resolves a model by its name, from peers of the swarm where the hub does not answer."""
+"""Resolves a model by its name, from peers of the swarm where the hub does not answer or does not have it."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 
 if TYPE_CHECKING:
@@ -13,22 +14,30 @@ if TYPE_CHECKING:
 
 
 def resolve_in_swarm(
-    name: str, network: Network, *, cache_dir: Path, progress: "Progress | None" = None
+    name: str,
+    enter: Callable[[], Network],
+    *,
+    cache_dir: Path,
+    progress: "Progress | None" = None,
+    max_disk_bytes: int | None = None,
 ) -> "LocalModel":
-    """The model with this name. If the hub does not answer and the swarm file names the model, its outline is taken from peers.
+    """The model with this name; ``max_disk_bytes`` as for ``resolve``.
 
-    Not for a thread whose loop runs. Raises what ``resolve`` and ``connect`` raise.
+    If the hub does not answer or does not have it, and the file of the swarm that ``enter`` enters names the model, its outline is taken from
+    peers. Not for a thread whose loop runs. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
+    find = partial(resolve, name, cache_dir=cache_dir, progress=progress, max_disk_bytes=max_disk_bytes)
     try:
-        return resolve(name, cache_dir=cache_dir, progress=progress)
-    except Unreachable:
+        return find()
+    except (ConfigError, Unreachable):
+        network = enter()
         model = network.rules.names.get(name)
         if model is None:
             raise
         asyncio.run(_fetch(name, model, network, cache_dir))
-    return resolve(name, cache_dir=cache_dir, progress=progress)
+    return find()
 
 
 async def _fetch(name: str, model: bytes, network: Network, cache_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.models.expert_weights import ChosenExperts, ExpertPlace
+    from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
 
@@ -53,6 +54,20 @@ class BlockNaming:
 
     def _prefix_of(self, tensor_name: str) -> str | None:
         return next((prefix for prefix in self.renames or () if tensor_name.startswith(prefix)), None)
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How weights are read."""
+
+    device: "torch.device"
+    """Where packed ones go, one by one as they are read; an accelerator gets those of 16 bits as ordinary tensors."""
+    packed: bool = False
+    """Whether quantised and 16-bit weights of linear modules, embeddings and experts stay packed, if transformers does not change their values."""
+    quantized: "Precision | None" = None
+    """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
+    experts: "ChosenExperts" = field(default_factory=dict)
+    """If not empty, experts are read one by one, packed or not; of the blocks that are named only these."""
 
 
 class ModelCheckpoint(Protocol):
@@ -106,22 +121,18 @@ class ModelCheckpoint(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(
-        self,
-        names: Sequence[str],
-        first_block: int,
-        model: "PreTrainedModel",
-        *,
-        packed: bool,
-        device: "torch.device",
-        quantized: "Format | None" = None,
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
-        ``model`` is the model that will load them; it may be on the meta device. ``packed``: quantised and 16-bit weights of its linear modules and
-        embeddings are ``PackedTensor``, where the checkpoint has such and transformers does not change their values. With ``quantized`` they
-        are rounded to that format, if ``can_be_quantized`` holds for them. These are on ``device``, moved one by one as they are read; an
-        accelerator gets the 16-bit ones as ordinary tensors.
+        ``model`` is the model that will load them; it may be on the meta device. Weights of its linear modules and embeddings that stay packed
+        are ``PackedTensor``, those of routed experts ``ExpertMatrices``: see ``form``.
         """
+
+    def expert_places(
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+    ) -> "dict[str, ExpertPlace]":
+        """Those of these tensors that are weights of routed experts, and where they belong in ``model``."""
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:

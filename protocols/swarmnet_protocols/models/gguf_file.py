@@ -10,12 +10,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, sha256_of
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
 from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.models.expert_weights import ExpertPlace
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.quantize import Precision
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -33,6 +35,7 @@ MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
 
 
 @dataclass(frozen=True)
@@ -293,53 +296,44 @@ class GgufCheckpoint:
         return cached
 
     def state_dict(
-        self,
-        names: Sequence[str],
-        first_block: int,
-        model: "PreTrainedModel",
-        *,
-        packed: bool,
-        device: "torch.device",
-        quantized: "Format | None" = None,
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Tensors converted from gguf's layout by transformers: dequantised, unless ``packed`` and only their rows change places."""
+        """Tensors converted from gguf's layout by transformers: dequantised, unless they stay packed and only their rows change places."""
         import numpy as np
         import torch
-        from gguf import GGMLQuantizationType, dequantize
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
             get_gguf_hf_weights_map,
         )
 
+        from swarmnet_protocols.models.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
+        quantized = form.quantized
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+        places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
+        reader = ExpertReader(places, _NAMING.block_of, form.experts, form.device)
         with self.path.open("rb") as file:
             for name in names:
                 tensor = self._tensors[name]
+                if name in places:
+                    reader.read(name, partial(self._expert, file, name, places[name].weight, quantized))
+                    continue
                 file.seek(tensor.offset)
-                raw = np.frombuffer(file.read(tensor.size_bytes), dtype=np.uint8)
-                if raw.nbytes != tensor.size_bytes:
-                    raise IntegrityError(f"{self.path} is truncated within tensor {name}")
+                raw = _read_bytes(file, tensor.size_bytes, name)
                 rows = raw.reshape(*tensor.shape[:-1], -1)
-                if packed and (matrix := _packed(tensor, rows)) is not None:
+                if form.packed and (matrix := _packed(tensor, rows)) is not None:
                     hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
                     if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        rounded = quantize_if_wanted(matrix.select(order), quantized)
-                        parsed["tensors"][own_name] = rounded.loaded(device)
+                        rounded = quantize_if_wanted(matrix.select(order), quantized, own_name)
+                        parsed["tensors"][own_name] = rounded.loaded(form.device)
                         continue
-                try:
-                    weights = dequantize(rows, GGMLQuantizationType(tensor.type))
-                except NotImplementedError as error:
-                    raise ConfigError(
-                        f"{self.path}: tensor {name} has a quantisation that is not read"
-                    ) from error
                 result = processor.process(
-                    weights=weights,
+                    weights=self._dequantized(name, rows),
                     name=_NAMING.renumbered(name, first_block),
                     tensor_key_mapping=hf_names,
                     parsed_parameters=parsed,
@@ -348,7 +342,62 @@ class GgufCheckpoint:
                     # Dequantised weights are new arrays; others are read-only views of the bytes that were read.
                     own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
                     parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
-        return parsed["tensors"]
+        return parsed["tensors"] | reader.finish()
+
+    def expert_places(
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+    ) -> "dict[str, ExpertPlace]":
+        from swarmnet_protocols.models.expert_weights import ExpertPlaces
+
+        places, found = ExpertPlaces(model), {}
+        for name in names:
+            match = _EXPERTS.match(name)
+            if match and (place := places.of_gguf(int(match[1]) - first_block, match[2])) is not None:
+                shape = self._tensors[name].shape
+                if len(shape) != 3 or shape[0] != place.count:
+                    raise IntegrityError(f"{self.path}: {name} is no tensor of {place.count} experts")
+                found[name] = place
+        return found
+
+    def _expert(
+        self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
+    ) -> "PackedTensor":
+        """The matrix of one expert in a merged tensor. Formats that have no packed product are expanded."""
+        import torch
+
+        from swarmnet_protocols.quantization.formats import Format
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
+
+        tensor = self._tensors[name]
+        size = tensor.size_bytes // tensor.shape[0]
+        file.seek(tensor.offset + index.start * size)
+        rows = _read_bytes(file, size, name).reshape(tensor.shape[1], -1)
+        matrix = _packed(GgufTensor(tensor.shape[1:], tensor.type, 0, size), rows)
+        if matrix is None:
+            numbers = torch.from_numpy(self._dequantized(name, rows)).contiguous()
+            matrix = PackedTensor.of(Format.F32, numbers.view(torch.uint8))
+        return quantize_if_wanted(matrix, quantized, weight)
+
+    def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Raises ``ConfigError`` for a format that gguf's Python code does not read."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        try:
+            found: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType(self._tensors[name].type))
+        except NotImplementedError as error:
+            raise ConfigError(f"{self.path}: tensor {name} has a quantisation that is not read") from error
+        return found
+
+
+def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":
+    """The next bytes of a file, part of the tensor ``name``. Raises ``IntegrityError`` if it ends before."""
+    import numpy as np
+
+    data = np.empty(size, np.uint8)
+    if file.readinto(data.data) != size:  # type: ignore[attr-defined]
+        raise IntegrityError(f"{file.name} is truncated within tensor {name}")
+    return data
 
 
 def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor | None":

@@ -32,9 +32,10 @@ Known = Mapping[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The large files of one commit of a repository."""
+    """The large files of one commit of a repository; or of a model that only peers have, without one."""
 
     repository: str
+    """Empty: none."""
     commit: str
     known: Known
     parts: Path
@@ -89,6 +90,10 @@ class HubFiles:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import LocalEntryNotFoundError
 
+        if not self.repository:
+            raise Unreachable(
+                f"no peer has the pieces of {name}", hint="try again when a host of this model is online"
+            )
         failures: tuple[type[Exception], ...] = (*no_answer(), LocalEntryNotFoundError, OSError)
         cached = try_to_load_from_cache(self.repository, name, revision=self.commit)
         if isinstance(cached, str):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, listing_hash
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces, sha256_of
+from swarmnet_protocols.models.checkpoint import ModelCheckpoint, WeightForm, hash_pieces, sha256_of
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
-from swarmnet_protocols.models.parts import Parts
+from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.quantization.formats import Format
+    from swarmnet_protocols.models.expert_weights import ChosenExperts
+    from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change from which its times show the next one."""
@@ -82,6 +83,11 @@ class LocalModel:
         self._check(self._checkpoint.tensor_names)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of every file is on this machine."""
+        return not self.parts.partial()
+
+    @property
     def present_files(self) -> tuple[ManifestFile, ...]:
         """The files that are on this machine, or should be: those that cannot be fetched from the hub."""
         return tuple(
@@ -135,10 +141,12 @@ class LocalModel:
                 hint="they are fetched again when they are needed",
             )
 
-    def _check(self, tensors: Sequence[str]) -> None:
-        """Fetch what is missing of these tensors; hash the files that contain them, and those that contain no tensors, once each."""
+    def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:
+        """Fetch what is missing of these tensors, or of slices of them; hash the files that contain them, and those that contain no tensors, once each."""
+        slices = slices or {}
+        tensors = [name for name in tensors if name not in slices or slices[name][1]]
         weights = self._checkpoint.holders(self._checkpoint.tensor_names)
-        partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces)}
+        partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces, slices)}
         wanted = self._checkpoint.holders(tensors) - partial
         for file in self.manifest.files:
             if file.path not in self._checked and (file.path in wanted or file.path not in weights):
@@ -185,21 +193,18 @@ class LocalModel:
         return self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + content).hexdigest()[:32]
 
     def _state_dict(
-        self,
-        names: Sequence[str],
-        first_block: int,
-        model: "PreTrainedModel",
-        *,
-        device: "torch.device",
-        packed: bool = False,
-        quantized: "Format | None" = None,
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        self._check(names)
-        return self._checkpoint.state_dict(
-            names, first_block, model, packed=packed, device=device, quantized=quantized
-        )
+        slices: Slices = {}
+        if form.experts:
+            from swarmnet_protocols.models.expert_weights import wanted_slices
 
-    def load_span(
+            places = self._checkpoint.expert_places(names, first_block, model)
+            slices = wanted_slices(places, self._checkpoint.naming.block_of, form.experts)
+        self._check(names, slices)
+        return self._checkpoint.state_dict(names, first_block, model, form)
+
+    def load_span(  # noqa: PLR0913 - a part, and how to load it
         self,
         start: int,
         end: int,
@@ -207,13 +212,15 @@ class LocalModel:
         dtype: "torch.dtype",
         device: "torch.device",
         packed: bool = False,
-        quantized: "Format | None" = None,
+        quantized: "Precision | None" = None,
+        experts: "ChosenExperts | None" = None,
     ) -> "nn.Module":
         """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
 
-        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules stay as they are stored, in ``PackedLinear``;
-        with ``quantized`` those of 16 and 32 bits are rounded to that format.
-        Raises ``ConfigError`` if the model has no such blocks.
+        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are stored, in
+        ``PackedLinear`` and ``PackedExperts``; with ``quantized`` those of 16 and 32 bits are rounded to that precision.
+        ``experts``: of the blocks that it names, only these routed experts are fetched and loaded; the others raise ``LookupError`` when they are
+        computed. Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.products import load_products
@@ -223,14 +230,57 @@ class LocalModel:
                 f"{self.name} has no blocks {start}:{end}", hint=f"its blocks are 0:{self.manifest.blocks}"
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
+        form = WeightForm(device, packed, quantized, experts or {})
         return build_span(self.config, start, end).load(
-            lambda model: self._state_dict(
-                names, start, model, packed=packed, device=device, quantized=quantized
-            ),
+            lambda model: self._state_dict(names, start, model, form),
             dtype=dtype,
             device=device,
-            products=load_products(self.cache_dir) if packed else None,
+            products=load_products(self.cache_dir) if packed or experts else None,
         )
+
+    def load_experts(
+        self,
+        block: int,
+        experts: Collection[int],
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        quantized: "Precision | None" = None,
+    ) -> "nn.Module":
+        """The module of routed experts of one block, with the weights of these only: ``compute_expert`` computes with it.
+
+        Nothing else of the block is fetched or loaded. Matrices stay as they are stored, or are rounded as in ``load_span``. Raises ``ConfigError`` if
+        the block has no such experts.
+        """
+        from swarmnet_protocols.models.partial_model import build_experts
+        from swarmnet_protocols.quantization.packed_experts import experts_modules
+        from swarmnet_protocols.quantization.products import load_products
+
+        if not 0 <= block < self.manifest.blocks:
+            raise ConfigError(
+                f"{self.name} has no block {block}", hint=f"its blocks are 0 to {self.manifest.blocks - 1}"
+            )
+        form = WeightForm(device, packed=True, quantized=quantized, experts={block: experts})
+        model: Any = build_experts(self.config, block).load(
+            lambda model: self._state_dict(self._experts_tensors(block, model), block, model, form),
+            dtype=dtype,
+            device=device,
+            products=load_products(self.cache_dir),
+        )
+        [(_, found)] = experts_modules(model)
+        module: nn.Module = found
+        if unknown := set(experts) - {*range(found.num_experts)}:
+            raise ConfigError(
+                f"block {block} of {self.name} has no expert {min(unknown)}",
+                hint=f"its experts are 0 to {found.num_experts - 1}",
+            )
+        return module
+
+    def _experts_tensors(self, block: int, model: "PreTrainedModel") -> list[str]:
+        """The tensors of the routed experts of a block: their matrices, and biases and norms if they have such."""
+        names = self.manifest.tensors[block]
+        places = self._checkpoint.expert_places(names, block, model)
+        return [name for name in names if name in places or ".experts." in name or "_exps." in name]
 
     def load_local_layers(
         self,
@@ -264,7 +314,7 @@ class LocalModel:
 
         model: Any = build_local_layers(config, take, labels=labels).load(
             lambda model: self._state_dict(
-                self.manifest.tensors["local_layers"], 0, model, packed=packed, device=device
+                self.manifest.tensors["local_layers"], 0, model, WeightForm(device, packed)
             ),
             dtype=dtype,
             device=device,
@@ -281,7 +331,7 @@ class LocalModel:
 
         names = self._checkpoint.tensor_names
         model: Any = build_whole(self.config).load(
-            lambda model: self._state_dict(names, 0, model, device=device), dtype=dtype, device=device
+            lambda model: self._state_dict(names, 0, model, WeightForm(device)), dtype=dtype, device=device
         )
         self._set_generation_config(model)
         return model

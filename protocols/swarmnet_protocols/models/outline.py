@@ -37,11 +37,12 @@ async def fetch_outline(peers: SwarmPeers, name: str, model: bytes, cache_dir: P
     folder = _folder(name, cache_dir)
     make_private(folder)
     files = [FileKey(file.path, file.size, file.sha256) for file in manifest.files]
+    has_index = any(file.name == INDEX_NAME for file in files)
     for file in files:
         if file.name in _SMALL:
             content = await _fetch_small(peers, model, file)
             write_whole(folder / file.name, content)
-        elif file.name.endswith(".gguf"):
+        elif not has_index:  # only the header knows the tensors
             await _fetch_head(peers, model, file, cache_dir)
     write_whole(folder / _MANIFEST_NAME, manifest.to_json().encode())
 
@@ -60,7 +61,7 @@ async def _fetch_small(peers: SwarmPeers, model: bytes, file: FileKey) -> bytes:
 
 
 async def _fetch_head(peers: SwarmPeers, model: bytes, file: FileKey, cache_dir: Path) -> None:
-    """Fetch the header of a gguf file. Like one from the hub, it counts as verified only by a known table, or with the whole file."""
+    """Fetch the header of a file of weights. Like one from the hub, it counts as verified only by a known table, or with the whole file."""
     tables = Tables(cache_dir / "pieces")
     await peers.tables(model, [file], tables)
     table = tables.known(file) or tables.claimed(file)

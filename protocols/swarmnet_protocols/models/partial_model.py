@@ -19,6 +19,12 @@ from torch.overrides import TorchFunctionMode
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.language_model import headed_class
+from swarmnet_protocols.quantization.packed_experts import (
+    ExpertMatrices,
+    experts_modules,
+    install_experts,
+    packed_experts_bytes,
+)
 from swarmnet_protocols.quantization.packed_linear import install, packed_bytes
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
@@ -191,17 +197,43 @@ def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilder":
     """A builder of the decoder stack of blocks [start, end): no embeddings, no final norm, layers numbered from 0."""
+    cls, ends = decoder_stack(config)
+    return ModelBuilder(_stripped_class(cls, partial(_keep_span, start=start, end=end, ends=ends)), config)
+
+
+def _keep_span(model: Any, *, start: int, end: int, ends: tuple[str, str]) -> None:
+    keep_layers(model, start, end)
+    embeddings, norm = ends
+    setattr(model, embeddings, None)
+    setattr(model, norm, nn.Identity())
+    if hasattr(model, EMBEDDING_SCALE):
+        setattr(model, EMBEDDING_SCALE, 1)
+
+
+def build_experts(config: "PretrainedConfig", block: int) -> "ModelBuilder":
+    """A builder of the decoder stack of one block, of which only the module of routed experts is left. Raises ``ConfigError`` if it has none."""
+    cls, ends = decoder_stack(config)
 
     def strip(model: Any) -> None:
-        keep_layers(model, start, end)
-        embeddings, norm = ends
-        setattr(model, embeddings, None)
-        setattr(model, norm, nn.Identity())
-        if hasattr(model, EMBEDDING_SCALE):
-            setattr(model, EMBEDDING_SCALE, 1)
+        _keep_span(model, start=block, end=block + 1, ends=ends)
+        [layer] = model.layers
+        paths = [path for path, _ in experts_modules(layer)]
+        if len(paths) != 1:
+            raise ConfigError(f"block {block} of {architecture_of(config)} has no routed experts")
+        _keep_only(layer, paths[0])
 
-    cls, ends = decoder_stack(config)
     return ModelBuilder(_stripped_class(cls, strip), config)
+
+
+def _keep_only(module: nn.Module, path: str) -> None:
+    """Remove everything from a module but the submodule at ``path``."""
+    while path:
+        head, _, path = path.partition(".")
+        module._parameters.clear()
+        for name in list(module._modules):
+            if name != head:
+                delattr(module, name)
+        module = module.get_submodule(head)
 
 
 def build_local_layers(
@@ -258,8 +290,14 @@ def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
     return type(cls.__name__, (cls,), {"__init__": init})
 
 
-def _install_packed(model: Any, *, weights: Mapping[str, PackedTensor], products: Products) -> None:
-    """Replace modules by packed ones; of two with tied weights both, on the same memory."""
+def _install_packed(
+    model: Any,
+    *,
+    weights: Mapping[str, PackedTensor],
+    experts: Mapping[str, ExpertMatrices],
+    products: Products,
+) -> None:
+    """Replace modules by packed ones, of two with tied weights both, on the same memory; and merged weights of experts by matrices."""
     weights = dict(weights)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(tied.items()):
@@ -269,6 +307,7 @@ def _install_packed(model: Any, *, weights: Mapping[str, PackedTensor], products
             del tied[target]
     try:
         install(model, weights, products)
+        install_experts(model, experts, products)
     except ValueError as error:
         raise IntegrityError(f"the checkpoint does not fit {type(model).__name__}: {error}") from error
 
@@ -304,18 +343,18 @@ class ModelBuilder:
         """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
 
         Tensors go to ``device`` one by one, so that no span is in the memory of the CPU as a whole before it is on an accelerator.
-        Linear modules and embeddings whose weights it returns as ``PackedTensor`` become packed ones, which compute with ``products``.
+        Linear modules and embeddings whose weights it returns as ``PackedTensor`` become packed ones, which compute with ``products``, and
+        merged weights of experts that it returns as ``ExpertMatrices`` become ``PackedExperts``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
         with _META, _SkipInitialisation():
             empty = self._cls(copy.deepcopy(self._config))
         weights = state_dict(empty)
-        packed = {
-            name: weights.pop(name) for name in list(weights) if isinstance(weights[name], PackedTensor)
-        }
+        packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
         cls: Any = self._cls
-        if packed and products is not None:
-            cls = _stripped_class(cls, partial(_install_packed, weights=packed, products=products))
+        if (packed or experts) and products is not None:
+            strip = partial(_install_packed, weights=packed, experts=experts, products=products)
+            cls = _stripped_class(cls, strip)
         placement = {} if device.type == "cpu" else {"device_map": {"": device}}
         with _quietly(), _SkipInitialisation():
             model, info = cls.from_pretrained(
@@ -337,9 +376,15 @@ class ModelBuilder:
         return loaded
 
 
+def _pop(weights: StateDict, kind: type) -> StateDict:
+    """Take the values of one type out of ``weights``."""
+    return {name: weights.pop(name) for name in list(weights) if isinstance(weights[name], kind)}
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights, packed ones as they are packed."""
-    return sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    return dense + packed_bytes(model) + packed_experts_bytes(model)
 
 
 def with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":

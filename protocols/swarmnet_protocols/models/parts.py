@@ -10,7 +10,7 @@ A piece is verified by its hash. Whose table of hashes is believed, and how far,
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,6 +24,8 @@ from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces
 from swarmnet_protocols.models.hub_files import HubFiles, check_free_space
 
 T = TypeVar("T")
+Slices = Mapping[str, tuple[int, Collection[int]]]
+"""Of some tensors, the number of their equal slices along the first dimension, and those of them that are wanted."""
 
 
 class Peers(Protocol):
@@ -81,12 +83,19 @@ class Parts:
         if hub is not None and file.name in self._checkpoint.known and file.name not in self.partial():
             hub.partial(file.name).remove()
 
-    def fetch(self, names: Iterable[str], verify: Callable[[PieceFile, PieceTable], None]) -> list[PieceFile]:
+    def fetch(
+        self,
+        names: Iterable[str],
+        verify: Callable[[PieceFile, PieceTable], None],
+        slices: Slices | None = None,
+    ) -> list[PieceFile]:
         """Fetch what is missing of these tensors; returns the files of which pieces are here that hold them.
 
+        Of those that are in ``slices`` only these are fetched, unless the whole file must be.
         ``verify`` hashes the pieces of a file that are here, unless they are known to be unchanged. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
         """
-        hub, wanted = self._checkpoint.hub, set(names)
+        hub = self._checkpoint.hub
+        wanted: Slices = dict.fromkeys(names, (1, (0,))) | dict(slices or {})
         files = [name for name in self.partial() if name in self._checkpoint.holders(wanted)]
         if hub is None or not files:
             return []
@@ -105,7 +114,7 @@ class Parts:
         self,
         hub: HubFiles,
         keys: Sequence[FileKey],
-        wanted: set[str],
+        wanted: Slices,
         verify: Callable[[PieceFile, PieceTable], None],
         *,
         from_anyone: bool,
@@ -133,7 +142,7 @@ class Parts:
     def _complete(
         self,
         files: Sequence[tuple[PieceFile, PieceTable]],
-        wanted: set[str],
+        wanted: Slices,
         verify: Callable[[PieceFile, PieceTable], None],
         *,
         from_anyone: bool,
@@ -163,8 +172,9 @@ class Parts:
                     partial,
                     [
                         piece
-                        for name in layout.spans.keys() & wanted
-                        for piece in pieces_between(partial.starts, *layout.spans[name])
+                        for name in layout.spans.keys() & wanted.keys()
+                        for start, end in _ranges(layout.spans[name], *wanted[name])
+                        for piece in pieces_between(partial.starts, start, end)
                     ],
                 )
             )
@@ -174,7 +184,7 @@ class Parts:
         self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
     ) -> PieceFile:
         """Fetch a whole file from peers by the table that they claim, and see whether it has the hash of the file."""
-        self._complete([(partial, table)], set(), verify, from_anyone=True)
+        self._complete([(partial, table)], {}, verify, from_anyone=True)
         self._download([(partial, range(table.count))], from_anyone=True)
         if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:
             self.tables.forget_claim(partial.file)
@@ -209,7 +219,7 @@ class Parts:
     ) -> dict[str, int]:
         hub, progress = self._checkpoint.hub, self._progress
         async with AsyncExitStack() as stack:
-            sources: list[Source] = [hub.ranges] if hub is not None else []
+            sources: list[Source] = [hub.ranges] if hub is not None and hub.repository else []
             if peers is not None:
                 files = [file.file for file, _ in wanted]
                 sources += await stack.enter_async_context(peers.sources(self._model, files))
@@ -222,6 +232,13 @@ class Parts:
 
     def _reachable_peers(self) -> Peers | None:
         return self.peers if self.peers is not None and self.peers.wait() else None
+
+
+def _ranges(span: tuple[int, int], count: int, chosen: Collection[int]) -> Iterable[tuple[int, int]]:
+    """The bytes of the chosen of ``count`` equal slices of a tensor."""
+    start, end = span
+    for number in chosen:
+        yield start + (end - start) * number // count, start + -(-(end - start) * (number + 1) // count)
 
 
 def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -71,17 +71,20 @@ class StoredWeight:
     tensors: Mapping[str, Any]
     """Slices of its tensors, by name, in the order of the parts of its scheme."""
 
-    def packed(self) -> PackedTensor:
-        """Raises ``IntegrityError`` for tensors that are no weight of the scheme."""
-        return self._read(self.scheme.pack)
+    def packed(self, index: slice = slice(None)) -> PackedTensor:
+        """The matrix, or that in a slice of the first dimension of a weight of three dimensions.
+
+        Raises ``IntegrityError`` for tensors that are no weight of the scheme.
+        """
+        return self._read(self.scheme.pack, index)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Raises as ``packed``."""
-        return self._read(self.scheme.dense)[index]
+        return self._read(self.scheme.dense, slice(None))[index]
 
-    def _read(self, read: Callable[[Tensors], Read]) -> Read:
+    def _read(self, read: Callable[[Tensors], Read], index: slice) -> Read:
         try:
-            return read([tensor[:] for tensor in self.tensors.values()])
+            return read([tensor[index] for tensor in self.tensors.values()])
         except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
             raise IntegrityError(
                 f"{self.name} is no {self.scheme.precision} weight: {str(error)[:200]}"

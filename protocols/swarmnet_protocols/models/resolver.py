@@ -75,19 +75,21 @@ def _locate(
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
         return path.resolve(), None
+    from swarmnet_protocols.models.outline import find_outline
+
     match = _HUB_NAME.match(name)
     if match and not name.startswith(".") and (match[3] or path.suffix != ".gguf"):
         try:
             if match[3]:
                 return _hub_gguf(match[1], match[2], match[3], cache_dir)
             return _hub_snapshot(match[1], match[2], cache_dir)
-        except Unreachable:
-            from swarmnet_protocols.models.outline import find_outline
-
+        except (ConfigError, Unreachable):
             outline = find_outline(name, match[1], match[2], cache_dir)
             if outline is None:
                 raise
             return outline
+    if (outline := find_outline(name, "", None, cache_dir)) is not None:
+        return outline
     raise ConfigError(
         f"there is no model {name!r}",
         hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision][:FILE.gguf]",

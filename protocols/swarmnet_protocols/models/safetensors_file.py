@@ -6,22 +6,21 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming
+from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm
 from swarmnet_protocols.models.hub_files import HubFiles, Known
 from swarmnet_protocols.models.language_model import language_config
 
 if TYPE_CHECKING:
-    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.models.expert_weights import ExpertPlace
     from swarmnet_protocols.models.quantized_weights import Scheme
-    from swarmnet_protocols.quantization.formats import Format
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -277,32 +276,32 @@ class SafetensorsCheckpoint:
                 (folder / name).symlink_to(path.absolute())
 
     def state_dict(
-        self,
-        names: Sequence[str],
-        first_block: int,
-        model: "PreTrainedModel",
-        *,
-        packed: bool,
-        device: "torch.device",
-        quantized: "Format | None" = None,
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        ``packed``, on the CPU: matrices of 16-bit numbers are read at once, and stay as they are. With ``quantized``, on any device, those of
-        32-bit numbers too.
+        Packed ones are read at once: matrices of 16-bit numbers on the CPU, and if they are to be rounded, on any device, those of 32 bits too.
         """
         import torch
         from safetensors import SafetensorError, safe_open
 
+        from swarmnet_protocols.models.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        formats = {"BF16": Format.BF16, "F16": Format.F16} | (
-            {} if quantized is None else {"F32": Format.F32}
-        )
-        is_packed = packed and (quantized is not None or device.type == "cpu")
+        numbers_formats = {"BF16": Format.BF16, "F16": Format.F16, "F32": Format.F32}
+        formats = {
+            name: format
+            for name, format in numbers_formats.items()
+            if form.quantized is not None or format != Format.F32
+        }
+        device, quantized = form.device, form.quantized
+        is_packed = form.packed and (quantized is not None or device.type == "cpu")
+        places = self.expert_places(names, first_block, model)
+        reader = ExpertReader(places, self.naming.block_of, form.experts, device)
+        names = [name for name in names if reader.has_wanted(name)]
         opened: dict[str, Any] = {}
         for file in self.holders(names):
             try:
@@ -313,25 +312,51 @@ class SafetensorsCheckpoint:
         def slice_of(name: str) -> Any:
             return opened[self._file_of[name]].get_slice(name)
 
+        def matrix_of(tensor: Any, place: "ExpertPlace", index: slice) -> PackedTensor:
+            numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
+            numbers = (numbers.T if place.is_transposed else numbers).contiguous()
+            matrix = PackedTensor.of(numbers_formats[tensor.get_dtype()], numbers.view(torch.uint8))
+            return quantize_if_wanted(matrix, quantized, place.weight)
+
         found: dict[str, Any] = {}
         plain = set(names)
         for stored in self._scheme.weights(names, slice_of) if self._scheme is not None else ():
             plain.difference_update(stored.tensors)
             hf_name = self.naming.renumbered(stored.name, first_block)
-            own_name = packable_weight(model, hf_name) if packed else None
+            own_name = packable_weight(model, hf_name) if form.packed else None
+            first_part = next(iter(stored.tensors))
             if own_name is not None:
                 found[own_name] = stored.packed().loaded(device)
+            elif first_part in places and (form.packed or form.experts):
+                reader.read(first_part, stored.packed)
             else:
                 found[hf_name] = stored
         for name in sorted(plain):
             hf_name, tensor = self.naming.renumbered(name, first_block), slice_of(name)
             own_name = packable_weight(model, hf_name) if is_packed else None
-            if own_name is not None and (kind := formats.get(tensor.get_dtype())) is not None:
+            kind = formats.get(tensor.get_dtype())
+            if own_name is not None and kind is not None:
                 matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
-                found[own_name] = quantize_if_wanted(matrix, quantized).loaded(device)
+                found[own_name] = quantize_if_wanted(matrix, quantized, own_name).loaded(device)
+            elif name in places and (form.experts or (is_packed and kind is not None)):
+                reader.read(name, partial(matrix_of, tensor, places[name]))
             else:
                 found[hf_name] = tensor
-        return found
+        return found | reader.finish()
+
+    def expert_places(
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+    ) -> "dict[str, ExpertPlace]":
+        from swarmnet_protocols.models.expert_weights import ExpertPlaces
+
+        weights = {name: name for name in names}
+        for stored in self._scheme.weights(weights, lambda name: name) if self._scheme is not None else ():
+            weights |= dict.fromkeys(stored.tensors, stored.name)
+        places = ExpertPlaces(model)
+        found = {
+            name: places.of(self.naming.renumbered(weight, first_block)) for name, weight in weights.items()
+        }
+        return {name: place for name, place in found.items() if place is not None}
 
 
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:

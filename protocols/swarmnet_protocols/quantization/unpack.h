@@ -74,6 +74,20 @@ static inline void eight_weights(const uint8_t *in, int shift, int zero, float s
 #endif
 }
 
+/* Eight weights of five bits: four as above, the fifth of each in the low bits of high. */
+static inline void eight_of_five_bits(const uint8_t *in, int shift, uint32_t high, int zero, float scale, float plus, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
+    __m256i fifth = _mm256_srlv_epi32(_mm256_set1_epi32((int)high), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    fifth = _mm256_slli_epi32(_mm256_and_si256(fifth, _mm256_set1_epi32(1)), 4);
+    weights = _mm256_or_si256(_mm256_and_si256(weights, _mm256_set1_epi32(15)), fifth);
+    weights = _mm256_sub_epi32(weights, _mm256_set1_epi32(zero));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale) + _mm256_set1_ps(plus));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * ((int)((in[i] >> shift & 15) | (high >> i & 1) << 4) - zero) + plus;
+#endif
+}
+
 /* Eight weights that are signed bytes, times scale. */
 static inline void eight_bytes(const uint8_t *in, float scale, float *restrict out) {
 #if defined __AVX2__
@@ -100,28 +114,22 @@ static inline void unpack_q4_1(const uint8_t *in, int64_t blocks, float *restric
     for (; blocks--; in += 20, out += 32) unpack_nibbles(in + 4, 0, from_half(in), from_half(in + 2), out);
 }
 
-static inline void unpack_q5_0(const uint8_t *in, int64_t blocks, float *restrict out) {
-    for (; blocks--; in += 22, out += 32) {
-        float scale = from_half(in);
-        uint32_t high;
-        memcpy(&high, in + 2, sizeof high);
-        for (int i = 0; i < 16; i++) {
-            out[i] = scale * ((int)((in[6 + i] & 15) | (high >> i & 1) << 4) - 16);
-            out[i + 16] = scale * ((int)(in[6 + i] >> 4 | (high >> (i + 16) & 1) << 4) - 16);
-        }
+/* 32 weights of five bits: nibbles as above, and the fifth bit of each in high. */
+static inline void unpack_five_bits(const uint8_t *in, const uint8_t *fifth, int zero, float scale, float plus, float *restrict out) {
+    uint32_t high;
+    memcpy(&high, fifth, sizeof high);
+    for (int i = 0; i < 16; i += 8) {
+        eight_of_five_bits(in + i, 0, high >> i, zero, scale, plus, out + i);
+        eight_of_five_bits(in + i, 4, high >> (i + 16), zero, scale, plus, out + i + 16);
     }
 }
 
+static inline void unpack_q5_0(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 22, out += 32) unpack_five_bits(in + 6, in + 2, 16, from_half(in), -0.0f, out);
+}
+
 static inline void unpack_q5_1(const uint8_t *in, int64_t blocks, float *restrict out) {
-    for (; blocks--; in += 24, out += 32) {
-        float scale = from_half(in), least = from_half(in + 2);
-        uint32_t high;
-        memcpy(&high, in + 4, sizeof high);
-        for (int i = 0; i < 16; i++) {
-            out[i] = scale * (int)((in[8 + i] & 15) | (high >> i & 1) << 4) + least;
-            out[i + 16] = scale * (int)(in[8 + i] >> 4 | (high >> (i + 16) & 1) << 4) + least;
-        }
-    }
+    for (; blocks--; in += 24, out += 32) unpack_five_bits(in + 8, in + 4, 0, from_half(in), from_half(in + 2), out);
 }
 
 static inline void unpack_q8_0(const uint8_t *in, int64_t blocks, float *restrict out) {

@@ -20,11 +20,13 @@ from swarmnet.cli.options import (
     DtypeOption,
     HostsOption,
     JsonFlag,
+    MaxDiskOption,
     SpeculateOption,
     SwarmOption,
     TransportOption,
     check_at_least_zero,
     check_share,
+    parse_max_disk,
 )
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_cache_dir, default_history
@@ -98,6 +100,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
@@ -125,8 +128,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     if not raw:
         prepare_rendering()
+    files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
     with (
-        _open(model, network, dtype, cache_dir, is_adapted=adapter is not None, quiet=as_json) as opened,
+        _open(model, network, dtype, files, is_adapted=adapter is not None, quiet=as_json) as opened,
         _adapted(opened, adapter) as answering,
     ):
         said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
@@ -169,8 +173,15 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 @contextmanager
 def _open(
-    name: str, network: Network, dtype: str, cache_dir: Path | None, *, is_adapted: bool, quiet: bool
+    name: str,
+    network: Network,
+    dtype: str,
+    files: tuple[Path, int | None],
+    *,
+    is_adapted: bool,
+    quiet: bool,
 ) -> Iterator["SwarmModel"]:
+    """``files``: the folder of model files, and most bytes of parts in it."""
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
         import_transformers()
@@ -178,7 +189,10 @@ def _open(
         from swarmnet_client.model.model import load
 
         options = LoadOptions.picked(dtype, only_generates=not is_adapted)
-        model = load(name, network=network, cache_dir=cache_dir or default_cache_dir(), options=options)
+        cache_dir, max_disk_bytes = files
+        model = load(
+            name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes
+        )
     with model:
         yield model
 

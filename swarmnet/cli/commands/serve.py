@@ -21,12 +21,14 @@ from swarmnet.cli.options import (
     HostOption,
     HostsOption,
     JsonFlag,
+    MaxDiskOption,
     ModelOption,
     PortOption,
     SpeculateOption,
     SwarmOption,
     TransportOption,
     device_option,
+    parse_max_disk,
 )
 from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.paths import default_cache_dir
@@ -125,6 +127,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     speculate: SpeculateOption = True,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
@@ -136,6 +139,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.web.middleware import AccessPolicy, check_exposed
     from swarmnet.web.server import listen
 
+    max_disk_bytes = parse_max_disk(max_disk)
     keys = _keys(api_key_file)
     check_exposed(host, keys)
     listen(host, port).close()  # an address in use is reported now, not after the swarm was found
@@ -144,7 +148,13 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     with progress(quiet=as_json) as report:
         import_transformers()
-        local = resolve_in_swarm(model, network, cache_dir=cache_dir or default_cache_dir(), progress=report)
+        local = resolve_in_swarm(
+            model,
+            lambda: network,
+            cache_dir=cache_dir or default_cache_dir(),
+            progress=report,
+            max_disk_bytes=max_disk_bytes,
+        )
     serving = _Serving(
         host, port, access, quota, max_concurrent, dtype, device, speculate, as_json, stop_on_eof
     )

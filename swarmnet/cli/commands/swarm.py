@@ -9,9 +9,17 @@ import typer
 from swarmnet import swarm_file
 from swarmnet.cli.commands import swarm_members
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.options import BootstrapOption, JsonFlag, OwnSwarm, SwarmPath, parse_duration
-from swarmnet.cli.output import note, print_json, print_table, print_text
-from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    JsonFlag,
+    OwnSwarm,
+    SwarmPath,
+    parse_duration,
+)
+from swarmnet.cli.output import note, print_json, print_table, print_text, progress
+from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.machine.clock import wall_clock
@@ -54,6 +62,17 @@ def create(  # noqa: PLR0913 - a command line, not an interface
             show_default="on, but off with --open",
         ),
     ] = None,
+    model: Annotated[
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="M",
+            help="The swarm is for this model: a directory, a .gguf file, or org/name. Members take its weights from each other; repeatable.",
+            show_default="any model",
+        ),
+    ] = [],  # noqa: B006
+    cache_dir: CacheDirOption = None,
     days: Annotated[
         int | None, typer.Option(min=1, max=36500, help="Days after which the file expires.")
     ] = None,
@@ -71,12 +90,14 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     Examples:
       swarmnet swarm create lab --open --out lab
       swarmnet swarm create lab --like deploy/swarms/lab.toml --out lab
+      swarmnet swarm create lab --model ./my-model --out lab
     """
     if is_open and like is not None:
         raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
     now = wall_clock()
     not_after = datetime.fromtimestamp(int(now), UTC) + timedelta(days=days) if days else None
-    new = NewSwarm(name, tuple(bootstrap), not_after, is_open, mdns, like)
+    listed = [_listed(each, cache_dir or default_cache_dir(), quiet=as_json) for each in model]
+    new = NewSwarm(name, tuple(bootstrap), not_after, is_open, mdns, like, models=tuple(listed))
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.create(out, new, now=now, overwrite=force)
@@ -87,12 +108,30 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     print_text(f"wrote {path}: give it to all who take part")
     if file.authority is not None:
         print_text(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
+    for each in listed:
+        print_text(f"its model: {each.name}: members join with --model {each.name}")
+        if each.pieces is None:
+            note(
+                f"  not all of {each.name} is here, so its pieces are not listed, and members need the hub: `swarmnet model pull {each.name}`, then create the swarm again"
+            )
     print_text(f"who takes part: {WHO_IS_IN[file.admission]}")
     print_text(f"what that does not protect: {WHAT_IT_DOES_NOT_DO}")
     if file.admission is Admission.CERTIFICATE:
         print_text(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
     else:
         print_text(f"next: swarmnet join {path}")
+
+
+def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
+    """A model as the swarm file lists it: one on this machine by the name of its file or directory, others by the name that the hub has."""
+    from swarmnet_protocols.models import resolve
+
+    with progress(quiet=quiet) as report:
+        local = resolve(name, cache_dir=cache_dir, progress=report)
+        if local.is_whole:
+            local.fetch()  # hashes the pieces
+    own_name = Path(name).expanduser().resolve().name if Path(name).expanduser().exists() else name
+    return ListedModel(own_name, local.manifest.hash, local.pieces_hash)
 
 
 app.command("invite")(swarm_members.invite)
@@ -235,6 +274,9 @@ def _summary(file: SwarmFile) -> dict[str, object]:
         "anyone": sorted(file.anyone),
         "members": {peer: sorted(roles) for peer, roles in file.allow.items()},
         "models": {model.name: f"sha256:{model.manifest.hex()}" for model in file.models},
+        "pieces": {
+            model.name: f"sha256:{model.pieces.hex()}" for model in file.models if model.pieces is not None
+        },
         "trusted_hosts": list(file.hosts),
         "first_and_last": list(file.first_and_last),
         "certificate_lifetime_s": file.policy.certificate_lifetime_s,

@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +18,12 @@ from swarmnet.cli.options import (
     DtypeOption,
     HostsOption,
     JsonFlag,
+    MaxDiskOption,
     ModelOption,
     SwarmOption,
     TransportOption,
     device_option,
+    parse_max_disk,
 )
 from swarmnet.cli.progress.displays import Fields, display
 from swarmnet.cli.progress.tuning import Words
@@ -120,6 +123,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune a model that runs on the swarm: its weights stay as they are, the adapter is trained on this machine.
@@ -135,6 +139,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     for path in (data, eval_data):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
+    max_disk_bytes = parse_max_disk(max_disk)
     require_peft()
     settings = Settings(
         method=method,
@@ -156,19 +161,29 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.tuning.batches import Dataset
         from swarmnet_client.tuning.run_dir import RunDir, locked
         from swarmnet_client.tuning.trainer import Tuner
-        from swarmnet_protocols.models import resolve
+        from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
         cache_dir = cache_dir or default_cache_dir()
-        local = resolve(model, cache_dir=cache_dir, progress=shown.progress)
+        enter = partial(client_network, swarm, bootstrap, data_dir, parse_hosts(hosts))
+        local = resolve_in_swarm(
+            model, enter, cache_dir=cache_dir, progress=shown.progress, max_disk_bytes=max_disk_bytes
+        )
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
         stack.enter_context(locked(out))
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
-        network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
         options = LoadOptions.picked(dtype, device, len(dataset.labels) or None)
-        opened = stack.enter_context(load(model, network=network, cache_dir=cache_dir, options=options))
+        opened = stack.enter_context(
+            load(
+                model,
+                network=enter(),
+                cache_dir=cache_dir,
+                options=options,
+                max_disk_bytes=max_disk_bytes,
+            )
+        )
         tuned = attach(opened, model, settings)
         tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
         if folder.unfinished is not None:

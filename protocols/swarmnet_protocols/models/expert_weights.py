@@ -1,0 +1,203 @@
+"""Where the tensors of a checkpoint belong in modules of routed experts, and the matrices of single experts that they become.
+
+Checkpoints have a tensor for each matrix of each expert, or merged ones; gate and up projection together or apart; rows or columns first.
+Which of these a family uses is read from transformers' own conversion of its checkpoints, so that no family needs code here.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.quantization.packed_experts import Matrix, experts_modules
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ChosenExperts = Mapping[int, Collection[int]]
+"""The experts of a block that are wanted, by the number of the block. Of blocks that are not named, all are."""
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Where a tensor belongs: ``parameter`` names the merged weight in the model, and the tensor is part ``part`` of ``parts`` of its rows.
+
+    ``expert`` is the number of its expert; None if it has those of all ``count``, one after another along its first dimension.
+    """
+
+    parameter: str
+    count: int
+    is_transposed: bool
+    """Whether matrices of a merged tensor of numbers are [inputs, outputs]."""
+    part: int = 0
+    parts: int = 1
+    expert: int | None = None
+
+    @property
+    def weight(self) -> str:
+        """The name that the matrix of one expert would have in a linear module: that of a part, ``up_proj``, if the tensor is one."""
+        path, _, own = self.parameter.rpartition(".")
+        parts = own.removesuffix("_proj").split("_")
+        return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
+
+    def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
+        """The experts in the tensor that are wanted, and the slice of its first dimension that is one's; ``wanted`` None for all."""
+        if self.expert is not None:
+            if wanted is None or self.expert in wanted:
+                yield self.expert, slice(None)
+            return
+        for expert in range(self.count):
+            if wanted is None or expert in wanted:
+                yield expert, slice(expert, expert + 1)
+
+
+class ExpertPlaces:
+    """The places in one model, which may be on the meta device."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self._modules = {
+            f"{path}.{name}": module
+            for path, module in experts_modules(model)
+            for name in _WEIGHTS
+            if hasattr(module, name)
+        }
+        self._model = model
+        self._renamings: list[Any] = []
+        self._converters: dict[str, Any] = {}
+        if self._modules:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter
+
+            for each in get_model_conversion_mapping(model):
+                if isinstance(each, WeightConverter):
+                    self._converters |= dict.fromkeys(each.source_patterns, each)
+                else:
+                    self._renamings.append(each)
+            self._names = dict.fromkeys(model.state_dict(), True)
+
+    def of(self, name: str) -> ExpertPlace | None:
+        """The place of the tensor with this name in a safetensors checkpoint; None if it is no weight of experts, or is converted in another way."""
+        if not self._modules:
+            return None
+        from transformers.core_model_loading import rename_source_key
+
+        converters = list(dict.fromkeys(self._converters.values()))
+        parameter, pattern = rename_source_key(
+            name, self._renamings, converters, self._model.base_model_prefix, self._names
+        )
+        module = self._modules.get(parameter)
+        if module is None:
+            return None
+        if pattern is None:
+            return self._place(parameter, module)
+        converter, number = self._converters[pattern], _NUMBER.search(name)
+        if number is None or module.is_transposed or not _only_merges(converter.operations):
+            return None
+        patterns = converter.source_patterns
+        place = self._place(parameter, module, patterns.index(pattern), len(patterns), int(number[1]))
+        return place if place.expert in range(place.count) else None
+
+    def of_gguf(self, layer: int, which: str) -> ExpertPlace | None:
+        """The place of the merged tensor ``which`` of a layer in a gguf file, ``gate``, ``up`` or ``down``; None if the layer has none."""
+        for parameter, module in self._modules.items():
+            parts = parameter.rpartition(".")[2].removesuffix("_proj").split("_")
+            if f".layers.{layer}." in f".{parameter}" and which in parts:
+                is_apart = len(parts) > 1 and not module.is_concatenated  # the rows of gate and up take turns
+                return None if is_apart else self._place(parameter, module, parts.index(which), len(parts))
+        return None
+
+    def _place(
+        self, parameter: str, module: Any, part: int = 0, parts: int = 1, expert: int | None = None
+    ) -> ExpertPlace:
+        return ExpertPlace(parameter, module.num_experts, module.is_transposed, part, parts, expert)
+
+
+def _only_merges(operations: Iterable[Any]) -> bool:
+    """Whether a conversion puts matrices of experts side by side and, of each expert, the rows of several one after another."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    match list(operations):
+        case [MergeModulelist(dim=0)]:
+            return True
+        case [MergeModulelist(dim=0), Concatenate(dim=1)]:
+            return True
+    return False
+
+
+class ExpertReader:
+    """Reads the matrices of the chosen experts. Parts are joined as soon as all of a matrix are here."""
+
+    def __init__(
+        self,
+        places: Mapping[str, ExpertPlace],
+        block_of: Callable[[str], int | None],
+        chosen: ChosenExperts,
+        device: "torch.device",
+    ) -> None:
+        """``places`` are those of all tensors of experts, whose blocks ``block_of`` tells. ``device`` is where the matrices go."""
+        self._places = places
+        self._wanted = {
+            name: chosen.get(block) if (block := block_of(name)) is not None else None for name in places
+        }
+        self._device = device
+        self._parts: dict[tuple[str, int], dict[int, PackedTensor]] = {}
+        self._expected: dict[str, set[int]] = {}
+        self._found: dict[str, dict[int, Matrix]] = {}
+        if chosen:
+            for name in places:
+                self._expect(name)
+
+    def _expect(self, name: str) -> None:
+        place, wanted = self._places[name], self._wanted[name]
+        everything = range(place.count)
+        self._expected[place.parameter] = {each for each in everything if wanted is None or each in wanted}
+        self._found.setdefault(place.parameter, {})
+
+    def has_wanted(self, name: str) -> bool:
+        """Whether a tensor is of an expert that is wanted, or of no expert."""
+        return name not in self._places or any(True for _ in self._places[name].slices(self._wanted[name]))
+
+    def read(self, name: str, matrix_of: Callable[[slice], PackedTensor]) -> None:
+        """Read what is wanted of a tensor. ``matrix_of`` returns the matrix in a slice of its first dimension.
+
+        Raises ``IntegrityError`` for parts of a matrix that do not belong together.
+        """
+        self._expect(name)
+        place = self._places[name]
+        for expert, index in place.slices(self._wanted[name]):
+            parts = self._parts.setdefault((place.parameter, expert), {})
+            parts[place.part] = matrix_of(index)
+            if len(parts) == place.parts:
+                del self._parts[place.parameter, expert]
+                try:
+                    matrix = PackedTensor.joined([parts[number] for number in range(place.parts)])
+                except ValueError as error:
+                    raise IntegrityError(f"expert {expert} of {place.parameter}: {error}") from error
+                self._found[place.parameter][expert] = matrix.loaded(self._device)
+
+    def finish(self) -> dict[str, dict[int, Matrix]]:
+        """The matrices, by parameter and number of the expert. Raises ``IntegrityError`` if one is missing."""
+        for parameter, expected in self._expected.items():
+            if missing := expected - self._found[parameter].keys():
+                raise IntegrityError(f"the checkpoint lacks expert {min(missing)} of {parameter}")
+        return self._found
+
+
+def wanted_slices(
+    places: Mapping[str, ExpertPlace], block_of: Callable[[str], int | None], chosen: ChosenExperts
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """For each tensor of which not everything is wanted: its number of equal slices, and those that are."""
+    found = {}
+    for name, place in places.items():
+        block = block_of(name)
+        if block is not None and block in chosen:
+            count = place.count if place.expert is None else 1
+            slices = tuple(index.start or 0 for _, index in place.slices(chosen[block]))
+            if len(slices) < count:
+                found[name] = count, slices
+    return found

@@ -1,0 +1,137 @@
+"""Routed experts with packed weights, and their computation for every family of transformers.
+
+transformers keeps the experts of a layer in one module, their weights merged along a first dimension, and lets a registered function compute
+them (``transformers.integrations.moe.ExpertsInterface``): router, shared experts and norms stay the model's own. Here the merged weights
+give way to one packed matrix of each expert, of all experts or of those that this machine holds.
+
+Shapes: T rows of hidden size D, k experts of each row.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarmnet_protocols.quantization.packed_linear import linear
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.products import Products
+
+IMPLEMENTATION = "swarmnet"
+"""The name of :func:`compute_experts` among transformers' implementations of experts."""
+Matrix = PackedTensor | torch.Tensor
+"""[outputs, inputs]."""
+ExpertMatrices = Mapping[int, Matrix]
+"""The matrices of some experts, by the numbers of the experts."""
+
+
+class ExpertsModule(Protocol):
+    """A module of transformers that has experts: what its decorator promises of it (``use_experts_implementation``)."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    is_concatenated: bool
+    config: Any
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def act_fn(self, up: torch.Tensor) -> torch.Tensor: ...
+
+    def post_expert_norm(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """Stands in a module of experts for a merged weight. It is no parameter."""
+
+    matrices: ExpertMatrices
+    products: Products
+
+    def linear(self, expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Rows [n, inputs] times the matrix of one expert: [n, outputs]. Raises ``LookupError`` for an expert that is not here."""
+        matrix = self.matrices.get(expert)
+        if matrix is None:
+            raise LookupError(f"expert {expert} is not on this machine")
+        if isinstance(matrix, PackedTensor):
+            return linear(self.products, rows, matrix, bias)
+        return functional.linear(rows, matrix.to(rows.dtype), bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return sum(matrix.nbytes for matrix in self.matrices.values())
+
+
+def compute_experts(
+    module: ExpertsModule, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times their ``weights`` [T, k]: [T, D].
+
+    Experts are added in the order of their numbers, as transformers' eager forward does. The number ``num_experts`` stands for an
+    expert that is computed elsewhere, and adds nothing. Raises ``LookupError`` for an expert that is not here.
+    """
+    outputs = torch.zeros_like(hidden)
+    for expert in sorted({*ids.flatten().tolist()}):
+        if expert < module.num_experts:
+            rows, slots = torch.where(ids == expert)
+            found = compute_expert(module, expert, hidden[rows]) * weights[rows, slots, None]
+            outputs.index_add_(0, rows, found.to(outputs.dtype))
+    return outputs
+
+
+def compute_expert(module: ExpertsModule, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """The outputs of one expert for rows [n, D], not weighted: [n, D]. Raises ``LookupError`` if it is not here."""
+    if module.has_gate:
+        inner = module._apply_gate(_product(module, "gate_up_proj", expert, rows))
+    else:
+        inner = module.act_fn(_product(module, "up_proj", expert, rows))
+    outputs = _product(module, "down_proj", expert, inner)
+    return module.post_expert_norm(outputs) if module.has_post_expert_norm else outputs
+
+
+def _product(module: ExpertsModule, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    weight: PackedExperts | torch.Tensor = getattr(module, name)
+    if isinstance(weight, PackedExperts):
+        return weight.linear(expert, rows, bias)
+    matrix = weight[expert]
+    return functional.linear(rows, matrix.T if module.is_transposed else matrix, bias)
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of experts in a model that a registered function computes (``ExpertsModule``), with their paths."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "down_proj"):
+            yield path, module
+
+
+def install_experts(model: nn.Module, weights: Mapping[str, ExpertMatrices], products: Products) -> None:
+    """Put matrices of experts in place of the merged weights of these names.
+
+    Raises ``ValueError`` for a weight that is no module's of experts, or a matrix of another shape.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
+    for name, matrices in weights.items():
+        path, _, parameter = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        _, rows, columns = getattr(module, parameter).shape
+        shape = (columns, rows) if module.is_transposed else (rows, columns)
+        if any(matrix.shape != shape for matrix in matrices.values()):
+            raise ValueError(f"an expert of {name} is no matrix of shape {shape}")
+        delattr(module, parameter)
+        setattr(module, parameter, PackedExperts(matrices, products))
+        module._is_hf_initialized = True  # transformers would initialise the parameter that is gone
+        module.config._experts_implementation = IMPLEMENTATION
+
+
+def packed_experts_bytes(model: nn.Module) -> int:
+    """Bytes of the packed experts in a model."""
+    found = (value for module in model.modules() for value in vars(module).values())
+    return sum(value.nbytes for value in found if isinstance(value, PackedExperts))
