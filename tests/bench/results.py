@@ -162,8 +162,13 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 "at most 1",
                 key("percent", precision="int8"),
             ),
-            Headline("the same to int4", "% above float32", "at most 4", key("percent", precision="int4")),
+            Headline("the same with int4", "% above float32", "at most 4", key("percent", precision="int4")),
             Headline("bits of a weight of int4", "bits", "", key("bits", precision="int4")),
+        ],
+        "fetching": [
+            Headline("fetching weights from the hub", "x bound", "", key("ratio", case="the hub")),
+            Headline("from two peers of the same rate", "x bound", "", key("ratio", case="two peers")),
+            Headline("from the hub and two peers", "x bound", "", key("ratio", case="the hub and two peers")),
         ],
         "gpu": [
             Headline(

@@ -1,9 +1,12 @@
 """A model hub on this machine that answers the requests of huggingface_hub for one repository."""
 
+import functools
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -17,6 +20,7 @@ from tests.support.dataset_hub import stand_in
 
 COMMIT = "0123456789" * 4
 NAME = "org/model"
+CHUNK_BYTES = 64 << 10
 
 
 @dataclass
@@ -38,8 +42,21 @@ class ModelHub:
     """What is wrong with answers to requests for a range: ``whole``, ``shifted``, ``endless``, ``silent`` or ``compressed``."""
     is_closed: bool = False
     """Whether every request is refused."""
+    bytes_per_s: float = math.inf
+    """The rate of all answers with files together."""
     address: str = ""
     closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._line = threading.Lock()
+
+    def send(self, write: Callable[[bytes], object], data: bytes) -> None:
+        """Write ``data`` at the rate of the hub: one chunk after another, of all connections in turn."""
+        for first in range(0, len(data), CHUNK_BYTES):
+            chunk = data[first : first + CHUNK_BYTES]
+            with self._line:
+                write(chunk)
+                time.sleep(len(chunk) / self.bytes_per_s)
 
     @property
     def weight_bytes(self) -> int:
@@ -57,6 +74,11 @@ class ModelHub:
 
 
 def _sha256(path: Path) -> str:
+    return _sha256_of(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256_of(path: Path, modified_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -117,7 +139,7 @@ def _handler(hub: ModelHub) -> type[BaseHTTPRequestHandler]:
             for name, value in {**headers, "content-length": str(len(part))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(part[:stop])
+            hub.send(self.wfile.write, part[:stop])
             hub.sent[file.name] = hub.sent.get(file.name, 0) + len(part[:stop])
             self.close_connection = stop < len(part)
 

@@ -13,7 +13,7 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.outline import fetch_outline
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork, MemoryTransport
+from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.timing import Timing
 from tests.support.loop_thread import LoopThread
@@ -78,9 +78,10 @@ class WeightSwarm:
 
 
 @contextmanager
-def weight_swarm() -> Iterator[WeightSwarm]:
+def weight_swarm(link: LinkProfile = LinkProfile()) -> Iterator[WeightSwarm]:  # noqa: B008 - it is frozen
+    """Without hosts yet; each two of its members are connected by ``link``."""
     with LoopThread() as loop:
-        swarm = WeightSwarm(loop, MemoryNetwork(random.Random(0)))
+        swarm = WeightSwarm(loop, MemoryNetwork(random.Random(0), link))
 
         async def end() -> None:
             await asyncio.gather(*(each.__aexit__(None, None, None) for each in swarm.transports))
