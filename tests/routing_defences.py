@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarmnet_client.swarm.entry_guards import EntryGuards
+from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import chain_search, coordinates, placement
-from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.chain_search import HostInfo, View
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
 from tests.unit import test_claimed_speed as test
@@ -25,6 +26,29 @@ def ordered_by_id(patch: Patch) -> None:
 
 def ping_by_id(patch: Patch) -> None:
     patch.setattr(random.Random, "shuffle", lambda _, hosts: hosts.sort(key=lambda host: host.peer))
+
+
+def believe_coordinates(view: View, one: PeerId, other: PeerId) -> float:
+    return coordinates.distance(view.coordinates[one], view.coordinates[other])
+
+
+def ping_the_best(patch: Patch) -> None:
+    """All hosts in the order of what is expected of them, instead of pairs."""
+    patch.setattr(
+        test_client_swarm,
+        "drawn",
+        lambda hosts, _pinged, _rng, expected_s: sorted(hosts, key=expected_s)[:32],
+    )
+
+
+def replace_both(patch: Patch) -> None:
+    separate = Exclusions.separate
+
+    def separated(exclusions: Exclusions, one: PeerId, other: PeerId, now: float) -> bool:
+        separate(exclusions, one, other, now)
+        return True
+
+    patch.setattr(Exclusions, "separate", separated)
 
 
 ROUTING = (
@@ -80,11 +104,6 @@ ROUTING = (
         lambda _: test_coordinates.test_a_coordinate_out_of_range_is_none(),
     ),
     Defence(
-        "a minority of liars about coordinates moves an honest peer little: outliers are left out",
-        replacing(coordinates, "OUTLIER", 1e9),
-        lambda _: test_coordinates.test_a_third_of_liars_moves_the_estimates_of_honest_peers_little(),
-    ),
-    Defence(
         "one measurement moves a peer a short way",
         replacing(coordinates, "MAX_STEP_S", 1e9),
         lambda _: test_coordinates.test_a_third_of_liars_moves_the_estimates_of_honest_peers_little(),
@@ -98,5 +117,27 @@ ROUTING = (
         "the delays of few peers are remembered",
         replacing(coordinates, "MAX_FILTERED_PEERS", 1 << 20),
         lambda _: test_coordinates.test_the_delays_of_few_peers_are_remembered(),
+    ),
+    Defence(
+        "a false coordinate brings a host no nearer than measured delays allow",
+        replacing(View, "delay_between", believe_coordinates),
+        lambda _: test_routing.test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow(),
+    ),
+    Defence(
+        "an unmeasured host is no nearer than the median of the measured ones",
+        replacing(chain_search, "median_high", min),
+        lambda _: test_routing.test_an_unmeasured_host_is_no_nearer_than_the_median_of_the_measured_ones(),
+    ),
+    Defence(
+        "announcements at most double the pings to a host",
+        ping_the_best,
+        lambda _: (
+            test_client_swarm.test_better_hosts_are_pinged_more_often_but_at_most_twice_as_often_as_others()
+        ),
+    ),
+    Defence(
+        "slander of a neighbour costs its sender",
+        replace_both,
+        lambda _: test.test_slanderers_change_the_share_of_an_honest_host_little(),
     ),
 )

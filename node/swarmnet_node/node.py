@@ -22,6 +22,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.announcement import Announcement
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
@@ -35,6 +36,7 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
+from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.timing import Timing
@@ -106,6 +108,7 @@ class Node:
         self._hosts = HostSample(
             dependencies.directory, hosting.manifest, dependencies.rng, wanted=HOSTS_READ
         )
+        self._own = OwnCoordinate(dependencies.rng)
         self._span = hosting.blocks or (0, hosting.num_blocks)
         self._reason = hosting.blocks_reason if hosting.blocks else ""
         self._step_s = 0.0
@@ -150,6 +153,7 @@ class Node:
                 clock=dependencies.clock,
             )
             node._host = host
+            host.coordinate = lambda: node._own.coordinate
             await host.serve()
             await services.serve(REPORT, Reporter(node.report).handle)
             if hosting.library is not None:
@@ -159,12 +163,22 @@ class Node:
             await node._announce()
             node._log("online")
             announcing = asyncio.create_task(node._keep_announcing(), name="announce")
+            locating = asyncio.create_task(
+                keep_located(
+                    dependencies.transport,
+                    HostSample(dependencies.directory, hosting.manifest, dependencies.rng),
+                    node._own,
+                    dependencies.rng,
+                    dependencies.timing,
+                ),
+                name="locate",
+            )
             model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
             listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
             try:
                 yield node
             finally:
-                await cancel(announcing, listing, node._leaving)
+                await cancel(announcing, listing, locating, node._leaving)
                 host.adapters.clear()
                 if node._leaving is None:
                     # New clients must not choose this host. Clients that use it notice the end of its streams.
@@ -343,6 +357,7 @@ class Node:
             version=self._hosting.version,
             public_name=self._hosting.public_name,
             reach=self._dependencies.transport.reach(),
+            coordinate=self._own.coordinate,
         )
         await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest, self._dependencies.transport.peer_id),

@@ -68,6 +68,8 @@ class Timing:
     """A leader that sent nothing for this long, not even a heartbeat, counts as failed."""
     matchmaking_poll_s: float = 10.0
     """Longest pause between two checks on workers missing from a round. The first pauses are shorter: most failed workers are known by then."""
+    locate_s: float = 10.0
+    """Period at which a host pings another one, to correct its network coordinate."""
     intent_s: float = 1.0
     """How long a joining host collects the intents of others before it chooses its blocks."""
 

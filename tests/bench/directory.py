@@ -4,7 +4,7 @@
 
 The peers run in another process, so that the CPU is the client's own. ``first`` and ``refresh`` are the reads of a client, ``some_blocks`` is one for the
 hosts of a certain block. ``one_topic``, for comparison: all records under one topic, read whole from all replicas; ``refused_one_topic`` counts the
-copies that did not fit. Each host has 10 of 80 blocks and three addresses. Prints JSON.
+hosts that did not fit. Each host has 10 of 80 blocks and three addresses. Prints JSON.
 """
 
 import argparse
@@ -102,15 +102,17 @@ async def serve(hosts: int, peers: int, folder: Path) -> None:
             publisher = Publisher(identity, SWARM, wall_clock)
             body = announcement(number, identity)
             for which, topic in enumerate((hosts_topic(MANIFEST, identity.peer_id), ONE_TOPIC)):
+                if refused[which]:  # it is full
+                    refused[which] += 1
+                    continue
                 record, sealed = publisher.seal(topic, body, lifetime_s=LIFETIME_S)
                 for key in map(DHTID.generate, dht_keys(SWARM, topic)):
                     nearest = sorted(directories, key=lambda each: key.xor_distance(each._node.node_id))
                     for directory in nearest[:5]:
                         protocol = directory._node.protocol
                         value = protocol.serializer.dumps(sealed)
-                        refused[which] += not protocol.storage.store(
-                            key, value, record.expires_at, subkey=record.signer
-                        )
+                        if not protocol.storage.store(key, value, record.expires_at, subkey=record.signer):
+                            refused[which] = 1
         print(json.dumps({"bootstrap": bootstrap, "refused": refused, "record": len(sealed)}), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

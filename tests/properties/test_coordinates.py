@@ -107,7 +107,7 @@ PEERS = 40
 def settled(liars: int) -> tuple[list[OwnCoordinate], Delay]:
     """The coordinates of ``PEERS`` peers after some minutes, and the true delays.
 
-    The first ``liars`` push honest peers apart: each answers 0.1 s late and claims a place beside the peer that asks, on one side of half of them
+    The first ``liars`` push honest peers apart: each answers 1 s late and claims a place beside the peer that asks, on one side of half of them
     and on the other side of the other half.
     """
     rng = random.Random(4)
@@ -124,7 +124,7 @@ def settled(liars: int) -> tuple[list[OwnCoordinate], Delay]:
             measured_s, remote = delay(one, other) * rng.uniform(1.0, 1.2), own[other].coordinate
             if other < liars:
                 x, *rest = own[one].coordinate.position
-                measured_s, remote = measured_s + 0.1, Coordinate((x + (-1) ** one * 0.02, *rest), error=0.0)
+                measured_s, remote = measured_s + 1.0, Coordinate((x + (-1) ** one * 0.02, *rest), error=0.0)
             own[one].measured(PeerId(f"p{other}"), remote, measured_s)
     return own, delay
 
@@ -143,16 +143,16 @@ def test_the_estimates_of_honest_peers_are_near_the_true_delays() -> None:
 
 
 def test_a_third_of_liars_moves_the_estimates_of_honest_peers_little() -> None:
-    """The median error is 0.3; 0.6 if outliers are not left out, and 4 if a step has no bound."""
+    """The median error is 0.6, and 11 if a step has no bound."""
     liars = PEERS * 3 // 10
-    assert median(errors(*settled(liars), first=liars)) < 0.5
+    assert median(errors(*settled(liars), first=liars)) < 1.0
 
 
 def test_a_peer_that_moves_is_found_at_its_new_place() -> None:
     """A laptop that changes to a slow access link: all its delays grow at once, which is no lie."""
     own, delay = settled(0)
     mover, slower_s = own[0], 0.08
-    for _ in range(20):
+    for _ in range(40):
         for other in range(1, PEERS):
             mover.measured(PeerId(f"p{other}"), own[other].coordinate, delay(0, other) + slower_s)
     off = [

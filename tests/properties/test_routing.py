@@ -14,7 +14,6 @@ from swarmnet_protocols.routing.chain_search import (
     GUARD_MARGIN,
     MARGIN,
     PRECISION_S,
-    UNAUDITED_S,
     Hop,
     HostInfo,
     View,
@@ -22,10 +21,17 @@ from swarmnet_protocols.routing.chain_search import (
     find_chain,
     pair_of,
 )
+from swarmnet_protocols.routing.coordinates import DIMENSIONS, MAX_ERROR, MIN_HEIGHT_S, Coordinate
 
 BLOCKS = 4
 PRECISIONS = st.sampled_from(["bf16", "int4"])
 SECONDS = st.floats(0.0, 1.0)
+COORDINATES = st.builds(
+    Coordinate,
+    st.tuples(*[st.floats(-1.0, 1.0)] * DIMENSIONS),
+    st.floats(MIN_HEIGHT_S, 0.1),
+    error=st.floats(0.0, MAX_ERROR),
+)
 
 
 @st.composite
@@ -47,6 +53,10 @@ def views(draw: st.DrawFn) -> View:
         guards=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
         relayed=frozenset(draw(st.lists(st.sampled_from(peers), max_size=3))),
         symmetric=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
+        coordinates=draw(st.dictionaries(st.sampled_from(peers), COORDINATES)),
+        own=draw(COORDINATES | st.none()),
+        cache_free=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
+        reporters=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
         explore=draw(st.booleans()),
     )
 
@@ -56,9 +66,7 @@ def cost(
 ) -> float:
     total, last = 0.0, source
     for index, hop in enumerate(chain):
-        total += PRECISION_S * (precision not in (None, hop.precision)) + UNAUDITED_S * (
-            hop.peer in view.unaudited
-        )
+        total += PRECISION_S * (precision not in (None, hop.precision)) + view.penalty_of(hop.peer)
         precision = hop.precision
         seconds = view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
         seconds += view.block_s[hop.peer] * (hop.end - hop.start)

@@ -9,6 +9,7 @@ from swarmnet_client.swarm.swarm import CONVICTED_S, SEPARATED_S, Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.routing.chain_search import HostInfo, pair_of
+from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.timing import Timing
 
 ONE, OTHER = PeerId("one"), PeerId("other")
@@ -18,6 +19,13 @@ def test_a_pair_is_kept_apart_for_a_while_in_either_order() -> None:
     exclusions = Exclusions()
     exclusions.separate(OTHER, ONE, now=5.0)
     assert exclusions.separated(5.0 + SEPARATED_S - 1) == {pair_of(ONE, OTHER)}
+    assert exclusions.reporters(5.0 + SEPARATED_S - 1) == {OTHER}
+    assert not exclusions.separate(OTHER, ONE, now=6.0), "the same host again"
+    assert not exclusions.separate(ONE, PeerId("third"), now=6.0), "the reported one reports"
+    assert exclusions.separate(PeerId("fourth"), ONE, now=6.0)
+    exclusions = Exclusions()
+    exclusions.separate(OTHER, ONE, now=5.0)
+    assert not exclusions.reporters(5.0 + SEPARATED_S)
     assert not exclusions.separated(5.0 + SEPARATED_S)
 
 
@@ -45,8 +53,11 @@ def test_measurements_of_a_host_that_left_are_dropped() -> None:
         monitor = PingMonitor(network.transport(PeerId("client")), Timing(), random.Random(0), lambda _: None)
         monitor.delay_s |= {ONE: 0.1, OTHER: 0.1}
         monitor.queue_s |= {ONE: 0.0, OTHER: 0.0}
+        monitor.cache_free |= {ONE: 0.5, OTHER: 0.5}
+        monitor.coordinates |= {ONE: Coordinate(), OTHER: Coordinate()}
         monitor.follow({ONE: HostInfo(ONE, 0, 4, 0.1)})
         assert monitor.delay_s.keys() == monitor.queue_s.keys() == {ONE}
+        assert monitor.cache_free.keys() == monitor.coordinates.keys() == {ONE}
         await monitor.close()
 
     asyncio.run(scenario())
@@ -69,6 +80,21 @@ def test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others() -> None:
     )
     assert len(pings) == len(hosts)
     assert max(pings[host.peer] for host in hosts[:24]) < 20
+
+
+def test_better_hosts_are_pinged_more_often_but_at_most_twice_as_often_as_others() -> None:
+    """What a host announces decides which hosts count as better. Each is pinged by 8 of 200 clients on average, by 30 with a chance of 1 in 1,000."""
+    hosts, clients = spread_hosts(800), 200
+    claims = {host.peer: 0.0 if index < 40 else 1.0 for index, host in enumerate(hosts)}
+    pings = Counter(
+        host.peer
+        for seed in range(clients)
+        for host in drawn(hosts, frozenset(), random.Random(seed), lambda host: claims[host.peer])
+    )
+    usual = sum(pings.values()) / len(hosts)
+    claimed = sum(pings[host.peer] for host in hosts[:40]) / 40
+    assert 1.5 * usual < claimed < 2.2 * usual
+    assert max(pings.values()) < 30
 
 
 def test_every_block_has_enough_pinged_hosts() -> None:

@@ -11,6 +11,7 @@ from swarmnet_protocols.routing.chain_search import (
     BAN_MAX_S,
     BAN_S,
     CANDIDATES_PER_BLOCK,
+    UNKNOWN_DELAY_S,
     Bans,
     Hop,
     HostInfo,
@@ -20,6 +21,7 @@ from swarmnet_protocols.routing.chain_search import (
     find_chain,
     pair_of,
 )
+from swarmnet_protocols.routing.coordinates import Coordinate
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 
@@ -171,6 +173,68 @@ def test_an_old_failure_is_forgotten() -> None:
     bans.failed(A, 1.0)
     bans.failed(A, 1.0 + 2 * BAN_S + 1.0)
     assert bans.at(2.0 + 3 * BAN_S + 0.1) == []
+
+
+def at(x_s: float, error: float = 0.2) -> Coordinate:
+    return Coordinate((x_s, 0.0, 0.0), 0.001, error=error)
+
+
+def test_neighbours_are_chosen_by_the_distance_of_their_coordinates() -> None:
+    """B and C are equally far from the client, and B is near A."""
+    hosts = [HostInfo(A, 0, 2, 0.01), HostInfo(B, 2, 4, 0.01), HostInfo(C, 2, 4, 0.01)]
+    delays = dict.fromkeys((A, B, C), 0.1)
+    view = View(hosts, delays, coordinates={A: at(0.1), B: at(0.11), C: at(-0.1)})
+    assert view.delay_between(A, B) == pytest.approx(0.012)
+    for seed in range(20):
+        assert [hop.peer for hop in chain(view, seed=seed)] == [A, B]
+
+
+def test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow() -> None:
+    view = View([], {A: 0.01, B: 0.2}, coordinates={A: at(0.0), B: at(0.0)})
+    assert view.delay_between(A, B) == pytest.approx(0.19)
+    far = View([], {A: 0.01, B: 0.02}, coordinates={A: at(0.0), B: at(3.0)})
+    assert far.delay_between(A, B) == pytest.approx(0.03), "the way through the client"
+
+
+def test_an_unmeasured_host_is_no_nearer_than_the_median_of_the_measured_ones() -> None:
+    measured = {A: 0.02, B: 0.03, C: 0.04}
+    view = View([], measured, coordinates={D: at(0.0)}, own=at(0.0))
+    assert view.delay_to(D) == 0.03
+    assert View([], measured, coordinates={D: at(0.1)}, own=at(0.0)).delay_to(D) == pytest.approx(0.102)
+    assert View([], measured, coordinates={D: at(0.1)}, own=at(0.0, error=1.0)).delay_to(D) == UNKNOWN_DELAY_S
+    assert View([], {A: 0.02}, coordinates={D: at(0.0)}, own=at(0.0)).delay_to(D) == UNKNOWN_DELAY_S
+
+
+def test_a_host_without_room_for_caches_is_avoided() -> None:
+    hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.3)]
+    measured = {A: 0.025, B: 0.075}
+    assert chain(View(hosts, block_s=measured, cache_free={A: 0.01, B: 0.5}))[0].peer == B
+    assert chain(View(hosts, block_s=measured, cache_free={A: 0.2, B: 0.5}))[0].peer == A
+    assert chain(View(hosts[:1], cache_free={A: 0.0}))[0].peer == A
+
+
+def test_a_host_that_does_not_reach_others_is_avoided_in_other_chains_too() -> None:
+    hosts = [
+        HostInfo(A, 0, 2, 0.01),
+        HostInfo(B, 0, 2, 0.02),
+        HostInfo(C, 2, 4, 0.01),
+        HostInfo(D, 2, 4, 0.01),
+    ]
+    view = View(hosts, unreachable=frozenset({pair_of(A, C)}), reporters=frozenset({A}))
+    for seed in range(20):
+        assert chain(view, seed=seed)[0].peer == B
+
+
+def test_clients_spread_over_the_best_host_and_those_that_are_little_worse() -> None:
+    hosts = [HostInfo(PeerId(f"p{index}"), 0, 4, 0.1 if index else 0.09) for index in range(4)]
+    view = View(
+        hosts,
+        dict.fromkeys((host.peer for host in hosts), 0.01),
+        block_s={host.peer: host.block_s for host in hosts},
+    )
+    taken = Counter(chain(view, seed=seed)[0].peer for seed in range(300))
+    assert len(taken) == 4
+    assert taken[PeerId("p0")] < 240
 
 
 def test_two_hosts_that_need_a_relay_between_them_are_avoided_as_neighbours() -> None:

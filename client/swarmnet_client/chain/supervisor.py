@@ -338,17 +338,18 @@ class ChainSupervisor:
     async def _link_lost(self, sender: LiveHop | ClientLink, receiver: LiveHop, error: SwarmnetError) -> None:
         """A link cannot be made or kept.
 
-        If the receiving hop is silent too, it is replaced. If both hops are alive, the path between them is broken: both are
-        replaced, and not made neighbours again for a while.
+        If the receiving hop is silent too, it is replaced. If both hops are alive, the path between them is broken, or one of them lies. They
+        are not made neighbours again for a while, and the sender is replaced; the receiver too if another sender has reported it before.
         """
         await asyncio.sleep(NOTICE_S)
         if sender.next is not receiver or not receiver.alive:
             return
         silent_s = asyncio.get_running_loop().time() - receiver.heard_at
         if isinstance(sender, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
-            self._swarm.separate(sender.hop.peer, receiver.hop.peer)
+            is_repeated = self._swarm.separate(sender.hop.peer, receiver.hop.peer)
             self._drop(sender, error)
-            self._drop(receiver, error)
+            if is_repeated:
+                self._drop(receiver, error)
         else:
             self._fail(receiver, error)
 

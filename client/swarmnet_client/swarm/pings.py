@@ -1,17 +1,19 @@
 """Pings to the hosts that a client knows, which measure their delays and queueing times."""
 
 import asyncio
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
+from typing import Any
 
-from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import PING
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.coordinates import Coordinate, OwnCoordinate
+from swarmnet_protocols.session.pings import PingStream, ping
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -25,16 +27,28 @@ SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 
 
-def drawn(hosts: Collection[HostInfo], pinged: Set[PeerId], rng: random.Random) -> list[HostInfo]:
-    """The hosts to ping besides those of ``pinged``: each host has the same chance, whatever its peer id and its announcement.
+def drawn(
+    hosts: Collection[HostInfo],
+    pinged: Set[PeerId],
+    rng: random.Random,
+    expected_s: Callable[[HostInfo], float] = lambda _: 0.0,
+) -> list[HostInfo]:
+    """The hosts to ping besides those of ``pinged``.
 
-    Drawn are hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts, and further ones up to ``PINGED_HOSTS``.
+    Drawn are hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts, and further ones up to ``PINGED_HOSTS``. The better host, by
+    ``expected_s``, of each random pair comes first. So near and idle hosts are pinged more, and none more than twice as often as
+    others, whatever its peer id and whatever it announces: estimates rest on what hosts say of themselves.
     """
     known = Counter(block for host in hosts if host.peer in pinged for block in range(host.start, host.end))
     others = [host for host in hosts if host.peer not in pinged]
     rng.shuffle(others)
+    others.sort(key=lambda host: host.start)  # hosts of about the same blocks are paired
+    pairs = [sorted(others[each : each + 2], key=expected_s) for each in range(0, len(others), 2)]
+    better, worse = [pair[0] for pair in pairs], [host for pair in pairs for host in pair[1:]]
+    rng.shuffle(better)
+    rng.shuffle(worse)
     chosen, left = [], []
-    for host in others:
+    for host in [*better, *worse]:
         blocks = range(host.start, host.end)
         if any(known[block] < PINGED_PER_BLOCK for block in blocks):
             known.update(blocks)
@@ -60,20 +74,34 @@ class PingMonitor:
         """Seconds from the client to the host, one way."""
         self.queue_s: dict[PeerId, float] = {}
         """Seconds that a step waits in the host's queue, as the host reports."""
+        self.cache_free: dict[PeerId, float] = {}
+        """Share of the host's memory for KV caches that is free, as the host reports."""
+        self.coordinates: dict[PeerId, Coordinate] = {}
+        """The coordinates of the hosts, as they report."""
+        self.own = OwnCoordinate(rng)
+        """The coordinate of this client."""
         self._transport = transport
         self._timing = timing
         self._rng = rng
         self._on_failure = on_failure
         self._pings: dict[PeerId, asyncio.Task[None]] = {}
 
-    def follow(self, hosts: Mapping[PeerId, HostInfo]) -> None:
-        """Ping some of these hosts from now on, and no others. Measurements of other hosts are dropped."""
+    def follow(
+        self, hosts: Mapping[PeerId, HostInfo], expected_s: Callable[[HostInfo], float] = lambda _: 0.0
+    ) -> None:
+        """Ping some of these hosts from now on, and no others. Measurements of other hosts are dropped. ``expected_s``: as for ``drawn``."""
         for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
             self._pings.pop(peer).cancel()
-        for measured in (self.delay_s, self.queue_s):
+        measurements: tuple[dict[PeerId, Any], ...] = (
+            self.delay_s,
+            self.queue_s,
+            self.cache_free,
+            self.coordinates,
+        )
+        for measured in measurements:
             for peer in measured.keys() - hosts.keys():
                 del measured[peer]
-        for host in drawn(hosts.values(), self._pings.keys(), self._rng):
+        for host in drawn(hosts.values(), self._pings.keys(), self._rng, expected_s):
             self._pings[host.peer] = asyncio.create_task(self._ping(host))
 
     async def close(self) -> None:
@@ -99,15 +127,12 @@ class PingMonitor:
         finally:
             stream.close()
 
-    async def _ping_once(self, stream: TypedStream[pb.Ping, pb.Pong]) -> None:
-        clock = asyncio.get_running_loop().time
-        nonce = self._rng.getrandbits(63)
-        sent_at = clock()
-        await stream.send(pb.Ping(nonce=nonce))
-        pong, _ = await stream.receive()
-        if pong.nonce != nonce:
-            raise ProtocolViolation(f"{stream.peer} answered another ping")
-        measured_s = (clock() - sent_at) / 2
-        known_s = self.delay_s.get(stream.peer, measured_s)
-        self.delay_s[stream.peer] = known_s + SMOOTHING * (measured_s - known_s)
-        self.queue_s[stream.peer] = pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0
+    async def _ping_once(self, stream: PingStream) -> None:
+        answer, peer = await ping(stream, self._rng), stream.peer
+        known_s = self.delay_s.get(peer, answer.delay_s)
+        self.delay_s[peer] = known_s + SMOOTHING * (answer.delay_s - known_s)
+        self.queue_s[peer] = answer.queue_s
+        self.cache_free[peer] = answer.cache_free
+        if answer.coordinate is not None:
+            self.coordinates[peer] = answer.coordinate
+            self.own.measured(peer, answer.coordinate, answer.delay_s)

@@ -197,7 +197,8 @@ class Swarm:
                     and (not allowed or each.info.peer in allowed)
                     and not self._exclusions.is_convicted(each.info.peer, now)
                 }
-            self._pings.follow(self._hosts)
+            view = self._view()
+            self._pings.follow(self._hosts, lambda host: view.delay_to(host.peer) + host.step_s)
 
     # ---- routes ------------------------------------------------------------------------------------------
 
@@ -250,9 +251,12 @@ class Swarm:
         """A host answered: lift its ban."""
         self._exclusions.bans.served(peer)
 
-    def separate(self, one: PeerId, other: PeerId) -> None:
-        """Two hosts are alive and do not reach each other: do not make them neighbours for a while."""
-        self._exclusions.separate(one, other, self._now())
+    def separate(self, one: PeerId, other: PeerId) -> bool:
+        """Two hosts are alive, and ``one`` reports that it does not reach ``other``: do not make them neighbours for a while.
+
+        Returns whether a third host has reported the same of ``other``.
+        """
+        return self._exclusions.separate(one, other, self._now())
 
     def convict(self, peer: PeerId) -> None:
         """A host gave wrong outputs: do not use it, even if no other host has its blocks."""
@@ -273,6 +277,13 @@ class Swarm:
             guards=self._trust.first_and_last or self._guards.peers(),
             relayed=frozenset(peer for peer, host in self._hosts.items() if not host.is_open),
             symmetric=frozenset(peer for peer, host in self._hosts.items() if host.is_symmetric),
+            reporters=self._exclusions.reporters(now),
+            coordinates={
+                peer: host.coordinate for peer, host in self._hosts.items() if host.coordinate is not None
+            }
+            | self._pings.coordinates,
+            own=self._pings.own.coordinate,
+            cache_free=self._pings.cache_free,
             explore=explore,
         )
 
@@ -335,16 +346,30 @@ class Exclusions:
     def __init__(self) -> None:
         self.bans = Bans()
         self._convicted_until: dict[PeerId, float] = {}
-        self._separated_until: dict[tuple[PeerId, PeerId], float] = {}
+        self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
+        """When the separation ends, and which of the two reported that it does not reach the other."""
 
-    def separate(self, one: PeerId, other: PeerId, now: float) -> None:
-        """Keep two hosts apart for ``SEPARATED_S``."""
-        self._separated_until = {pair: until for pair, until in self._separated_until.items() if until > now}
-        self._separated_until[pair_of(one, other)] = now + SEPARATED_S
+    def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
+        """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.
+
+        Returns whether a third host has reported the same of ``other`` recently.
+        """
+        self._separated_until = {
+            pair: until for pair, until in self._separated_until.items() if until[0] > now
+        }
+        self._separated_until[pair_of(one, other)] = now + SEPARATED_S, one
+        return any(
+            other in pair and reporter not in (one, other)
+            for pair, (_, reporter) in self._separated_until.items()
+        )
 
     def separated(self, now: float) -> frozenset[tuple[PeerId, PeerId]]:
         """The pairs that are kept apart."""
-        return frozenset(pair for pair, until in self._separated_until.items() if until > now)
+        return frozenset(pair for pair, (until, _) in self._separated_until.items() if until > now)
+
+    def reporters(self, now: float) -> frozenset[PeerId]:
+        """The hosts that reported the separations of these pairs."""
+        return frozenset(one for until, one in self._separated_until.values() if until > now)
 
     def convict(self, peer: PeerId, now: float) -> None:
         """Exclude a host for ``CONVICTED_S``."""

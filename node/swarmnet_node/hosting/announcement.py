@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, listed
 from swarmnet_protocols.net import Reach, ReachKind
+from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.wire import records_pb2 as pb
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Announcement:
     version: str
     public_name: str
     reach: Reach = field(default_factory=Reach)
+    coordinate: Coordinate | None = None
+    """The place of the node in delay space; None: not known yet."""
 
     def record(self, engine: "Engine | None") -> pb.HostRecord:
         """The record to publish. ``engine``: None before the blocks are loaded."""
@@ -55,6 +58,7 @@ class Announcement:
             public_name=self.public_name,
             nat=_nat(self.reach),
             precision=engine.stage.precision if engine else "",
+            coordinate=self.coordinate.numbers() if self.coordinate else (),
         )
 
 

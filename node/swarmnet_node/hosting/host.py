@@ -43,6 +43,7 @@ from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSI
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
+from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.timing import Timing
@@ -75,6 +76,8 @@ class Host:
         clock: Clock = wall_clock,
     ) -> None:
         self.engine = engine
+        self.coordinate: Callable[[], Coordinate] = Coordinate
+        """The network coordinate of this host, for pongs. A node that measures it sets this."""
         self.start = model.start
         self.end = model.start + engine.stage.blocks
         self.timing = timing
@@ -344,7 +347,17 @@ class Host:
         with suppress(StreamEnded):
             while True:
                 ping, _ = await client.receive()
-                await client.send(pb.Pong(nonce=ping.nonce, queue_s=self.engine.queue_s))
+                await client.send(self._pong(ping.nonce))
+
+    def _pong(self, nonce: int) -> pb.Pong:
+        engine = self.engine
+        return pb.Pong(
+            nonce=nonce,
+            queue_s=engine.queue_s,
+            sessions=len(self._sessions),
+            cache_free=max(0.0, 1 - engine.cache_bytes / max(1, engine.max_cache_bytes)),
+            coordinate=self.coordinate().numbers(),
+        )
 
 
 async def _value(future: "asyncio.Future[None]") -> None:

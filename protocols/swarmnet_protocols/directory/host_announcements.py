@@ -108,23 +108,26 @@ class HostSample:
     async def refresh(self, *, blocks: tuple[int, int] | None = None) -> list[Announced]:
         """Read the directory and return ``known``. With ``blocks`` [start, end): read every shard for hosts with one of these blocks.
 
-        A first refresh, and one for certain blocks, asks two peers for each shard, because one may lack records.
+        In a small swarm the first refresh, and always one for certain blocks, asks two peers for each shard, because one may lack records.
         """
         now = self._directory.clock()
         if now >= self._until:
             # Not at every refresh: finding the peers that store a shard costs more than reading it.
             self._until = now + REDRAW_S
             self._order = self._rng.sample(range(SHARDS), SHARDS)
-        copies = 2 if blocks or not self._known else 1
+        copies, is_first = 2 if blocks else 1, not self._known
         left, read = list(self._order), 0
         batch = SHARDS if blocks else FIRST_SHARDS
         while left and read < self._wanted:
             shards, left = left[:batch], left[batch:]
             topics = [_shard_topic(self._manifest, shard) for shard in shards]
-            most = max(MIN_PER_SHARD, math.ceil((self._wanted - read) / len(shards)))
+            most = math.ceil((self._wanted - read) / len(shards))
+            if blocks is None:
+                most = max(MIN_PER_SHARD, most)
             found = await self._directory.sample(topics, most, blocks=blocks, copies=copies)
             self._take(found)
             read += len(found)
+            copies = 2 if blocks or is_first else 1
             usual = read / (SHARDS - len(left))
             batch = max(1, math.ceil((self._wanted - read) / usual)) if usual else SHARDS
         return self.known

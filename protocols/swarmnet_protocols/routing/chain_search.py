@@ -3,10 +3,11 @@
 A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
 step of one token::
 
-    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks) + delay from the last hop + changes of precision * PRECISION_S
+    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks + penalties of the host)
+           + delay from the last hop + changes of precision * PRECISION_S
 
-Delays are one-way seconds, measured from the client; the first and last delay are to and from the client (or ``source`` and
-``sink``). ``queue_s`` is the wait for the host's engine, ``block_s`` its seconds per block. A hop may begin and end inside the span that
+Delays are one-way seconds; the first and last delay are to and from the client (or ``source`` and ``sink``). Those to the client were measured, or are
+estimated from network coordinates; those between hosts are estimated, within what the measured ones allow (``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` its seconds per block. A hop may begin and end inside the span that
 its host announced.
 
 The search has three steps:
@@ -22,6 +23,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median_high
@@ -29,7 +31,7 @@ from typing import NamedTuple
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.coordinates import Coordinate
+from swarmnet_protocols.routing.coordinates import Coordinate, distance
 
 UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
@@ -37,6 +39,17 @@ UNREACHABLE_COST_S = 10.0
 """Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
 RELAY_S = 0.05
 """Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
+FULL_S = 0.5
+"""Seconds added for a host without free memory for KV caches, which would refuse a session or evict another one."""
+HEADROOM = 0.1
+"""Share of free memory for KV caches below which a part of ``FULL_S`` is added."""
+REPORTER_S = 0.1
+"""Seconds added for a host that reported that it does not reach another one, which is alive: either may be to blame. If it slanders the other,
+it loses its own sessions; otherwise all hosts before the other report the same, and none is preferred."""
+USABLE_ERROR = 0.5
+"""Error of the client's own coordinate from which on its estimates are not used."""
+ENOUGH_DELAYS = 3
+"""Measured delays from which on their median bounds the estimated ones from below."""
 UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``: it is used if the others are far slower, or would change the precision of the chain."""
 PRECISION_S = 1.0
@@ -45,7 +58,7 @@ CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block and precision that the search considers."""
 PRECISIONS = 3
 """Precisions that are told apart when candidates are chosen: those of the most hosts. All others count as one."""
-MARGIN = 0.1
+MARGIN = 0.2
 """Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
 ENOUGH_MEASURED = 3
 """Measured hosts from which on their median replaces that of the announcements. One or two may be slow by chance."""
@@ -108,6 +121,8 @@ class View:
     banned: Sequence[PeerId] = ()
     unreachable: frozenset[tuple[PeerId, PeerId]] = frozenset()
     """Pairs, as made by ``pair_of``, that failed to reach each other recently."""
+    reporters: frozenset[PeerId] = frozenset()
+    """The hosts of these pairs which reported that."""
     block_s: Mapping[PeerId, float] = field(default_factory=dict)
     """Seconds per block that the client measured."""
     guards: frozenset[PeerId] = frozenset()
@@ -118,30 +133,65 @@ class View:
     """Those of them behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
     unaudited: frozenset[PeerId] = frozenset()
     """Hosts that announce a precision of their own for blocks that other hosts have, too: none of these could check their outputs."""
+    coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
+    """Network coordinates of hosts, as they told them."""
+    own: Coordinate | None = None
+    """That of the client."""
+    cache_free: Mapping[PeerId, float] = field(default_factory=dict)
+    """Share of the memory for KV caches that is free, as the hosts told."""
     explore: bool = False
     """Whether an unmeasured host that announces it counts as fast as the fastest measured one, so that it gets measured."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
-        """One-way seconds between two peers (None: the client). Between two hosts: an upper bound, the way through the client."""
+        """One-way seconds between two peers (None: the client).
+
+        Between two hosts it is the distance of their coordinates, but not below the difference of their delays to the client, nor above the
+        sum, the way through the client: by the triangle inequality a host gains little by a false coordinate. Without coordinates it is the sum.
+        """
         if one == other:
             return 0.0
-        own_s = 0.0 if one is None else self.delay_s.get(one, UNKNOWN_DELAY_S)
-        others_s = 0.0 if other is None else self.delay_s.get(other, UNKNOWN_DELAY_S)
+        own_s = 0.0 if one is None else self.delay_to(one)
+        others_s = 0.0 if other is None else self.delay_to(other)
+        between_s = own_s + others_s
         if one is None or other is None:
-            return own_s + others_s
+            return between_s
+        here, there = self.coordinates.get(one), self.coordinates.get(other)
+        if here is not None and there is not None:
+            between_s = min(between_s, max(distance(here, there), abs(own_s - others_s)))
         if self.unreachable and pair_of(one, other) in self.unreachable:
-            return own_s + others_s + UNREACHABLE_COST_S
+            return between_s + UNREACHABLE_COST_S
         if (
             one in self.relayed
             and other in self.relayed
             and (one in self.symmetric or other in self.symmetric)
         ):
-            return own_s + others_s + RELAY_S
-        return own_s + others_s
+            return between_s + RELAY_S
+        return between_s
+
+    def delay_to(self, peer: PeerId) -> float:
+        """One-way seconds to a host: measured, or estimated from coordinates, but then at least the median of the measured delays."""
+        measured_s = self.delay_s.get(peer)
+        if measured_s is not None:
+            return measured_s
+        there = self.coordinates.get(peer)
+        if there is None or self.own is None or self.own.error > USABLE_ERROR:
+            return UNKNOWN_DELAY_S
+        if len(self.delay_s) < ENOUGH_DELAYS:
+            return UNKNOWN_DELAY_S
+        return max(distance(self.own, there), self._usual_delay_s)
+
+    @cached_property
+    def _usual_delay_s(self) -> float:
+        return median_high(self.delay_s.values())
+
+    def penalty_of(self, peer: PeerId) -> float:
+        """Seconds added for a host that has no room, that does not reach others, or that no other host can audit."""
+        full_s = FULL_S * max(0.0, 1 - self.cache_free.get(peer, 1.0) / HEADROOM)
+        return full_s + REPORTER_S * (peer in self.reporters) + UNAUDITED_S * (peer in self.unaudited)
 
 
 def credible(view: View) -> View:
-    """``view`` with credible speeds and queues in place of announced ones.
+    """``view`` with credible speeds and queues in place of announced ones, and with all delays to the client.
 
     A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median: of the measured hosts,
     or of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. A slower announcement is taken as it is: it gains a host nothing.
@@ -161,7 +211,10 @@ def credible(view: View) -> View:
         wait_s = median_high(queue_s.values())
         queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
         queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
-    return replace(view, block_s=block_s, queue_s=queue_s, unaudited=_alone_in_precision(view.hosts))
+    delay_s = {**view.delay_s, **{peer: view.delay_to(peer) for peer in announced}}
+    return replace(
+        view, block_s=block_s, queue_s=queue_s, delay_s=delay_s, unaudited=_alone_in_precision(view.hosts)
+    )
 
 
 def _alone_in_precision(hosts: Iterable[HostInfo]) -> frozenset[PeerId]:
@@ -247,9 +300,8 @@ def _shortlist(
     """The hosts among the cheapest for some block, and all guards. Stretched costs decide, so peer ids do not decide between equals."""
 
     def price(host: HostInfo) -> float:
-        cost_s = (
-            view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_between(None, host.peer)
-        )
+        cost_s = view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_to(host.peer)
+        cost_s += view.penalty_of(host.peer)
         return stretch[host.peer] * cost_s
 
     cheapest = sorted(hosts, key=price)
@@ -297,11 +349,13 @@ def _search(
     goes to the end of the span, and one that leaves before.
     """
     source, sink = ends
+    delays = _Delays(view)
+    penalties = {host.peer: view.penalty_of(host.peer) for host in hosts}
     inside = {block for host in hosts for block in (host.start, host.end) if span[0] < block < span[1]}
     paths: list[_Path] = []
     for start, end in pairwise(sorted({*span, *inside})):
         blocks = end - start
-        ready = [path for path in paths if not path.is_final]
+        ready = sorted((path for path in paths if not path.is_final), key=itemgetter(0))
         found: dict[tuple[PeerId, float, bool], _Path] = {}
         for path in paths:
             if path.host.end >= end:
@@ -320,11 +374,11 @@ def _search(
                 if is_first:
                     cost, before = factor * (view.delay_between(source, peer) + here_s), None
                     cost += PRECISION_S * (precision not in (None, host.precision))
-                elif (entry := _cheapest_entry(view, ready, host, factor)) is not None:
+                elif (entry := _cheapest_entry(delays, ready, host, factor)) is not None:
                     cost, before = entry[0] + factor * here_s, entry[1]
                 else:
                     continue
-                cost += UNAUDITED_S * (peer in view.unaudited)
+                cost += penalties[peer]
                 known = found.get((peer, factor, is_final))
                 if known is None or cost < known.cost:
                     found[peer, factor, is_final] = _Path(cost, host, start, factor, is_final, before)
@@ -339,21 +393,35 @@ def _search(
     return min(complete, key=lambda path: path.cost + view.delay_between(path.host.peer, sink)).hops(span[1])
 
 
+class _Delays(dict[tuple[PeerId, PeerId], float]):
+    """``View.delay_between`` of two hosts, each computed once in a search."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__()
+        self._view = view
+
+    def __missing__(self, pair: tuple[PeerId, PeerId]) -> float:
+        self[pair] = self[pair[1], pair[0]] = delay_s = self._view.delay_between(*pair)
+        return delay_s
+
+
 def _cheapest_entry(
-    view: View, paths: Sequence[_Path], host: HostInfo, factor: float
+    delays: _Delays, paths: Sequence[_Path], host: HostInfo, factor: float
 ) -> tuple[float, _Path] | None:
-    """The lowest cost at which one of ``paths`` continues at ``host``, and that path; None if none does."""
-    entries = (
-        (
-            path.cost
-            + factor * view.delay_between(path.host.peer, host.peer)
-            + PRECISION_S * (path.host.precision != host.precision),
-            path,
-        )
-        for path in paths
-        if path.host.peer != host.peer
-    )
-    return min(entries, key=itemgetter(0), default=None)
+    """The lowest cost at which one of ``paths``, sorted by cost, continues at ``host``, and that path; None if none does."""
+    least, best = math.inf, None
+    peer, precision = host.peer, host.precision
+    for path in paths:
+        if path.cost >= least:  # as are all after it
+            break
+        before = path.host
+        if before.peer != peer:
+            cost = (
+                path.cost + factor * delays[before.peer, peer] + PRECISION_S * (before.precision != precision)
+            )
+            if cost < least:
+                least, best = cost, path
+    return None if best is None else (least, best)
 
 
 class Bans:

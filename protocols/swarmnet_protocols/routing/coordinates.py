@@ -8,18 +8,18 @@ position in a Euclidean space and a height, the delay of its access link. The es
 After a measurement of that delay, ``delay_s``, peer i corrects itself as a spring between the two would::
 
     w    = e_i / (e_i + e_j)                                      e: the relative error that a peer expects of its coordinate
-    r    = delay_s - distance(i, j)                               the residual
+    r    = delay_s - distance(i, j), without the adjustments      the residual
     e_i <- C w |r| / delay_s + (1 - C w) e_i
     x_i <- x_i + C w r unit(x_i - x_j)                            and h_i in proportion
 
 As in serf (hashicorp/serf, coordinate/client.go), a peer uses the median of the last three delays to each other peer, adds a share of its
 recent residuals as ``a``, and is drawn towards the origin, so that the coordinates of all peers do not drift together.
 
-Peers lie about coordinates and delay their answers. Five bounds limit what that moves: coordinates and delays out of range are not used; the
-error of another peer counts as ``MIN_ERROR`` at least; a measurement whose residual is above ``OUTLIER`` times the median of the recent ones is
-left out, so that a minority does not move an honest peer far, and a peer whose own line has changed still moves, since all of its residuals grow;
-``a`` is half of a median, not of a mean; and one measurement moves a peer by ``MAX_STEP_S`` at most. The caller should measure peers that it
-picked itself.
+Peers lie about coordinates and delay their answers. These bounds limit what that moves: coordinates and delays out of range are not used; the
+error of another peer counts as ``MIN_ERROR`` at least; ``a`` is half of a median, not of a mean; and one measurement moves a peer by
+``MAX_STEP_S`` at most, whatever delay it claims, so that a minority is held by the springs to all others. Filters that leave out
+unusual measurements were worse: liars who stay just within them went farther, and honest peers were left at wrong places. The caller
+should measure peers that it picked itself.
 """
 
 import math
@@ -38,16 +38,10 @@ MIN_HEIGHT_S = 1e-5
 MIN_ERROR, MAX_ERROR = 0.1, 1.5
 GAIN = 0.25
 """C in the equations: the share of a residual that one measurement corrects at most."""
-MAX_STEP_S = 0.005
+MAX_STEP_S = 0.003
 """Farthest that one measurement moves a peer, in seconds."""
-OUTLIER = 2.0
-"""Medians of the recent residuals above which a measurement is left out."""
-MIN_OUTLIER_S = 0.001
-"""A measurement with a residual of up to this many seconds is never left out."""
 RECENT = 20
-"""Residuals that are remembered, for the outliers and the adjustment."""
-ENOUGH_RECENT = 5
-"""Residuals from which on others are left out: a newcomer must move."""
+"""Residuals of which the adjustment is half of the median."""
 FILTERED = 3
 """Delays to one peer of which the median is used."""
 MAX_FILTERED_PEERS = 256
@@ -122,14 +116,9 @@ class OwnCoordinate:
             self._delays.popitem(last=False)
         delays.append(delay_s)
         usual_s = max(median(delays), _NEAR_S)
-        most_s = math.inf
-        if len(self._residuals) >= ENOUGH_RECENT:
-            most_s = max(OUTLIER * median(map(abs, self._residuals)), MIN_OUTLIER_S)
-        residual_s = usual_s - _plain_distance(self.coordinate, remote)
-        self._residuals.append(residual_s)
-        if abs(residual_s) <= most_s:
-            moved = corrected(self.coordinate, remote, usual_s, direction=self._direction())
-            self.coordinate = replace(moved, adjustment_s=median(self._residuals) / 2)
+        self._residuals.append(usual_s - _plain_distance(self.coordinate, remote))
+        moved = corrected(self.coordinate, remote, usual_s, direction=self._direction())
+        self.coordinate = replace(moved, adjustment_s=median(self._residuals) / 2)
 
     def _direction(self) -> tuple[float, ...]:
         """A random unit vector."""
@@ -147,7 +136,7 @@ def corrected(
     """
     error_j = max(remote.error, MIN_ERROR)
     gain = GAIN * here.error / (here.error + error_j)
-    residual_s = delay_s - distance(here, remote)
+    residual_s = delay_s - _plain_distance(here, remote)
     error = gain * abs(residual_s) / delay_s + (1 - gain) * here.error
     here = replace(here, error=min(max(error, _NEAR_S), MAX_ERROR))
     here = _pushed(here, remote, _clipped(gain * residual_s, MAX_STEP_S), direction)

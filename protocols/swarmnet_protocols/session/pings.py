@@ -1,0 +1,43 @@
+"""A ping: the delay to a host, with what it says about its load and its coordinate."""
+
+import asyncio
+import math
+import random
+from dataclasses import dataclass
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.routing.coordinates import Coordinate, read_coordinate
+from swarmnet_protocols.wire import session_pb2 as pb
+
+PingStream = TypedStream[pb.Ping, pb.Pong]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one ping told about a host."""
+
+    delay_s: float
+    """Half of the round trip."""
+    queue_s: float
+    """Seconds that a step waits in its queue, as it says."""
+    cache_free: float
+    """Share of its memory for KV caches that is free, as it says; 1 if it says nothing plausible."""
+    coordinate: Coordinate | None
+
+
+async def ping(stream: PingStream, rng: random.Random) -> Answer:
+    """Ping the host at the other end of a PING stream once. Raises ``ProtocolViolation`` for the answer to another ping."""
+    clock = asyncio.get_running_loop().time
+    nonce = rng.getrandbits(63)
+    sent_at = clock()
+    await stream.send(pb.Ping(nonce=nonce))
+    pong, _ = await stream.receive()
+    if pong.nonce != nonce:
+        raise ProtocolViolation(f"{stream.peer} answered another ping")
+    return Answer(
+        (clock() - sent_at) / 2,
+        pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0,
+        pong.cache_free if 0 <= pong.cache_free <= 1 else 1.0,
+        read_coordinate(pong.coordinate),
+    )
