@@ -64,6 +64,18 @@ def sample_all_keys(patch: Patch) -> None:
     )
 
 
+def sample_without(limit: str) -> Callable[[Patch], None]:
+    def switch_off(patch: Patch) -> None:
+        from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+        prepare_hivemind()
+        from swarmnet_protocols.directory import dht_node
+
+        patch.setattr(dht_node, limit, 1 << 30)
+
+    return switch_off
+
+
 def check_no_sample(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
@@ -137,6 +149,16 @@ DIRECTORY = (
         "a sample has no more records than were asked for",
         check_no_sample,
         lambda _: test_dht_sampling.test_an_answer_with_more_than_was_asked_for_is_dropped(),
+    ),
+    Defence(
+        "a peer sends a bounded number of records",
+        sample_without("MAX_SAMPLE"),
+        lambda _: test_dht_sampling.test_a_peer_sends_a_bounded_number_of_records(),
+    ),
+    Defence(
+        "a peer sends records of a bounded size",
+        sample_without("MAX_SAMPLE_BYTES"),
+        lambda _: test_dht_sampling.test_a_peer_sends_records_of_a_bounded_size(),
     ),
     Defence(
         "a peer learns that its records are refused",

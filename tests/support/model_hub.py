@@ -50,12 +50,13 @@ class ModelHub:
     def __post_init__(self) -> None:
         self._line = threading.Lock()
 
-    def send(self, write: Callable[[bytes], object], data: bytes) -> None:
-        """Write ``data`` at the rate of the hub: one chunk after another, of all connections in turn."""
+    def send(self, name: str, data: bytes, write: Callable[[bytes], object]) -> None:
+        """Write a part of a file at the rate of the hub: one chunk after another, of all connections in turn."""
         for first in range(0, len(data), CHUNK_BYTES):
             chunk = data[first : first + CHUNK_BYTES]
             with self._line:
                 write(chunk)
+                self.sent[name] = self.sent.get(name, 0) + len(chunk)
                 time.sleep(len(chunk) / self.bytes_per_s)
 
     @property
@@ -139,8 +140,7 @@ def _handler(hub: ModelHub) -> type[BaseHTTPRequestHandler]:
             for name, value in {**headers, "content-length": str(len(part))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            hub.send(self.wfile.write, part[:stop])
-            hub.sent[file.name] = hub.sent.get(file.name, 0) + len(part[:stop])
+            hub.send(file.name, part[:stop], self.wfile.write)
             self.close_connection = stop < len(part)
 
         def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

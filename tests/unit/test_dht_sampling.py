@@ -121,3 +121,32 @@ def test_a_lone_peer_reads_what_it_stores_itself() -> None:
         assert len(drawn) == 1
 
     with_reader(1, scenario)
+
+
+def sampled(size_bytes: int) -> list[bytes]:
+    """The answer of a peer with 300 records of this size to a caller who wants a million."""
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import MSGPackSerializer
+
+    from swarmnet_protocols.directory.dht_node import SwarmDirectoryV1
+    from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+
+    protocol = SwarmDirectoryV1.__new__(SwarmDirectoryV1)
+    protocol.storage = BoundedStorage(StorageLimits(), lambda: EPOCH)
+    key = DHTID.generate(source=b"key")
+    for number in range(300):
+        value = MSGPackSerializer.dumps(bytes(size_bytes))
+        assert protocol.storage.store(key, value, EPOCH + 60, subkey=b"%d" % number)
+    reply = protocol.draw(pb.SampleRequest(keys=[key.to_bytes()], most=1_000_000))
+    return [record for sample in reply.samples for record in sample.records]
+
+
+def test_a_peer_sends_a_bounded_number_of_records() -> None:
+    assert len(sampled(10)) == 256
+
+
+def test_a_peer_sends_records_of_a_bounded_size() -> None:
+    assert sum(map(len, sampled(4000))) <= 256 << 10
