@@ -7,12 +7,12 @@ from typing import Any
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, coordinates, placement
+from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing
 from swarmnet_protocols.routing.chain_search import HostInfo, View
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
 from tests.unit import test_claimed_speed as test
-from tests.unit import test_client_swarm, test_placement, test_routing
+from tests.unit import test_client_swarm, test_placement, test_rebalancing, test_routing
 
 THIRTY = 30
 
@@ -88,6 +88,11 @@ ROUTING = (
         "an announced speed keeps few joining hosts away",
         replacing(placement, "MAX_SPEED", 1e9),
         lambda _: test_placement.test_an_announced_speed_counts_as_ten_medians_at_most(),
+    ),
+    Defence(
+        "an announced speed moves few hosts",
+        replacing(rebalancing, "MAX_SPEED", 1e9),
+        lambda _: test_rebalancing.test_an_announced_speed_counts_as_ten_medians_at_most(1e9),
     ),
     Defence(
         "intents of others cost a joining host a bounded time",

@@ -188,10 +188,12 @@ def _target(
 
     def gain(span: tuple[int, int]) -> tuple[float, float]:
         """The throughput with the host on ``span``, and how many blocks per second more are served; 0 if that is not clear, or not safe."""
+        if not _is_safe(outlook, mine, *span):
+            return 0.0, 0.0
         after = without.copy()
         after.add(*span, speed)
         more = after.served(outlook.demand) - outlook.served
-        if more <= 0 or not _is_safe(outlook, mine, *span):
+        if more <= 0:
             return 0.0, 0.0
         then = after.throughput()
         is_useful = more >= USEFUL * min(speed, outlook.short) and then >= (1 - ROUNDING) * outlook.throughput

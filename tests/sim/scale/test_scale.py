@@ -1,0 +1,142 @@
+"""Simulated swarms stay served and balanced, by the rules that hosts and clients run; a failing seed prints the command that replays it."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.sim.scale import __main__ as command
+from tests.sim.scale.population import HOUR, arrivals_per_s
+from tests.sim.scale.scenarios import SCENARIOS, Result, Setting, run
+
+FEW_CLIENTS = 10
+SEEDS = range(50)
+FIELDS = {
+    "scenario",
+    "nodes",
+    "coverage",
+    "throughput_of_optimum",
+    "busiest_tenth",
+    "moves_per_node_hour",
+    "messages_per_node_s",
+    "bytes_per_node_s",
+    "client_refresh_bytes",
+    "wall_s",
+}
+
+
+@contextmanager
+def simulated(scenario: str, nodes: int, number: int, rule: str = "ours") -> Iterator[Result]:
+    """The result of a scenario; a failed assertion about it is followed by the command that runs it again."""
+    result = run(scenario, Setting(rule, nodes, number, FEW_CLIENTS))
+    try:
+        yield result
+    except AssertionError as error:
+        error.add_note(
+            f"python -m tests.sim.scale --scenario {scenario} --rule {rule} --nodes {nodes} --seed {number} --clients {FEW_CLIENTS}"
+        )
+        raise
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_every_block_has_a_host_two_minutes_after_a_third_left_and_keeps_it(number: int) -> None:
+    with simulated("third-leaves", 16, number) as result:
+        assert result.notes["covered_in_time"]
+        assert not result.notes["unserved"]
+        assert result.notes["late_moves"] < 0.1, (
+            "of eleven hosts at most one moves in the second half of the hour"
+        )
+        assert result.moves_per_node_hour <= 1
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_hosts_that_start_together_are_balanced_after_two_moves_each(number: int) -> None:
+    with simulated("started-together", 20, number) as result:
+        assert result.throughput_of_optimum >= 0.85
+        assert result.notes["most_moves"] <= 2
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_few_hosts_of_short_lifetimes_serve_nearly_always(number: int) -> None:
+    with simulated("half-hour-lifetimes", 16, number) as result:
+        assert result.coverage >= 0.95
+        assert result.moves_per_node_hour <= 2, "those that fill gaps count, too"
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_blocks_are_served_again_after_half_of_the_hosts_ended_if_the_others_suffice(number: int) -> None:
+    with simulated("outages", 16, number) as result:
+        assert not (result.notes["unserved"] and result.notes["suffices"])
+        assert result.moves_per_node_hour <= 1
+
+
+def test_one_seed_gives_one_trace() -> None:
+    first, again, other = (run("third-leaves", Setting("ours", 16, number, 1)) for number in (1, 1, 2))
+    assert first.trace == again.trace
+    assert first.row() | {"wall_s": 0} == again.row() | {"wall_s": 0}
+    assert first.trace != other.trace
+
+
+def test_hosts_that_keep_their_blocks_leave_gaps_and_those_of_petals_stop_to_move() -> None:
+    """The other rules of the simulator do what they are compared for."""
+    with simulated("third-leaves", 16, 0, "none") as result:
+        assert result.moves_per_node_hour == 0
+        assert result.notes["unserved"]
+    with simulated("third-leaves", 16, 0, "petals") as result:
+        assert result.moves_per_node_hour > 0
+        assert not result.notes["unserved"]
+
+
+def test_clients_that_ping_by_peer_id_use_few_hosts() -> None:
+    with simulated("idle-clients", 200, 0, "none") as result:
+        assert result.notes["first_served"] < 0.3
+    with simulated("idle-clients", 200, 0) as result:
+        assert result.notes["first_served"] > 0.3
+
+
+def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
+    with pytest.raises(AssertionError) as failed, simulated("started-together", 4, 3) as result:
+        assert result.nodes > 4
+    assert failed.value.__notes__ == [
+        "python -m tests.sim.scale --scenario started-together --rule ours --nodes 4 --seed 3 --clients 10"
+    ]
+
+
+def test_the_command_prints_the_promised_fields_and_writes_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--nodes",
+        "12",
+        "--seed",
+        "7",
+        "--clients",
+        "3",
+        "--scenario",
+        "started-together",
+        "--scenario",
+        "liars",
+    ]
+    monkeypatch.setattr(sys, "argv", ["tests.sim.scale", *options, "--json", "--plots", str(tmp_path)])
+    command.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [set(row) for row in rows] == [FIELDS, FIELDS]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".png"]
+    monkeypatch.setattr(sys, "argv", ["tests.sim.scale", *options])
+    command.main()
+    assert capsys.readouterr().out.count("\n") == 4, "a table of two rows"
+
+
+def test_hosts_come_and_go_with_the_hours_of_their_continents() -> None:
+    result = run("daily-cycle", Setting("ours", 12, 0, 1, days=0.1))
+    assert result.notes["most"] > result.notes["fewest"] > 0
+    evening, morning = (arrivals_per_s("evening", 100, hours * HOUR, 0) for hours in (21, 9))
+    assert evening == pytest.approx(3 * morning)
+
+
+def test_every_scenario_has_a_test() -> None:
+    text = Path(__file__).read_text()
+    assert all(f'"{name}"' in text for name in SCENARIOS)
