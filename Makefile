@@ -88,6 +88,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.decode
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover
+	$(BIN)/python -m tests.bench.handover --moves 10
+	$(BIN)/python -m tests.bench.chaos
 	$(BIN)/python -m tests.bench.wan_decode
 	$(BIN)/python -m tests.bench.speculation
 	$(BIN)/python -m tests.bench.nat

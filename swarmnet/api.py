@@ -1,6 +1,7 @@
 """The public Python names."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,18 +30,19 @@ class AutoSwarmModelForCausalLM:
         device: str = "auto",
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
+        standby: bool = False,
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
         ``bootstrap`` adds addresses of peers to those in the file. ``hosts``: peer ids; only these hosts are used. ``device`` computes
-        embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. Use the model as a context
-        manager, or ``close`` it.
+        embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. ``standby``: other hosts get
+        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. Use the model as a
+        context manager, or ``close`` it.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
-        return _open(
-            name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, LoadOptions.picked(dtype, device)
-        )
+        options = replace(LoadOptions.picked(dtype, device), standby=standby)
+        return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
 
 
 class AutoSwarmModelForSequenceClassification:

@@ -1,6 +1,7 @@
 """Defences against hosts that give wrong outputs."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.verdict import Verdict
 from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
+from swarmnet_client.chain.hops import LiveHop
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.properties import test_audit as decisions
-from tests.sim import test_audit
+from tests.sim import test_audit, test_handover
 from tests.support.swarm_lab import Reference, load_reference
 
 
@@ -40,6 +42,11 @@ def patched(test: Callable[..., object], *arguments: object) -> Callable[[Path],
             test(load_reference(folder / "model", folder / "cache"), *arguments, patch)
 
     return fails
+
+
+def stands_by_never(live: LiveHop, name: str) -> Any:
+    caller = sys._getframe(1).f_code.co_name
+    return False if name == "stands_by" and caller == "_take_output" else object.__getattribute__(live, name)
 
 
 def witnesses_of_any_precision(patch: Patch) -> None:
@@ -116,5 +123,10 @@ AUDITS = (
         "a host that does not answer an audit is replaced",
         replacing(supervisor.ChainSupervisor, "give_up", nothing),
         patched(test_audit.test_a_host_that_does_not_report_its_outputs_is_replaced),
+    ),
+    Defence(
+        "outputs of a standby are not answers",
+        lambda patch: patch.setattr(LiveHop, "__getattribute__", stands_by_never),
+        of_a_swarm(test_handover.test_outputs_of_a_standby_are_not_answers),
     ),
 )

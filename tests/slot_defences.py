@@ -1,5 +1,7 @@
 """Defences against slots that are held without work."""
 
+from dataclasses import replace
+
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.hosting import slots
 from swarmnet_node.hosting.host import Host
@@ -38,7 +40,21 @@ def count_subnets_only(patch: Patch) -> None:
     patch.setattr(slots, "Place", lambda origin, _peer, *others: subnets.Place(origin, origin, *others))
 
 
+def count_standbys_as_used(patch: Patch) -> None:
+    is_idle = Slot.is_idle
+
+    def unless_worked(self: Slot, now: float) -> bool:
+        return is_idle(replace(self, stands_by=False), now)
+
+    patch.setattr(Slot, "is_idle", unless_worked)
+
+
 EVICTIONS = (
+    Defence(
+        "a standby holds no slot that another client needs",
+        count_standbys_as_used,
+        lambda _: test_slot_to_evict.test_a_standby_may_be_evicted_at_any_time(),
+    ),
     Defence(
         "a session without steps is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),

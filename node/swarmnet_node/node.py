@@ -1,4 +1,4 @@
-"""A node: chooses its blocks, loads them, serves them, announces them, and leaves after its sessions have moved.
+"""A node: chooses its blocks, loads them, serves and announces them, moves to others, and leaves after its sessions have moved.
 
 ``Node.run`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
 """
@@ -10,8 +10,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import NoReturn
 
@@ -38,6 +39,7 @@ from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, Tra
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
+from swarmnet_protocols.routing.rebalancing import LOOK_S, Looks, Move, Outlook, may_leave, should_move
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -50,6 +52,12 @@ MIN_STEP_S = 1e-6
 HOSTS_READ = 512
 """Announcements of other hosts that a node reads to choose its blocks, about."""
 _NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
+DRAIN_S = 120.0
+"""Seconds that sessions have to move off blocks that the node leaves, of which other hosts have copies."""
+DRAIN_GAP_S = 2.5
+"""The same when the node fills a gap: until it does, the model cannot be served."""
+MAY_LEAVE_LOOKS = 4
+"""Looks at the swarm after which a node gives up a move, because it may not leave its blocks."""
 INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
 
@@ -89,6 +97,12 @@ class Hosting:
     blocks: tuple[int, int] | None = None
     blocks_reason: str = "named by the owner"
     num_blocks: int = 0
+    may_move: bool = False
+    """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
+    looks: Looks = field(default_factory=Looks)
+    """What the node saw of the swarm, and when it moved, before it was paused."""
+    has_room: Callable[[int], bool] = lambda _: True
+    """Whether so many more bytes of weights fit into the memory beside those of the present blocks."""
     max_cache_bytes: int = 1 << 30
     swarm_name: str = ""
     public_name: str = ""
@@ -112,6 +126,17 @@ class Node:
         self._span = hosting.blocks or (0, hosting.num_blocks)
         self._reason = hosting.blocks_reason if hosting.blocks else ""
         self._step_s = 0.0
+        self._next_span: tuple[int, int] | None = None
+        self.moved_from: tuple[int, int] | None = None
+        """The blocks that it served before these; None if it has not moved."""
+        self.on_move: Callable[[], None] = lambda: None
+        """Called when the node has moved to other blocks."""
+        self.looks = hosting.looks
+        self.reload: Move | None = None
+        """The move for which the node ends, because the memory has no room for both: it has to be run again, with these blocks."""
+        self._balancing: asyncio.Task[None] | None = None
+        self._contexts = AsyncExitStack()
+        self._engine_context = AsyncExitStack()
         self._engine: Engine | None = None
         self._host: Host | None = None
         self._started = asyncio.get_running_loop().time()
@@ -129,20 +154,9 @@ class Node:
         await node._announce()
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node._span)
-        node._step_s = await loop.run_in_executor(
-            dependencies.executor, _measure, stage, dependencies.stopwatch
-        )
-        async with (
-            Engine.run(
-                stage,
-                dependencies.executor,
-                dependencies.transport.resources,
-                max_cache_bytes=hosting.max_cache_bytes,
-                core_lock=dependencies.core_lock,
-                stopwatch=dependencies.stopwatch,
-            ) as engine,
-            Services.on(dependencies.transport) as services,
-        ):
+        node._step_s = await node._measure(stage)
+        async with node._contexts, Services.on(dependencies.transport) as services:
+            engine = await node._start_engine(stage)
             node._engine = engine
             host = Host(
                 services,
@@ -175,10 +189,12 @@ class Node:
             )
             model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
             listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
+            if hosting.may_move:
+                node._balancing = asyncio.create_task(node._keep_balanced(), name="balance")
             try:
                 yield node
             finally:
-                await cancel(announcing, listing, locating, node._leaving)
+                await cancel(announcing, listing, locating, node._balancing, node._leaving)
                 host.adapters.clear()
                 if node._leaving is None:
                     # New clients must not choose this host. Clients that use it notice the end of its streams.
@@ -233,11 +249,15 @@ class Node:
             reach=self._dependencies.transport.reach(),
             blocks_reason=self._reason,
             refused_stores=self._dependencies.directory.refused,
+            moved_from=self.moved_from or (),
+            moving_to=self._next_span or (),
         )
 
     def finish(self, grace_s: float) -> None:
         """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
         if self._leaving is None:
+            if self._balancing is not None and self._balancing is not asyncio.current_task():
+                self._balancing.cancel()
             self._log("leaving")
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
@@ -261,17 +281,20 @@ class Node:
     async def _leave(self, grace_s: float) -> None:
         self._state = pb.HOST_STATE_LEAVING
         try:
-            async with asyncio.timeout(grace_s):
-                # Clients are told even when the directory is out of reach.
-                with contextlib.suppress(SwarmnetError):
-                    await self._announce()
+            async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
+                # Clients are told at once, and even when the directory is out of reach.
+                leaving.create_task(self._try_to_announce())
                 if self._host is not None:
-                    await self._host.leave()
+                    leaving.create_task(self._host.leave())
         except TimeoutError:
             pass
         finally:
             if not self._ended.done():
                 self._ended.set_result(None)
+
+    async def _try_to_announce(self) -> None:
+        with contextlib.suppress(SwarmnetError):
+            await self._announce()
 
     def report(self) -> report_pb2.NodeReport:
         """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
@@ -301,13 +324,13 @@ class Node:
         """Find the blocks that the swarm needs most, counting the intents of other joining nodes."""
         me, total = self._dependencies.transport.peer_id, self._hosting.total_blocks
         length = min(self._hosting.num_blocks, total)
-        claims, _ = await self._claims()
+        claims, _ = await self._claims(moved=True)
         choice = choose_span(claims, blocks=total, length=length, rng=random.Random(me))
         for _ in range(INTENT_ROUNDS):
             self._take(choice)
             await self._announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
-            claims, usual = await self._claims()
+            claims, usual = await self._claims(moved=True)
             mine = Claim(me, *self._span, usual, settled=False)
             choice = resolve_claims(mine, claims, blocks=total)
             if (choice.start, choice.end) == self._span:
@@ -317,21 +340,143 @@ class Node:
     def _take(self, choice: Choice) -> None:
         self._span, self._reason = (choice.start, choice.end), choice.reason
 
-    async def _claims(self) -> tuple[list[Claim], float]:
-        """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet."""
+    # ---- moving to other blocks -------------------------------------------------------------------------
+
+    async def _keep_balanced(self) -> None:
+        """Look at the swarm again and again, and move to other blocks when it needs them more."""
+        rng = self._dependencies.rng
+        while self.reload is None:
+            await asyncio.sleep(LOOK_S * rng.uniform(0.8, 1.2))
+            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
+                mine, others = await self._settled_claims()
+                outlook = Outlook([mine, *others], blocks=self._hosting.total_blocks)
+                now = asyncio.get_running_loop().time()
+                length = max(self._hosting.num_blocks, self._span[1] - self._span[0])
+                move, self.looks = should_move(outlook, mine, self.looks, length=length, now=now, rng=rng)
+                if move is not None and (move.start, move.end) != self._span:
+                    await self._move(move)
+
+    async def _settled_claims(self, blocks: tuple[int, int] | None = None) -> tuple[Claim, list[Claim]]:
+        """The claim of this host to the blocks that it serves, and those of others, as ``_claims``."""
+        others, _ = await self._claims(blocks=blocks)
+        blocks_per_s = (self._span[1] - self._span[0]) / self._step_s
+        return Claim(self._dependencies.transport.peer_id, *self._span, blocks_per_s), others
+
+    async def _may_leave(self) -> bool:
+        mine, others = await self._settled_claims(self._span)
+        return may_leave([mine, *others], mine, blocks=self._hosting.total_blocks)
+
+    async def _move(self, move: Move) -> None:
+        """Serve other blocks in place of the present ones, and go on serving these until the others are loaded.
+
+        Where the memory has no room for both, the node ends and is run again with the others: see ``reload``.
+        """
+        self._next_span = (move.start, move.end)
+        self._log("moving")
+        await self._try_to_announce()
+        try:
+            if self._has_room_for(move.end - move.start):
+                await self._move_beside(move)
+            elif move.fills_gap or await self._may_leave():
+                self.reload = move
+                self.finish(DRAIN_GAP_S if move.fills_gap else DRAIN_S)
+        except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has
+            _log.warning("the move to blocks %d:%d failed: %s", move.start, move.end, error)
+        finally:
+            if self.reload is None:
+                self._next_span = None
+
+    def _has_room_for(self, blocks: int) -> bool:
+        if self._engine is None or self._engine.stage.is_on_accelerator:
+            return False
+        stage = self._engine.stage
+        return self._hosting.has_room(blocks * stage.weight_bytes // stage.blocks)
+
+    async def _move_beside(self, move: Move) -> None:
+        """Load the new blocks, serve them, ask clients to leave the old ones, and drop these."""
+        # Not on the torch thread, where sessions go on.
+        load = partial(self._hosting.load, move.start, move.end)
+        stage = await asyncio.get_running_loop().run_in_executor(None, load)
+        step_s = await self._measure(stage)
+        looks = 0
+        while not move.fills_gap and not await self._may_leave():  # others have left meanwhile
+            looks += 1
+            if looks == MAY_LEAVE_LOOKS:
+                _log.info("stayed, for others have left these blocks")
+                return
+            await asyncio.sleep(LOOK_S * self._dependencies.rng.uniform(0.8, 1.2))
+        if self._host is None or self._engine is None:
+            return
+        former, former_context = self._engine, self._engine_context
+        self.moved_from = self._span
+        self._engine = await self._start_engine(stage)
+        self._host.switch(self._engine, move.start)
+        self._span, self._reason, self._step_s = (move.start, move.end), move.reason, step_s
+        self._next_span = None
+        self._log("moved")
+        self.on_move()
+        await self._try_to_announce()
+        await self._host.drain(former, DRAIN_GAP_S if move.fills_gap else DRAIN_S)
+        await former_context.aclose()
+
+    async def _start_engine(self, stage: Stage) -> Engine:
+        """An engine that runs until its context, or that of the node, ends."""
+        self._engine_context = await self._contexts.enter_async_context(AsyncExitStack())
+        return await self._engine_context.enter_async_context(
+            Engine.run(
+                stage,
+                self._dependencies.executor,
+                self._dependencies.transport.resources,
+                max_cache_bytes=self._hosting.max_cache_bytes,
+                core_lock=self._dependencies.core_lock,
+                stopwatch=self._dependencies.stopwatch,
+            )
+        )
+
+    async def _measure(self, stage: Stage) -> float:
+        """Seconds for one token through the stage: the best of a few forwards after one to warm up. Sessions compute between them."""
+        inputs = torch.zeros(1, stage.hidden_size)
+        now = self._dependencies.stopwatch
+
+        def forward() -> float:
+            started = now()
+            stage.forward([(stage.new_sequence(), inputs)])
+            return now() - started
+
+        loop = asyncio.get_running_loop()
+        times = [await loop.run_in_executor(self._dependencies.executor, forward) for _ in range(4)]
+        return max(min(times[1:]), MIN_STEP_S)
+
+    # ---- claims and announcements -----------------------------------------------------------------------
+
+    async def _claims(
+        self, *, moved: bool = False, blocks: tuple[int, int] | None = None
+    ) -> tuple[list[Claim], float]:
+        """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet.
+
+        ``moved``: hosts that are about to move count where they will be. ``blocks``: with every host of these blocks [start, end), also in a
+        large swarm.
+        """
         others = [
-            (each.info, each.body.state != pb.HOST_STATE_CHOOSING)
-            for each in await self._hosts.refresh()
+            (each.info, each.body)
+            for each in await self._hosts.refresh(blocks=blocks)
             if each.info.peer != self._dependencies.transport.peer_id
             and each.body.state not in _NOT_SERVING
             and not each.is_incompatible
         ]
         # Nodes that join at the same time and see the same records compute the same value.
         usual = median([1 / info.block_s for info, _ in others if info.step_s > 0] or [1.0])
-        return [
-            Claim(info.peer, info.start, info.end, 1 / info.block_s if info.step_s > 0 else usual, settled)
-            for info, settled in others
-        ], usual
+        claims = []
+        for info, body in others:
+            blocks_per_s = 1 / info.block_s if info.step_s > 0 else usual
+            is_settled = body.state != pb.HOST_STATE_CHOOSING
+            claim = Claim(info.peer, info.start, info.end, blocks_per_s, is_settled, may_move=not body.stays)
+            if body.next_start < body.next_end <= self._hosting.total_blocks:
+                after = replace(claim, start=body.next_start, end=body.next_end, settled=moved)
+                claims += [after] if moved else [claim, after]
+            else:
+                claims.append(claim)
+        return claims, usual
 
     async def _keep_announcing(self) -> NoReturn:
         timing, transport = self._dependencies.timing, self._dependencies.transport
@@ -357,6 +502,8 @@ class Node:
             version=self._hosting.version,
             public_name=self._hosting.public_name,
             reach=self._dependencies.transport.reach(),
+            next_span=self._next_span,
+            stays=not self._hosting.may_move,
             coordinate=self._own.coordinate,
         )
         await self._dependencies.directory.publish(
@@ -364,17 +511,6 @@ class Node:
             announcement.record(self._engine).SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )
-
-
-def _measure(stage: Stage, now: Callable[[], float]) -> float:
-    """Seconds for one token through the stage: the best of a few forwards after one to warm up."""
-    inputs = torch.zeros(1, stage.hidden_size)
-    times = []
-    for _ in range(4):
-        started = now()
-        stage.forward([(stage.new_sequence(), inputs)])
-        times.append(now() - started)
-    return max(min(times[1:]), MIN_STEP_S)
 
 
 class Services(TransportWrapper):

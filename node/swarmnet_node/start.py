@@ -51,6 +51,8 @@ class NodeConfig:
     dtype: str = "auto"
     """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
+    stay: bool = False
+    """Whether the node keeps the blocks that it chose when it joined."""
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
     public_name: str = ""
@@ -331,6 +333,7 @@ class _Loaded:
             load=self._load,
             blocks=self.blocks,
             num_blocks=self.num_blocks,
+            may_move=self.blocks is None and not config.stay,
             max_cache_bytes=config.max_cache_bytes,
             swarm_name=config.swarm_name,
             public_name=config.public_name,

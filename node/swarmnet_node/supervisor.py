@@ -41,6 +41,8 @@ RELEASE_ABOVE = 0.97
 """Share of the memory limit above which freed memory is returned to the system."""
 OBSERVE_S = 5.0
 """Seconds between two readings of clock, battery and idle time."""
+SPARE_BYTES = 256 << 20
+"""Memory of the machine that stays free when a node loads other blocks beside those that it serves."""
 PAUSE_GRACE_S = 2.5
 """Seconds that sessions have to move away before a pause frees the memory. A pause must have freed it within 5 s."""
 
@@ -59,6 +61,9 @@ class Machine(Protocol):
     def enforce(self, limits: Limits) -> None:
         """Apply limits now and after a restart."""
 
+    def free_bytes(self) -> int:
+        """Memory of the machine that is available to this process."""
+
     def release(self) -> None:
         """Return freed memory to the system. May take seconds."""
 
@@ -74,15 +79,18 @@ class Supervisor:
         limits: Limits,
     ) -> None:
         self._listeners: list[Callable[[NodeStatus], None]] = []
+        self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
-        self._hosting = hosting
+        self._hosting = replace(hosting, has_room=self._has_room)
         self._machine = machine
         self._limits = limits
-        self._node = Node(dependencies, hosting)
+        self._node = Node(dependencies, self._hosting)
         self._is_loading = False
         self._paused_by_owner = False
         self._step_aside_reason = ""
         """The reason of ``step_aside``; empty outside it."""
+        self._reloaded_from: tuple[int, int] | None = None
+        """The blocks that the node had before it ended for others."""
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -150,6 +158,10 @@ class Supervisor:
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
         """Call ``listener`` whenever the node pauses or serves again."""
         self._listeners.append(listener)
+
+    def on_move(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Call ``listener`` whenever the node has moved to other blocks."""
+        self._move_listeners.append(listener)
 
     def limits(self) -> Limits:
         return self._limits
@@ -235,16 +247,37 @@ class Supervisor:
         async with Node.run(self._dependencies, self._hosting) as node:
             self._is_loading = False
             self._node = node
-            # The same ones after a pause.
-            self._hosting = replace(self._hosting, blocks=node.span, blocks_reason=node.blocks_reason)
+            node.on_move = self._notify_of_move
             governing = asyncio.create_task(self._govern(node), name="govern")
             self._notify_listeners("")
+            if self._reloaded_from is not None:
+                node.moved_from, self._reloaded_from = self._reloaded_from, None
+                self._notify_of_move()
             try:
-                await self._until(self._must_stop)
+                await race(self._until(self._must_stop), node.finished())
                 node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
                 await node.finished()
             finally:
                 await cancel(governing)
+                # The same ones after a pause.
+                self._hosting = replace(
+                    self._hosting, blocks=node.span, blocks_reason=node.blocks_reason, looks=node.looks
+                )
+        if (move := node.reload) is not None:
+            self._reloaded_from = node.span
+            self._hosting = replace(self._hosting, blocks=(move.start, move.end), blocks_reason=move.reason)
+
+    def _has_room(self, more_bytes: int) -> bool:
+        """Whether so much more fits into the memory of the machine, and below the owner's limit."""
+        limit_bytes = self._limits.max_ram_bytes
+        within_limit = (
+            limit_bytes is None or self._machine.ram_bytes() + more_bytes <= limit_bytes * RELEASE_ABOVE
+        )
+        return within_limit and more_bytes + SPARE_BYTES <= self._machine.free_bytes()
+
+    def _notify_of_move(self) -> None:
+        for listener in self._move_listeners:
+            listener(self.status())
 
     async def _govern(self, node: Node) -> NoReturn:
         """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""

@@ -57,6 +57,9 @@ class HostedNode(Protocol):
     def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
         """Call ``listener`` each time that the node pauses or serves again."""
 
+    def on_move(self, listener: "Callable[[NodeStatus], None]") -> None:
+        """Call ``listener`` each time that the node has moved to other blocks."""
+
 
 DEFAULT_GRACE_S = 30.0
 """Seconds that running sessions have to move to other hosts before a node stops."""
@@ -95,6 +98,7 @@ class Foreground:
             if monitor is not None:
                 monitor.watch(node)
             node.on_change(self._report)
+            node.on_move(self._report_move)
             self._announce(node.status())
             await node.finished()
         self._say({"event": "stopped"}, "stopped")
@@ -115,6 +119,18 @@ class Foreground:
             self._say({"event": "paused", "reason": status.reason}, f"paused: {status.reason}")
         else:
             self._say({"event": "serving", "blocks": [status.start, status.end]}, "serving")
+
+    def _report_move(self, status: "NodeStatus") -> None:
+        notify_status(_one_line(status))
+        start, end = status.moved_from
+        event: dict[str, object] = {
+            "event": "moved",
+            "blocks": [status.start, status.end],
+            "moved_from": [start, end],
+        }
+        self._say(
+            event | {"blocks_reason": status.blocks_reason}, f"moved from {start}:{end} to {_blocks(status)}"
+        )
 
     def _finish(self, node: HostedNode) -> None:
         notify_stopping()

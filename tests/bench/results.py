@@ -103,6 +103,33 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             ),
             Headline("stall when a link is cut", "s", "at most 3.3", key("stalls_s", fault="cut")),
         ],
+        "handover": [
+            Headline(
+                "failed or wrong answers while hosts finish", "", "0", key("bad_answers", what="finish")
+            ),
+            Headline(
+                "longest stall beyond two steps when a host finishes",
+                "s",
+                "at most 0.2",
+                key("beyond_s", what="finish"),
+            ),
+            Headline("the same while none does", "s", "", key("undisturbed_beyond_s", what="finish")),
+            Headline("failed or wrong answers while a host moves", "", "0", key("bad_answers", what="move")),
+            Headline(
+                "longest stall beyond two steps when a host moves",
+                "s",
+                "at most 0.2",
+                key("beyond_s", what="move"),
+            ),
+            Headline("the same while none does", "s", "", key("undisturbed_beyond_s", what="move")),
+        ],
+        "chaos": [
+            Headline(
+                "answers that completed while nodes failed", "share", "at least 0.995", key("completed_share")
+            ),
+            Headline("wrong answers meanwhile", "", "0", key("wrong_answers")),
+            Headline("99th percentile of the longest stall", "s", "at most 3", key("stall_s_p99")),
+        ],
         "wan_decode": [
             Headline("three hops, 50 ms round trip", "tokens/s", "", key("rounds", rtt_ms=50)),
             Headline("three hops, 100 ms round trip", "tokens/s", "", key("rounds", rtt_ms=100)),

@@ -93,12 +93,12 @@ def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
                 acked = max(acked, data.draw(st.integers(0, hop.log.last)))
                 log.acknowledge(acked)
             case "relink":
-                log.detach()
+                log.detach(cursor)
                 if hop.log.last == 0:
                     hop = Downstream()
                 cursor = log.attach(hop.log.last)
             case "replace":
-                log.detach()
+                log.detach(cursor)
                 hop, cursor = Downstream(), log.attach(0)
     while (step_out := log.next(cursor)) is not None:
         hop.take(step_out)
@@ -134,6 +134,7 @@ def test_a_replacement_in_the_middle_sends_the_survivor_exactly_the_missing_step
         except StepsCompacted:
             # Only a survivor that was itself being rebuilt may be behind: what is acknowledged has passed through it.
             assert survivor.log.last < acked
+            middle.log.detach(to_survivor)
             survivor = Downstream()
             to_survivor = middle.log.attach(0)
             return True
@@ -160,13 +161,14 @@ def test_a_replacement_in_the_middle_sends_the_survivor_exactly_the_missing_step
                 acked = max(acked, data.draw(st.integers(0, survivor.log.last)))
                 upstream.acknowledge(acked)
             case "replace":
-                upstream.detach()
+                upstream.detach(to_middle)
                 try:
                     middle, to_middle, to_survivor = new_middle()
                 except StepsCompacted:
                     survivor = Downstream()
                     middle, to_middle, to_survivor = new_middle()
             case "lose last":
+                middle.log.detach(to_survivor)
                 survivor = Downstream()
                 to_survivor = middle.log.attach(0)
     while (fed := upstream.next(to_middle)) is not None:

@@ -56,13 +56,19 @@ class RunningCommand:
     """A running command with ``--json`` and the ``events`` it has printed so far. Leaving the context or ``kill`` stops it."""
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, place: Place = LOOPBACK, *, stdin: int = subprocess.DEVNULL
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        place: Place = LOOPBACK,
+        *,
+        stdin: int = subprocess.DEVNULL,
+        program: Sequence[str] = SWARMNET,
     ) -> None:
         self.log = log
         self.events: list[dict[str, Any]] = []
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [*place.prefix, *SWARMNET, *arguments, "--json"],
+                [*place.prefix, *program, *arguments, "--json"],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

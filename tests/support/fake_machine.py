@@ -15,6 +15,7 @@ class FakeMachine:
     seen: Observed = field(default_factory=lambda: Observed(MONDAY_NOON, idle_s=None, on_battery=False))
     used: Usage = field(default_factory=lambda: Usage("2026-11"))
     ram: int = 0
+    free: int = 1 << 40
     enforced: list[Limits] = field(default_factory=list)
     released: int = 0
 
@@ -30,6 +31,9 @@ class FakeMachine:
 
     def ram_bytes(self) -> int:
         return self.ram
+
+    def free_bytes(self) -> int:
+        return self.free
 
     def enforce(self, limits: Limits) -> None:
         self.enforced.append(limits)

@@ -69,3 +69,6 @@ class FakeNode:
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
         """Never calls back: nothing changes."""
+
+    def on_move(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Never calls back: the node does not move."""

@@ -9,19 +9,25 @@ from typing import Any
 
 from swarmnet_node.owner import control
 from swarmnet_node.owner.control import NodeStatus
-from tests.support.commands import LOOPBACK, Place, RunningCommand, call
+from tests.support.commands import LOOPBACK, SWARMNET, Place, RunningCommand, call
 
 
 class NodeProcess(RunningCommand):
     """One ``swarmnet join`` with its data directory."""
 
-    def __init__(self, arguments: Sequence[str], data_dir: Path, place: Place = LOOPBACK) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        data_dir: Path,
+        place: Place = LOOPBACK,
+        program: Sequence[str] = SWARMNET,
+    ) -> None:
         self.data_dir = data_dir
         # If this process is killed, the node sees its stdin end.
         where = ("--data-dir", str(data_dir), "--listen", f"/ip4/{place.ip}/tcp/0", "--stop-on-eof")
         where += ("--priority", "normal")  # a node at low priority would be slow on a busy machine
         log = data_dir.with_suffix(".log")
-        super().__init__(("join", *arguments, *where), log, place, stdin=subprocess.PIPE)
+        super().__init__(("join", *arguments, *where), log, place, stdin=subprocess.PIPE, program=program)
 
     @property
     def name(self) -> str:
@@ -67,10 +73,14 @@ class Swarm:
     def bootstrap_options(self) -> list[str]:
         return [option for address in self.bootstrap for option in ("--bootstrap", address)]
 
-    def launch(self, name: str, *options: str, place: Place = LOOPBACK) -> NodeProcess:
+    def launch(
+        self, name: str, *options: str, place: Place = LOOPBACK, program: Sequence[str] = SWARMNET
+    ) -> NodeProcess:
         """Start a node without waiting for it. The first node is the bootstrap peer of all."""
         arguments = (str(self.file), "--model", self.model, "--cache-dir", str(self.cache_dir), *options)
-        self.nodes[name] = NodeProcess((*arguments, *self.bootstrap_options), self.directory / name, place)
+        self.nodes[name] = NodeProcess(
+            (*arguments, *self.bootstrap_options), self.directory / name, place, program
+        )
         return self.nodes[name]
 
     def relaunch(self, name: str) -> NodeProcess:

@@ -200,8 +200,9 @@ class Lab:
             )
             yield await stack.enter_async_context(watching)
 
-    def chain(self, swarm: Swarm, *, max_length: int = 512) -> Any:
-        spec = ChainSpec(self.reference.local.manifest.blocks, 32, max_length, torch.float32)
+    def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool = False) -> Any:
+        blocks = self.reference.local.manifest.blocks
+        spec = ChainSpec(blocks, 32, max_length, torch.float32, standby=standby)
         return Chain.open(swarm, spec, self.reference.embed)
 
     async def generate(

@@ -77,9 +77,32 @@ def test_a_survivor_that_lacks_replayed_steps_is_refused() -> None:
         log.next(cursor)
 
 
-def test_a_cursor_that_was_replaced_gets_nothing() -> None:
+def test_a_log_feeds_a_hop_and_its_standby() -> None:
+    log = a_log()
+    hop, standby = log.attach(0), log.attach(0)
+    for seq in (1, 2):
+        log.append(step(seq, seq - 1, acked=seq - 1))
+    for cursor in (hop, standby):
+        sent = [log.next(cursor) for _ in range(3)]
+        assert [each and each.seq for each in sent] == [1, 2, None]
+
+
+def test_a_cursor_that_was_detached_gets_nothing() -> None:
     log = a_log()
     old = log.attach(0)
-    log.attach(0)
+    log.detach(old)
     log.append(step(1, 0))
-    assert log.next(old) is None
+    with pytest.raises(StepsCompacted):
+        log.next(old)
+
+
+def test_a_full_log_stops_feeding_a_standby_that_is_late_and_goes_on() -> None:
+    log = a_log(256)
+    hop, standby = log.attach(0), log.attach(0)
+    for seq in range(1, 41):
+        log.append(step(seq, seq - 1, acked=seq - 1))
+        sent = log.next(hop)
+        assert sent is not None
+        assert sent.seq == seq
+    with pytest.raises(StepsCompacted):
+        log.next(standby)

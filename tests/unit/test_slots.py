@@ -91,3 +91,8 @@ def test_a_slot_whose_bytes_arrive_too_slowly_is_idle() -> None:
         assert flowing.since == 100.0  # no more than that is ever owed to it
 
     run(scenario())
+
+
+def test_a_standby_may_be_evicted_at_any_time() -> None:
+    standby = slot(since=NOW, has_worked=True, stands_by=True)
+    assert leaving(slot("a", since=NOW, has_worked=True), standby) is standby

@@ -128,6 +128,9 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
     yield pb.SessionRequest(resume=pb.Resume(session=_SESSION))
     yield pb.SessionReply(moved=pb.Moved())
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, standby=True))
+    yield pb.SessionRequest(tee=pb.Tee(epoch=3, standby=_PEER))
+    yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
     yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)
@@ -154,6 +157,8 @@ def record_messages() -> Iterator[Protobuf]:
     )
     yield host
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, coordinate=_COORDINATE)
+    yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, next_start=1, next_end=2)
+    yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, stays=True)
     record = Record(
         swarm=_MANIFEST,
         topic="hosts/" + _MANIFEST.hex(),

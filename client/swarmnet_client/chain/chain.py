@@ -21,7 +21,7 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionS
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.chain_search import Hop
@@ -148,6 +148,8 @@ class Chain:
             return False
 
     def _take_output(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
+        if live.stands_by:
+            raise ProtocolViolation("an output of a standby")
         if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
             self._supervisor.answered(live)
 

@@ -30,7 +30,7 @@ class ChainSpec:
 
     It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which travel as
     ``wire``. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
-    of inputs that the client keeps for replays.
+    of inputs that the client keeps for replays. ``standby``: each hop has a standby, where other hosts have its blocks.
     """
 
     blocks: int
@@ -39,6 +39,7 @@ class ChainSpec:
     wire: torch.dtype
     log_bytes: int = 1 << 30
     adapter: Adapter | None = None
+    standby: bool = False
 
     @property
     def prefix_positions(self) -> int:
@@ -53,6 +54,9 @@ class ChainReport:
     trips: int = 0
     """Calls of ``Chain.forward``: each costs a trip around the chain."""
     failovers: int = 0
+    """Hops that were replaced, hand-overs included."""
+    handovers: int = 0
+    """Hops that a standby replaced before they left."""
     longest_stall_s: float = 0.0
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)
     """Host and blocks [start, end) of each hop."""
@@ -130,6 +134,10 @@ class LiveHop:
     alive: bool = True
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
+    stands_by: bool = False
+    """Whether it was not told yet where to send its outputs."""
+    is_switching: bool = False
+    """Whether it has to be told that a standby, which it feeds, is its next hop now."""
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
@@ -167,11 +175,18 @@ class LiveHop:
         with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
             await stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
-    async def relink(self, target: NextHop, record: bytes) -> None:
-        """Have the hop send to ``target``, whose announcement is ``record``, from now on."""
-        relink = pb.Relink(epoch=target.epoch, next=_peer(target, record))
+    async def relink(self, epoch: int, target: NextHop | None, record: bytes) -> None:
+        """Have the hop send to ``target``, whose announcement is ``record``, from now on; None: to the client."""
+        relink = pb.Relink(epoch=epoch, next=_peer(target, record) if target else None)
+        await self._request(pb.SessionRequest(relink=relink))
+
+    async def tee(self, target: NextHop, record: bytes) -> None:
+        """Have the hop send to ``target``, a standby of its next hop, too."""
+        await self._request(pb.SessionRequest(tee=pb.Tee(epoch=target.epoch, standby=_peer(target, record))))
+
+    async def _request(self, request: pb.SessionRequest) -> None:
         with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
-            await self.stream.send(pb.SessionRequest(relink=relink))
+            await self.stream.send(request)
 
 
 @dataclass(eq=False)
@@ -203,12 +218,18 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
 
 
 async def open_hop(
-    uploads: AdapterUploads, spec: ChainSpec, hop: Hop, identity: tuple[bytes, int], target: NextHop | None
+    uploads: AdapterUploads,
+    spec: ChainSpec,
+    hop: Hop,
+    identity: tuple[bytes, int],
+    target: NextHop | None,
+    *,
+    standby: bool = False,
 ) -> LiveHop:
     """Open a session on a host.
 
-    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client. ``uploads``
-    uploads the chain's adapter first. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
+    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client, or to no peer yet from a ``standby``.
+    ``uploads`` uploads the chain's adapter first. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
     request = pb.Open(
@@ -220,6 +241,7 @@ async def open_hop(
         next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire),
         max_length=spec.max_length,
+        standby=standby,
     )
 
     async def ask(adapter: bytes) -> LiveHop:
@@ -232,7 +254,7 @@ async def open_hop(
 async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
     client = await _ask(uploads.swarm, hop, pb.SessionRequest(open=request))
     now = asyncio.get_running_loop().time()
-    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now)
+    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now, stands_by=request.standby)
 
 
 async def resume(swarm: Swarm, live: LiveHop) -> SessionStream:

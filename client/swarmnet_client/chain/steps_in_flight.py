@@ -31,6 +31,11 @@ class StepsInFlight:
         """Whether no step waits for its outputs."""
         return not self._waiting
 
+    @property
+    def acked(self) -> int:
+        """The last step up to which every step has its outputs."""
+        return self._acked
+
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send one step: ``values`` [P] (token ids) or [P, D] (embeddings) of all rows. Returns the outputs that the rows want, [wanted, D].
 

@@ -7,7 +7,8 @@ a chain, :meth:`ChainSupervisor._repair`:
 2. Each hop is linked to the next one. The hop before a new one replays its log there.
 
 A hop is replaced when its session ends with an error, when it is silent, when it has its inputs and does not compute for ``stall_s``, when
-it cannot reach the next hop, when its host is about to stop, or when an audit finds its outputs wrong.
+it cannot reach the next hop, or when an audit finds its outputs wrong. A hop whose host is about to stop hands over to a standby
+(``standby.py``), which is ready before the hop is closed.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ from swarmnet_client.chain.hops import (
     LiveHop,
     SessionStream,
     gaps,
-    open_hop,
-    resume,
     upstream,
 )
+from swarmnet_client.chain.sessions import HopSessions
+from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
@@ -41,11 +42,11 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import all_of, cancel, race
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
-from swarmnet_protocols.session.link import LinkSender, NextHop
+from swarmnet_protocols.session.link import LinkSender
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -72,8 +73,8 @@ class ChainSupervisor:
         self._spec = spec
         self._in_flight = in_flight
         self._report = report
-        self._receive = receive
-        self._uploads = AdapterUploads(swarm, spec.adapter, self._extend_deadline)
+        uploads = AdapterUploads(swarm, spec.adapter, self._extend_deadline)
+        self._sessions = HopSessions(swarm, spec, uploads, receive, self._take_heartbeat, self.session_ended)
         self._deadline: asyncio.Timeout | None = None
         """Deadline of the repair that is under way."""
         self._link_sender = LinkSender(
@@ -85,10 +86,10 @@ class ChainSupervisor:
         )
         self._client_link = ClientLink()
         self._hops: list[LiveHop] = []
-        self._epoch = 0
         self._trouble = asyncio.Event()
         self._trouble.set()
-        self._receiving: dict[asyncio.Task[None], None] = {}
+        feed = partial(self._link_to, is_standby=True)
+        self._standbys = Standbys(swarm, spec, self._sessions, feed, self._trouble)
         self._last_error: SwarmnetError | None = None
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
@@ -102,7 +103,9 @@ class ChainSupervisor:
 
     async def close(self) -> None:
         """End all sessions. ``run`` has ended before."""
-        await cancel(self._client_link.sending, *self._receiving)
+        await cancel(self._client_link.sending)
+        await self._standbys.close()
+        await self._sessions.close()
         for live in self._hops:
             live.stream.close()
 
@@ -120,10 +123,11 @@ class ChainSupervisor:
                     await self._trouble.wait()
             self._trouble.clear()
             self._drop_stuck_hop()
-            self._drop_leaving_hops()
+            await self._hand_over()
             if not (self._is_resting and self._in_flight.is_empty):
                 self._is_resting = False
                 await self._repair()
+                self._standbys.keep(self._hops, self._client_link, self._precision())
 
     async def _repair(self) -> None:
         loop = asyncio.get_running_loop()
@@ -164,19 +168,39 @@ class ChainSupervisor:
                 return
             sent = live.applied
 
-    def _drop_leaving_hops(self) -> None:
-        """Replace hops whose hosts are about to stop, as soon as others can take their place."""
-        for live in self._hops:
-            if live.leaving and self._swarm.can_replace(live.hop):
+    async def _hand_over(self) -> None:
+        """Have standbys take over from hops whose hosts are about to stop: first link to the hop behind, then become the hop."""
+        for live, after in zip(self._hops, [*self._hops[1:], None], strict=False):
+            standby = self._standbys.of(live) if live.alive and live.leaving else None
+            if standby is not None and standby.is_linked:
+                self._report.handovers += 1
+                self._drop(live, Unreachable(f"{live.hop.peer} is about to stop"))
+            elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
+                await self._link(standby.hops[-1], after)
+            elif live.alive and live.leaving and self._standbys.has_given_up(live):
                 self._fail(live, Unreachable(f"{live.hop.peer} is about to stop"))
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """The blocks that no live hop covers. Closes the sessions of hops that are not alive."""
-        for live in self._hops:
-            if not live.alive:
-                live.stream.close()
-        self._hops = [live for live in self._hops if live.alive]
+        """The blocks that no live hop covers, nor a standby. Closes the sessions of hops that are not alive, and installs their standbys."""
+        for live in [live for live in self._hops if not live.alive]:
+            live.stream.close()
+            self._hops.remove(live)
+            if (standby := self._standbys.take(live)) is not None:
+                self._install(standby)
         return gaps(self._hops, self._spec.blocks)
+
+    def _install(self, standby: Standby) -> None:
+        """Make the hops of a standby hops of the chain. ``_relink`` tells the sender, and the last of them if it does not know the next hop."""
+        self._report.failovers += 1
+        first, sender = standby.hops[0], standby.sender
+        self._hops = sorted([*self._hops, *standby.hops], key=lambda live: live.hop.start)
+        sender.next = first
+        if isinstance(sender, LiveHop):
+            sender.epoch, sender.is_switching = standby.epoch, True
+        else:
+            replaced, sender.sending = sender.sending, standby.feeding
+            if replaced is not None:
+                replaced.cancel()
 
     async def _fill(self) -> None:
         """Open sessions until there is no gap. A host that fails is banned for a while, and its gap is filled in the next round."""
@@ -200,107 +224,47 @@ class ChainSupervisor:
                 except NoRoute as error:
                     self._last_error = error
                     continue
-                await self._open_all(route, after)
+                opened = await self._sessions.open(route, after, self._open_failed)
+                self._hops = sorted([*self._hops, *opened], key=lambda live: live.hop.start)
             rounds += 1
+
+    def _open_failed(self, hop: Hop, error: SwarmnetError) -> None:
+        self._blame.attribute(error, hop)
+        self._last_error = error
 
     def _precision(self) -> str | None:
         """The precision that new hops should have: that of the chain, or of its first hops; None before there are any."""
         known = self._report.precisions or [live.hop.precision for live in self._hops]
         return known[0] if known else None
 
-    async def _open_all(self, route: list[Hop], after: LiveHop | None) -> None:
-        """Open sessions on the hosts of ``route`` at once; ``after`` is the hop behind them."""
-        self._epoch += 1
-        planned = [(hop, self._swarm.new_session()) for hop in route]
-        following: list[NextHop | None] = [
-            NextHop(hop.peer, hop.addresses, session, self._epoch) for hop, session in planned[1:]
-        ]
-        following.append(after.target(self._epoch) if after else None)
-        opened = await all_of(
-            *(
-                self._open(hop, session, target)
-                for (hop, session), target in zip(planned, following, strict=True)
-            )
-        )
-        for live, successor in zip(opened, [*opened[1:], after], strict=True):
-            if live is not None:
-                live.next, live.epoch = successor, self._epoch
-                task = asyncio.create_task(self._attend(live))
-                self._receiving[task] = None
-                task.add_done_callback(self._receiving.pop)
-
-    async def _open(self, hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
-        """Open a session on one host and add it to the chain; None if the host failed."""
-        try:
-            live = await open_hop(self._uploads, self._spec, hop, (session, self._epoch), target)
-        except ConfigError:
-            raise  # the adapter is at fault: no other host would take it
-        except SwarmnetError as error:
-            self._blame.attribute(error, hop)
-            self._last_error = error
-            return None
-        self._hops = sorted([*self._hops, live], key=lambda live: live.hop.start)
-        return live
-
-    async def _attend(self, live: LiveHop) -> None:
-        """Receive from one hop until its session ends; over another stream when the path improves."""
-        streams = [asyncio.create_task(self._attend_stream(live))]
-        try:
-            while await self._resume(live, streams[-1]):
-                # Outputs may still be on their way over the stream before it, whose last message is Moved.
-                streams.append(asyncio.create_task(self._attend_stream(live)))
-            *_, is_moved = await asyncio.gather(*streams)
-            if is_moved:
-                self._fail(live, ProtocolViolation("a host ended a session that did not move"))
-        finally:
-            await cancel(*streams)
-
-    async def _resume(self, live: LiveHop, receiving: asyncio.Task[bool]) -> bool:
-        """Wait for a better path to the hop, and go on with its session there. False if the session ends first or stays where it is."""
-        improved = asyncio.create_task(live.stream.stream.path_improved())
-        try:
-            await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return False
-            live.stream = await resume(self._swarm, live)
-        except SwarmnetError as error:
-            _log.info("the session on %s stays on its path: %s", live.hop.peer, error)
-            return False
-        finally:
-            await cancel(improved)
-        _log.info("the session on %s moved to a better path", live.hop.peer)
-        return True
-
-    async def _attend_stream(self, live: LiveHop) -> bool:
-        """Receive from one hop over its present stream, and send it heartbeats there. Whether the session went on with another stream."""
-        stream = live.stream
-        stream.on_heartbeat = partial(self._take_heartbeat, live)
-        beating = asyncio.create_task(live.send_heartbeats(stream, self._swarm.timing.client_silence_s / 4))
-        try:
-            return await self._receive(live, stream)
-        finally:
-            await cancel(beating)
-            stream.close()
-
     async def _relink(self) -> None:
         """Have every hop send to the one after it, and the client to the first."""
         first = self._hops[0]
         sending = self._client_link.sending
         if self._client_link.next is not first or sending is None or sending.done():
-            self._epoch += 1
             await cancel(sending)
             self._client_link.next = first
-            self._client_link.sending = asyncio.create_task(self._send_steps(first, self._epoch))
-        for live, successor in zip(self._hops, self._hops[1:], strict=False):
-            if live.next is successor:
-                continue
-            self._epoch += 1
-            live.next, live.epoch = successor, self._epoch
-            await live.relink(successor.target(self._epoch), self._swarm.record_of(successor.hop.peer))
+            self._client_link.sending = self._link_to(first, self._sessions.next_epoch())
+        for live, successor in zip(self._hops, [*self._hops[1:], None], strict=True):
+            if live.next is not successor or live.stands_by or live.is_switching:
+                await self._link(live, successor)
 
-    async def _send_steps(self, first: LiveHop, epoch: int) -> None:
+    async def _link(self, live: LiveHop, successor: LiveHop | None) -> None:
+        """Have a hop send to ``successor``; None: to the client."""
+        if not live.is_switching or live.next is not successor:
+            live.next, live.epoch = successor, self._sessions.next_epoch()
+        live.stands_by = live.is_switching = False
+        target = successor.target(live.epoch) if successor else None
+        record = self._swarm.record_of(successor.hop.peer) if successor else b""
+        await live.relink(live.epoch, target, record)
+
+    def _link_to(self, first: LiveHop, epoch: int, *, is_standby: bool = False) -> asyncio.Task[None]:
+        """The client's own link to a first hop, or to its standby."""
+        return asyncio.create_task(self._send_steps(first, epoch, is_standby=is_standby))
+
+    async def _send_steps(self, first: LiveHop, epoch: int, *, is_standby: bool) -> None:
         try:
-            await self._link_sender.run(first.target(epoch))
+            await self._link_sender.run(first.target(epoch), is_standby=is_standby)
         except SwarmnetError as error:
             await self._link_lost(self._client_link, first, error)
 
@@ -308,7 +272,9 @@ class ChainSupervisor:
 
     def session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
         """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it, or of the client."""
-        if isinstance(error, Refused):
+        if (standby := self._standbys.with_hop(live)) is not None:
+            self._standbys.session_ended(standby, live, error)
+        elif isinstance(error, Refused):
             self._refused(live, error)
         else:
             self._fail(live, error)
@@ -339,8 +305,19 @@ class ChainSupervisor:
         """A link cannot be made or kept.
 
         If the receiving hop is silent too, it is replaced. If both hops are alive, the path between them is broken, or one of them lies. They
-        are not made neighbours again for a while, and the sender is replaced; the receiver too if another sender has reported it before.
+        are not made neighbours again for a while, and the sender is replaced; the receiver too if another sender has reported it before. A
+        standby that cannot be fed, or cannot feed, is replaced by another one.
         """
+        standby = self._standbys.with_hop(receiver)
+        if standby is None and isinstance(sender, LiveHop):
+            standby = self._standbys.with_hop(sender)
+        if standby is not None:
+            if isinstance(sender, LiveHop):
+                self._swarm.separate(sender.hop.peer, receiver.hop.peer)
+            else:
+                self._swarm.failed(receiver.hop.peer)
+            self._standbys.discard(standby)
+            return
         await asyncio.sleep(NOTICE_S)
         if sender.next is not receiver or not receiver.alive:
             return
@@ -373,8 +350,18 @@ class ChainSupervisor:
         """Handle a message of a hop. Raises ``ProtocolViolation`` for an unknown message."""
         match reply.WhichOneof("kind"):
             case "link_lost":
-                if live.next is not None and reply.link_lost.epoch == live.epoch:
-                    await self._link_lost(live, live.next, Unreachable("a host does not reach the next one"))
+                receiver = live.next if reply.link_lost.epoch == live.epoch else None
+                if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
+                    receiver = fed.hops[0]
+                elif (standby := self._standbys.of(live)) is not None and standby.is_linking:
+                    receiver = None  # the hop behind takes its steps from the standby already
+                if receiver is not None:
+                    await self._link_lost(live, receiver, Unreachable("a host does not reach the next one"))
+            case "link_made":
+                linked = self._standbys.with_hop(live)
+                if linked is not None and linked.hops[-1] is live and reply.link_made.epoch == live.epoch:
+                    linked.is_linked = linked.is_linking
+                    self._trouble.set()
             case "leaving":
                 live.leaving = True
                 self._trouble.set()
@@ -394,6 +381,9 @@ class ChainSupervisor:
         # While nothing is in flight, a hop has nothing to compute.
         if reply.heartbeat.applied != live.applied or self._in_flight.is_empty:
             live.applied, live.progress_at = reply.heartbeat.applied, now
+        standby = self._standbys.with_hop(live)
+        if standby is not None and standby.replaced.leaving and standby.is_ready(self._in_flight.acked):
+            self._trouble.set()
 
     # ---- findings of audits -----------------------------------------------------------------------------
 
@@ -426,6 +416,7 @@ class ChainSupervisor:
             live.hop.end,
             CONVICTED_S / 3600,
         )
+        self._standbys.discard_all()
         for each in self._hops:
             if each.hop.start >= live.hop.start:
                 self._drop(each, error)

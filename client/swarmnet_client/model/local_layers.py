@@ -27,13 +27,14 @@ IMPLEMENTATION = "swarmnet_remote"
 class LoadOptions:
     """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
 
-    ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or adapted.
+    ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or adapted.
     """
 
     dtype: torch.dtype
     device: torch.device
     labels: int | None = None
     packed: bool = False
+    standby: bool = False
 
     @classmethod
     def picked(

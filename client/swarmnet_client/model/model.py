@@ -167,7 +167,10 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    spec = ChainSpec(local.manifest.blocks, local.manifest.hidden_size, local.max_positions, options.dtype)
+    manifest = local.manifest
+    spec = ChainSpec(
+        manifest.blocks, manifest.hidden_size, local.max_positions, options.dtype, standby=options.standby
+    )
     model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None
     model._generating = None

@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from swarmnet_client.audit.plan import Ledger
@@ -209,9 +209,14 @@ class Swarm:
         source: PeerId | None = None,
         sink: PeerId | None = None,
         precision: str | None = None,
+        avoid: frozenset[PeerId] = frozenset(),
     ) -> list[Hop]:
-        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops. Raises ``NoRoute``."""
+        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
+
+        Raises ``NoRoute``.
+        """
         view = self._view(explore=self._rng.random() < EXPLORE)
+        view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in avoid))
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:

@@ -38,6 +38,10 @@ class Announcement:
     version: str
     public_name: str
     reach: Reach = field(default_factory=Reach)
+    next_span: tuple[int, int] | None = None
+    """Blocks that it will serve instead soon, if it moves."""
+    stays: bool = False
+    """Whether its owner does not let it move."""
     coordinate: Coordinate | None = None
     """The place of the node in delay space; None: not known yet."""
 
@@ -58,6 +62,9 @@ class Announcement:
             public_name=self.public_name,
             nat=_nat(self.reach),
             precision=engine.stage.precision if engine else "",
+            next_start=self.next_span[0] if self.next_span else 0,
+            next_end=self.next_span[1] if self.next_span else 0,
+            stays=self.stays,
             coordinate=self.coordinate.numbers() if self.coordinate else (),
         )
 

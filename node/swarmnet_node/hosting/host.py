@@ -17,9 +17,10 @@ A step of a session takes this way:
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class Host:
         self._session_slots = Slots(self._system, Resource.SESSIONS)
         self._pass_slots = Slots(self._system, Resource.PASSES, new_s=IDLE_S)
         self._pending_link_slots = Slots(self._system, Resource.PENDING_LINKS)
+        self._passes: Counter[Engine] = Counter()
+        """Running passes of each engine."""
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -145,6 +148,35 @@ class Host:
             await self._changed.wait_for(
                 lambda: not self._sessions and not self._system.used[Resource.PASSES]
             )
+
+    def switch(self, engine: Engine, start: int) -> None:
+        """Serve the blocks of another engine from now on. Sessions and passes go on with the engine before: see ``drain``."""
+        engine.client_cache_bytes = self.limits.client_cache_bytes
+        engine.limit_caches(self.engine.max_cache_bytes)
+        engine.counters = self.engine.counters
+        self.engine, self.start, self.end = engine, start, start + engine.stage.blocks
+        self._model = replace(self._model, start=start)
+        self._session_parts = replace(self._session_parts, engine=engine, start=start)
+        self.adapters.clear()  # they are of other blocks
+
+    async def drain(self, engine: Engine, within_s: float) -> None:
+        """Ask clients to move their sessions off an engine, and return when it has no work left. Sessions that stay are ended after ``within_s``."""
+
+        def left() -> list[HostedSession]:
+            return [session for session in self.sessions if session.engine is engine]
+
+        async def drained() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not left() and not self._passes[engine])
+
+        await asyncio.gather(*(session.announce_leaving() for session in left()))
+        try:
+            async with asyncio.timeout(within_s):
+                await drained()
+        except TimeoutError:
+            for session in left():
+                session.end_moved()
+                await session.freed.wait()
 
     async def _serve_session(self, stream: Stream) -> None:
         client = self._typed(
@@ -193,6 +225,7 @@ class Host:
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
         session.slot = self._take_slot(held, self._session_slots, client.stream, session.evict)
+        session.slot.stands_by = session.stands_by
         return session
 
     def _take_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
@@ -282,16 +315,19 @@ class Host:
 
     async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
         self._check_served(wanted)
-        stage = self.engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
+        engine = self.engine
+        stage = engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
 
         async def run(slot: Slot) -> None:
             with ExitStack() as held:
                 adapter = self._use_adapter(wanted, client.peer, held)
-                await HostedPass(wanted, stage, self.engine, client, self.timing, adapter).run(slot)
+                await HostedPass(wanted, stage, engine, client, self.timing, adapter).run(slot)
 
+        self._passes[engine] += 1
         try:
             await self._with_slot(self._pass_slots, client.stream, run)
         finally:
+            self._passes -= Counter([engine])  # without an entry, which would keep its weights in memory
             await self._notify_changed()
 
     async def _serve_upload(self, stream: Stream) -> None:

@@ -8,8 +8,10 @@ The life of a session:
 3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
    answered to the client by the last hop.
 4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
-5. **Resumed.** The client opens another stream for the session when there is a better path; replies go there from then on.
-6. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
+5. **Teed.** While the next hop is to be replaced, or may be, its standby gets the same steps over a second link. The standby is such a session
+   too: it computes, and keeps its outputs until the client names its next hop.
+6. **Resumed.** The client opens another stream for the session when there is a better path; replies go there from then on.
+7. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
    while other clients wait, or when the host stops. The client is told the reason, and everything is freed.
 """
 
@@ -93,13 +95,18 @@ class HostedSession:
         self.freed = asyncio.Event()
         """Set when the session has freed its memory."""
         self._parts = parts
-        self._engine = parts.engine
+        self.engine = parts.engine
         self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
         self._adapter = adapter
         self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
-        self._is_last = not wanted.HasField("next")
-        self._target = None if self._is_last else parts.next_hop(wanted.next, wanted.epoch)
+        self.stands_by = wanted.standby
+        """Whether its outputs go to no peer yet."""
+        if wanted.standby and wanted.HasField("next"):
+            raise ProtocolViolation("a standby has no next hop")
+        self._is_last = not wanted.HasField("next") and not wanted.standby
+        self._target = parts.next_hop(wanted.next, wanted.epoch) if wanted.HasField("next") else None
+        self._tee: NextHop | None = None
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
         # Charged to the client's limit for logs and not to this session's, where outputs for the next hop come first.
@@ -111,6 +118,7 @@ class HostedSession:
             parts.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), parts.timing
         )
         self._sending: asyncio.Task[None] | None = None
+        self._teeing: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
         self._over = False
         self._link_epoch = 0
@@ -129,7 +137,7 @@ class HostedSession:
     def pair(self) -> Pair | None:
         """The peers before and after this session; None before it is linked, or if the client named no valid next hop."""
         downstream = self._target.peer if self._target else ""
-        if self._link is None or (downstream and not is_peer_id(downstream)):
+        if self._link is None or self.stands_by or (downstream and not is_peer_id(downstream)):
             return None
         return Pair("" if self._link.peer == self.stream.peer else self._link.peer, downstream)
 
@@ -149,6 +157,10 @@ class HostedSession:
     def evict(self) -> None:
         """End the session, which has no work, because other clients wait."""
         self._fail(idle())
+
+    def end_moved(self) -> None:
+        """End the session, because the host has moved to other blocks."""
+        self._fail(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
 
     def shed(self) -> None:
         """End the session, because the host is over its owner's memory limit."""
@@ -178,7 +190,7 @@ class HostedSession:
             if self._link is not None:
                 self._link.close()
             self._client.close()
-            await cancel(self._sending)
+            await cancel(self._sending, self._teeing)
 
     def _free(self) -> None:
         """Free all memory. Idempotent."""
@@ -219,10 +231,9 @@ class HostedSession:
         while True:
             request, _ = await client.receive()
             if request.HasField("relink"):
-                if self._is_last:
-                    raise ProtocolViolation("the last hop has no next hop to replace")
-                self._target = self._parts.next_hop(request.relink.next, request.relink.epoch)
-                await self._send_to_next()
+                await self._relink(request.relink)
+            elif request.HasField("tee"):
+                await self._send_to_standby(request.tee)
             elif request.HasField("show"):
                 await self._show(request.show)
             else:
@@ -267,6 +278,52 @@ class HostedSession:
 
     # ---- downstream -------------------------------------------------------------------------------------
 
+    async def _relink(self, wanted: pb.Relink) -> None:
+        if self._is_last:
+            raise ProtocolViolation("the last hop has no next hop to replace")
+        if not wanted.HasField("next"):
+            await self._answer_from_now_on(wanted.epoch)
+            return
+        target = self._parts.next_hop(wanted.next, wanted.epoch)
+        self._take_over()
+        tee = self._tee
+        if tee is None or (tee.session, tee.epoch) != (target.session, target.epoch):
+            self._target = target
+            await self._send_to_next()
+            return
+        async with self._switching:
+            replaced, self._sending = self._sending, self._teeing
+            self._target, self._tee, self._teeing = tee, None, None
+            await cancel(replaced)
+
+    def _take_over(self) -> None:
+        """Stand by no longer."""
+        self.stands_by = False
+        if self.slot is not None:
+            self.slot.stands_by = False
+
+    async def _answer_from_now_on(self, epoch: int) -> None:
+        """Become the last hop: answer the steps that the client lacks, and all later ones."""
+        if not self.stands_by:
+            raise ProtocolViolation("only a standby becomes the last hop")
+        async with self._applying:
+            self._take_over()
+            self._is_last = True
+            for step in self._outbox.log.unacknowledged:
+                await self._answer(step)
+        await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=epoch)))
+
+    async def _send_to_standby(self, wanted: pb.Tee) -> None:
+        """Send steps to the standby of the next hop too, in place of the one before."""
+        if self._target is None:
+            raise ProtocolViolation("a hop without a next hop has no standby to feed")
+        tee = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
+        async with self._switching:
+            await cancel(self._teeing)
+            self._tee, self._teeing = tee, None
+            if tee is not None and not self._over:
+                self._teeing = asyncio.create_task(self._send_steps(tee))
+
     async def _send_to_next(self, log: ActivationLog | None = None) -> None:
         """Send steps to the present next hop, from ``log`` if given, instead of the one before."""
         async with self._switching:
@@ -277,12 +334,18 @@ class HostedSession:
                 self._sending = asyncio.create_task(self._send_steps(self._target))
 
     async def _send_steps(self, target: NextHop) -> None:
-        """Send steps to the next hop until that fails; then tell the client, which names another."""
+        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another."""
+
+        async def tell() -> None:
+            with contextlib.suppress(StreamEnded, DeadlineExceeded):
+                await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=target.epoch)))
+
         try:
-            await self._link_sender.run(target)
-        except LogDropped as error:
-            self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
+            await self._link_sender.run(target, tell, is_standby=target is self._tee)
         except SwarmnetError as error:
+            if isinstance(error, LogDropped) and target is self._target:
+                self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
+                return
             self._counters.links_lost += 1
             _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
             lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
@@ -315,6 +378,9 @@ class HostedSession:
         self._release(self._sequences.values())
         self._sequences = {}
         self._received.forget()
+        async with self._switching:
+            await cancel(self._teeing)  # its standby is rebuilt with it
+            self._tee = self._teeing = None
         await self._send_to_next(self._new_log())
 
     async def _read(self, link: LinkStream, queue: _Queue, reservation: Reservation) -> None:
@@ -324,7 +390,7 @@ class HostedSession:
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
             step = decode_step(request.step, payload, hidden_size=self._stage.hidden_size)
-            if link.peer == self.stream.peer and not step.replay:
+            if link.peer == self.stream.peer and not step.replay and not self.stands_by:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
@@ -397,7 +463,7 @@ class HostedSession:
             (self._sequences[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
-        outputs = torch.cat(await self._engine.compute(self._stage, rows))
+        outputs = torch.cat(await self.engine.compute(self._stage, rows))
         return finite(outputs.to(self._link_sender.wire))
 
     def _behind(self, rows: tuple[Row, ...]) -> int:
@@ -425,13 +491,13 @@ class HostedSession:
         after: dict[int, SequenceCache] = {}
         if copied:
             sources = [before[row.source] for row in rows if row.sequence in copied]
-            after = dict(zip(copied, await self._engine.fork(sources, self._scope), strict=True))
+            after = dict(zip(copied, await self.engine.fork(sources, self._scope), strict=True))
         if self._over:  # the session ended during the fork
             self._release(after.values())
             raise StreamEnded("the session has ended")
         for row in rows:
             if row.source not in before:
-                after[row.sequence] = self._engine.register(
+                after[row.sequence] = self.engine.register(
                     self._stage.new_sequence(self._adapter), self._scope
                 )
             elif row.sequence not in after:
@@ -454,7 +520,7 @@ class HostedSession:
 
     def _release(self, sequences: Iterable[SequenceCache]) -> None:
         for sequence in sequences:
-            self._engine.release(sequence)
+            self.engine.release(sequence)
 
 
 def idle() -> Refusal:

@@ -32,6 +32,8 @@ class Slot:
     reservation: Reservation | None = None
     new_s: float = NEW_S
     """Seconds within which its first work has to arrive."""
+    stands_by: bool = False
+    """Whether it is of a standby, for which no client waits: it may be evicted at any time."""
 
     def worked(self) -> None:
         """Note that work has arrived."""
@@ -44,6 +46,8 @@ class Slot:
 
     def is_idle(self, now: float) -> bool:
         """Whether it may be evicted for another client."""
+        if self.stands_by:
+            return True
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
 
 

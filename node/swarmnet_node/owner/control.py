@@ -61,6 +61,10 @@ class NodeStatus:
     reach: Reach = field(default_factory=Reach)
     blocks_reason: str = ""
     refused_stores: int = 0
+    moved_from: tuple[int, ...] = ()
+    """The blocks [start, end) that it served before; empty if it has not moved."""
+    moving_to: tuple[int, ...] = ()
+    """The blocks [start, end) that it is about to serve instead; empty if it does not move."""
 
 
 class Controlled(Protocol):
@@ -132,6 +136,8 @@ def status(data_dir: Path) -> NodeStatus:
     values = {each.name: getattr(reply, each.name) for each in fields(NodeStatus)}
     nested = {
         "addresses": tuple(reply.addresses),
+        "moved_from": tuple(reply.moved_from),
+        "moving_to": tuple(reply.moving_to),
         "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
         "reach": Reach(
             **{each.name: getattr(reply.reach, each.name) for each in fields(Reach)}

@@ -121,6 +121,10 @@ class OwnersMachine:
                 self._children = self._process.children(recursive=True)
         return sum(map(_rss_bytes, (self._process, *self._children)))
 
+    def free_bytes(self) -> int:
+        """Memory of the machine that is available without swapping."""
+        return int(psutil.virtual_memory().available)
+
     def enforce(self, limits: Limits) -> None:
         save_limits(self._folder, limits)
         self._link.up.set_rate(limits.up_bytes_per_s)

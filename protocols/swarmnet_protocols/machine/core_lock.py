@@ -101,6 +101,8 @@ class FileCoreLock:
         self._last = last
         self._name = secrets.token_bytes(8)
         self._others_at = -RECENT_S
+        self._within = asyncio.Lock()
+        """Held by one of the engines of this process, which has two while it moves to other blocks."""
 
     @classmethod
     @contextmanager
@@ -142,6 +144,11 @@ class FileCoreLock:
 
     @asynccontextmanager
     async def _held(self, *, shared: bool) -> AsyncIterator[None]:
+        async with self._within, self._held_by_process(shared=shared):
+            yield
+
+    @asynccontextmanager
+    async def _held_by_process(self, *, shared: bool) -> AsyncIterator[None]:
         place, locked = await self._queue.acquire(), None
         if place is not None:
             try:

@@ -12,7 +12,7 @@ _TRAINER = frozenset({Role.TRAINER})
 _DHT_NODES = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
 
 SESSION = ProtocolSpec(
-    "/swarmnet/session/2",
+    "/swarmnet/session/3",
     max_header_bytes=64 << 10,
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT,

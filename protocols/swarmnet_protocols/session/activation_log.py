@@ -1,6 +1,7 @@
 """The activation log: what one hop has sent down the chain, kept so that a failed hop behind it can be replaced.
 
-A log belongs to one hop (the client has one too, of token ids) and feeds at most one downstream hop at a time. It has two parts:
+A log belongs to one hop (the client has one too, of token ids) and feeds the downstream hop, and for some time its standby, which is to
+replace it. It has two parts:
 
 1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
    number of the latest steps.
@@ -24,6 +25,8 @@ from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
 """Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
+STANDBY_POSITIONS = 32
+"""The same for a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
 
 
 class LogDropped(OutOfResources):
@@ -31,7 +34,7 @@ class LogDropped(OutOfResources):
 
 
 class StepsCompacted(SwarmnetError):
-    """The downstream hop lacks steps that are compacted by now: only a fresh hop can be fed."""
+    """The hop lacks steps that are compacted by now: only a fresh hop can be fed."""
 
 
 class _SequenceBuffer:
@@ -103,7 +106,7 @@ class ActivationLog:
         self._lengths: dict[int, int] = {}
         self._acked = 0
         self._last = 0
-        self._cursor: Cursor | None = None
+        self._cursors: list[Cursor] = []
 
     @property
     def last(self) -> int:
@@ -120,15 +123,29 @@ class ActivationLog:
         """Bytes of both parts."""
         return self._compacted_bytes + self._pending_bytes
 
+    @property
+    def unacknowledged(self) -> list[Step]:
+        """The steps whose outputs the client does not have yet."""
+        return [step for _, step in self._pending if not step.replay and step.seq > self._acked]
+
     def append(self, step: Step) -> None:
-        """Add the newest step. Raises what ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit."""
+        """Add the newest step. Raises what ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit.
+
+        At the limit, hops that still lack acknowledged steps are fed no longer.
+        """
         self.check(step)
         self._pending_bytes += step.values.nbytes
         try:
             self._resize_reservation()
         except ResourceLimitReached:
             self._pending_bytes -= step.values.nbytes
-            raise
+            self._end_late_cursors()
+            self._pending_bytes += step.values.nbytes
+            try:
+                self._resize_reservation()
+            except ResourceLimitReached:
+                self._pending_bytes -= step.values.nbytes
+                raise
         self._lengths.update({row.sequence: row.end for row in step.rows})
         self._last = max(self._last, step.seq)
         self._pending.append((next(self._indices), step))
@@ -148,12 +165,8 @@ class ActivationLog:
         self._acked = max(self._acked, seq)
         while self._pending:
             index, step = self._pending[0]
-            unsent = (
-                self._cursor is not None
-                and index >= self._cursor.index
-                and not self._has_step(self._cursor, step)
-            )
-            if unsent or not (step.replay or step.seq <= self._acked):
+            is_unsent = any(self._lacks(cursor, index, step) for cursor in self._cursors)
+            if is_unsent or not (step.replay or step.seq <= self._acked):
                 return
             self._pending.popleft()
             self._pending_bytes -= step.values.nbytes
@@ -186,8 +199,10 @@ class ActivationLog:
             return None
         return torch.cat([buffer.values(count), *pieces[::-1]])
 
-    def attach(self, applied: int) -> Cursor:
-        """Start feeding a downstream hop that has computed all steps up to ``applied``; 0 for a fresh one. Ends the previous cursor.
+    def attach(self, applied: int, *, is_standby: bool = False) -> Cursor:
+        """Start feeding a hop that has computed all steps up to ``applied``, 0 for a fresh one, until ``detach``.
+
+        A standby is replayed in smaller parts.
 
         Raises ``LogDropped`` if a fresh hop cannot be fed, ``StepsCompacted`` if this survivor cannot be fed but a fresh hop could.
         """
@@ -195,26 +210,29 @@ class ActivationLog:
         if applied == 0:
             if self._buffers is None:
                 raise LogDropped("the activation log was too long to keep")
-            replay = self._replay_steps(self._buffers)
+            positions = STANDBY_POSITIONS if is_standby else REPLAY_POSITIONS
+            replay = self._replay_steps(self._buffers, positions)
         elif applied < self._compacted:
             raise StepsCompacted(f"steps {applied + 1} to {self._compacted} are compacted")
-        self._cursor = Cursor(replay, self._pending[0][0] if self._pending else 0, applied)
-        return self._cursor
+        cursor = Cursor(replay, self._pending[0][0] if self._pending else 0, applied)
+        self._cursors.append(cursor)
+        return cursor
 
-    def detach(self) -> None:
-        """Stop feeding: there is no downstream hop at present."""
-        self._cursor = None
+    def detach(self, cursor: Cursor) -> None:
+        """Stop feeding the hop behind ``cursor``. Idempotent."""
+        if cursor in self._cursors:
+            self._cursors.remove(cursor)
 
     def next(self, cursor: Cursor) -> Step | None:
         """The next step for the hop behind ``cursor``; None if it has all of them. Raises ``StepsCompacted`` if it cannot be fed on."""
-        if cursor is not self._cursor:
-            return None
+        if cursor not in self._cursors:
+            raise StepsCompacted("the hop is fed no longer")
         for step in cursor.replay:
             return step
         if 0 < cursor.applied < self._compacted:
             raise StepsCompacted(f"steps {cursor.applied + 1} to {self._compacted} came in a replay")
         for index, step in self._pending:
-            if index >= cursor.index and not self._has_step(cursor, step):
+            if self._lacks(cursor, index, step):
                 cursor.index = index + 1
                 if cursor.applied:
                     cursor.applied = step.seq
@@ -223,9 +241,23 @@ class ActivationLog:
         return None
 
     @staticmethod
-    def _has_step(cursor: Cursor, step: Step) -> bool:
-        """Whether the hop behind ``cursor`` is a survivor that has computed the step."""
-        return cursor.applied > 0 and (step.replay or step.seq <= cursor.applied)
+    def _lacks(cursor: Cursor, index: int, step: Step) -> bool:
+        """Whether the hop behind ``cursor`` was not sent the pending step at ``index``, and as a survivor has not computed it."""
+        has_computed = cursor.applied > 0 and (step.replay or step.seq <= cursor.applied)
+        return index >= cursor.index and not has_computed
+
+    def _end_late_cursors(self) -> None:
+        """Stop feeding the hops for which acknowledged steps are kept pending: a standby that is too slow, or a hop that is being rebuilt."""
+        self._cursors = [
+            cursor
+            for cursor in self._cursors
+            if not any(
+                self._lacks(cursor, index, step)
+                for index, step in self._pending
+                if step.replay or step.seq <= self._acked
+            )
+        ]
+        self.acknowledge(self._acked)
 
     def _compact(self, step: Step) -> None:
         """Move a step, the oldest pending one, to the compacted part."""
@@ -251,15 +283,15 @@ class ActivationLog:
             self._buffers, self._compacted_bytes = None, 0
             self._reservation.resize(self.nbytes)
 
-    def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer]) -> Iterator[Step]:
-        """Replay steps that rebuild the compacted part as it is now: views that later compaction does not change."""
+    def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer], positions: int) -> Iterator[Step]:
+        """Replay steps of at most ``positions`` that rebuild the compacted part as it is now: views that later compaction does not change."""
         parts = [
             (
-                Row(number, start, min(REPLAY_POSITIONS, buffer.length - start), 0, number),
+                Row(number, start, min(positions, buffer.length - start), 0, number),
                 buffer.values(buffer.length)[start:],
             )
             for number, buffer in buffers.items()
-            for start in range(0, buffer.length, REPLAY_POSITIONS)
+            for start in range(0, buffer.length, positions)
         ]
         seqs = [0] * (len(parts) - 1) + [self._compacted]
         steps = [

@@ -6,7 +6,7 @@ it is added.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -36,9 +36,13 @@ class NextHop:
     epoch: int
 
 
+async def ignore_link() -> None:
+    """Do nothing when a link is made."""
+
+
 @dataclass
 class Outbox:
-    """An activation log, and an event that is set when it grows. One ``LinkSender`` at a time waits for that."""
+    """An activation log, and an event that is set when it grows."""
 
     log: ActivationLog
     appended: asyncio.Event
@@ -50,7 +54,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class LinkSender:
-    """Sends the steps of an outbox to the next hop.
+    """Sends the steps of an outbox to the next hop, and for some time to its standby too: each by a call of ``run``.
 
     ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the dtype that is sent.
     """
@@ -61,8 +65,16 @@ class LinkSender:
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
 
-    async def run(self, target: NextHop) -> NoReturn:
+    async def run(
+        self,
+        target: NextHop,
+        is_linked: Callable[[], Awaitable[None]] = ignore_link,
+        *,
+        is_standby: bool = False,
+    ) -> NoReturn:
         """Link to ``target``, send the steps it lacks, then every new step, until cancelled. Over a new stream whenever the path improves.
+
+        ``is_linked`` is called whenever ``target`` has accepted a link.
 
         Raises what opening a stream raises, ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, ``StreamEnded`` if the link ends
         twice, and what ``ActivationLog.attach`` and ``next`` raise.
@@ -70,13 +82,15 @@ class LinkSender:
         may_end = True
         while True:
             try:
-                await self._feed(target)
+                await self._feed(target, is_linked, is_standby=is_standby)
             except StreamEnded as error:  # a connection can be reset although both peers are alive
                 if isinstance(error, Refused) or not may_end:
                     raise
                 may_end = False
 
-    async def _feed(self, target: NextHop) -> None:
+    async def _feed(
+        self, target: NextHop, is_linked: Callable[[], Awaitable[None]], *, is_standby: bool
+    ) -> None:
         """Send over one stream, until a better path is there."""
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
@@ -85,10 +99,14 @@ class LinkSender:
         try:
             await link.send(pb.LinkRequest(link=pb.Link(session=target.session, epoch=target.epoch)))
             applied = await self._linked(link)
-            cursor = self.outbox.log.attach(applied)
-            await race(self._listen(link), self._send(link, cursor), stream.path_improved())
+            log = self.outbox.log
+            cursor = log.attach(applied, is_standby=is_standby)
+            try:
+                await is_linked()
+                await race(self._listen(link), self._send(link, log, cursor), stream.path_improved())
+            finally:
+                log.detach(cursor)
         finally:
-            self.outbox.log.detach()
             stream.close()
 
     async def _linked(self, link: _Link) -> int:
@@ -102,9 +120,9 @@ class LinkSender:
         while True:
             await link.receive()
 
-    async def _send(self, link: _Link, cursor: Cursor) -> NoReturn:
+    async def _send(self, link: _Link, log: ActivationLog, cursor: Cursor) -> NoReturn:
         while True:
-            step = self.outbox.log.next(cursor)
+            step = log.next(cursor)
             if step is None:
                 self.outbox.appended.clear()
                 await self.outbox.appended.wait()

@@ -45,18 +45,20 @@ class Peer(_message.Message):
     def __init__(self, id: _Optional[str] = ..., record: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "relink", "heartbeat", "show", "resume")
+    __slots__ = ("open", "relink", "heartbeat", "show", "resume", "tee")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RELINK_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHOW_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    TEE_FIELD_NUMBER: _ClassVar[int]
     open: Open
     relink: Relink
     heartbeat: Heartbeat
     show: Show
     resume: Resume
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    tee: Tee
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., relink: _Optional[_Union[Relink, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., show: _Optional[_Union[Show, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., tee: _Optional[_Union[Tee, _Mapping]] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("session",)
@@ -65,7 +67,7 @@ class Resume(_message.Message):
     def __init__(self, session: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +77,7 @@ class Open(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SWARM_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -84,7 +87,8 @@ class Open(_message.Message):
     max_length: int
     swarm: bytes
     adapter: bytes
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    standby: bool
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next")
@@ -93,6 +97,14 @@ class Relink(_message.Message):
     epoch: int
     next: Peer
     def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class Tee(_message.Message):
+    __slots__ = ("epoch", "standby")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    standby: Peer
+    def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("applied",)
@@ -109,7 +121,7 @@ class Show(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown", "moved")
+    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown", "moved", "link_made")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +129,7 @@ class SessionReply(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SHOWN_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    LINK_MADE_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     heartbeat: Heartbeat
@@ -124,7 +137,8 @@ class SessionReply(_message.Message):
     leaving: Leaving
     shown: Shown
     moved: Moved
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+    link_made: LinkMade
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., link_made: _Optional[_Union[LinkMade, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
@@ -157,6 +171,12 @@ class LinkLost(_message.Message):
     epoch: int
     peer: str
     def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
+
+class LinkMade(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()

@@ -53,6 +53,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--num-blocks", metavar="N", min=1, help="Host N blocks, where the swarm needs them most."
         ),
     ] = None,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Keep the blocks, also when the swarm comes to need others more."),
+    ] = False,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
@@ -172,6 +176,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             max_disk_bytes=max_disk_bytes,
             blocks=span,
             num_blocks=num_blocks,
+            stay=stay,
             device=device,
             dtype=dtype,
             max_cache_bytes=max_cache_bytes,

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,6 +94,10 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             help="Store what you type in a chat, for the arrow keys of the next one.",
         ),
     ] = True,
+    standby: Annotated[
+        bool,
+        typer.Option("--standby", help="Have other hosts ready, which take over at once when one fails."),
+    ] = False,
     adapter: Annotated[
         Path | None,
         typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
@@ -130,7 +135,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         prepare_rendering()
     files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
     with (
-        _open(model, network, dtype, files, is_adapted=adapter is not None, quiet=as_json) as opened,
+        _open(
+            model, network, dtype, files, standby=standby, is_adapted=adapter is not None, quiet=as_json
+        ) as opened,
         _adapted(opened, adapter) as answering,
     ):
         said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
@@ -172,12 +179,13 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 
 @contextmanager
-def _open(
+def _open(  # noqa: PLR0913 - options of the command line
     name: str,
     network: Network,
     dtype: str,
     files: tuple[Path, int | None],
     *,
+    standby: bool,
     is_adapted: bool,
     quiet: bool,
 ) -> Iterator["SwarmModel"]:
@@ -188,7 +196,7 @@ def _open(
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
 
-        options = LoadOptions.picked(dtype, only_generates=not is_adapted)
+        options = replace(LoadOptions.picked(dtype, only_generates=not is_adapted), standby=standby)
         cache_dir, max_disk_bytes = files
         model = load(
             name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes

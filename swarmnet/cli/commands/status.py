@@ -29,7 +29,8 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
 
     fields = asdict(node)
     span = [fields.pop("start"), fields.pop("end")]
-    return fields | {"manifest": node.manifest.hex(), "blocks": span, "addresses": list(node.addresses)}
+    lists = {name: list(fields[name]) for name in ("addresses", "moved_from", "moving_to")}
+    return fields | {"manifest": node.manifest.hex(), "blocks": span} | lists
 
 
 def _print(node: "NodeStatus") -> None:
@@ -43,6 +44,8 @@ def _print(node: "NodeStatus") -> None:
             "model": node.model,
             "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
             + (f": {node.blocks_reason}" if node.blocks_reason else ""),
+            **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
+            **({"moves to": "{}:{}".format(*node.moving_to)} if node.moving_to else {}),
             "sessions": node.sessions,
             "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",

@@ -1,0 +1,140 @@
+"""Sessions on the hosts of a chain: opens them, and receives from each until it ends, over another stream when the path improves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionStream, open_hop, resume
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import all_of, cancel
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.link import NextHop
+from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class HopSessions:
+    """The open sessions of one chain.
+
+    ``receive`` receives from a hop until its session ends, and returns whether it went on with another stream; ``heartbeat`` takes its
+    heartbeats; ``ended`` is told of a session that ended wrongly.
+    """
+
+    swarm: Swarm
+    spec: ChainSpec
+    uploads: AdapterUploads
+    receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
+    heartbeat: Callable[[LiveHop, pb.SessionReply], None]
+    ended: Callable[[LiveHop, SwarmnetError], None]
+    _epoch: int = 0
+    _receiving: dict[asyncio.Task[None], None] = field(default_factory=dict)
+
+    def next_epoch(self) -> int:
+        """The epoch of the next change of the chain."""
+        self._epoch += 1
+        return self._epoch
+
+    async def open(
+        self,
+        route: Sequence[Hop],
+        after: LiveHop | None,
+        failed: Callable[[Hop, SwarmnetError], None],
+        *,
+        standby: bool = False,
+    ) -> list[LiveHop]:
+        """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
+
+        ``failed`` is told of the others. ``standby``: the last one is a standby. Raises ``ConfigError`` if no host would take the chain's adapter.
+        """
+        epoch = self.next_epoch()
+        planned = [(hop, self.swarm.new_session()) for hop in route]
+        following: list[NextHop | None] = [
+            NextHop(hop.peer, hop.addresses, session, epoch) for hop, session in planned[1:]
+        ]
+        following.append(after.target(epoch) if after else None)
+        last = planned[-1][0]
+
+        async def try_to_open(hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
+            is_standby = standby and hop is last
+            try:
+                live = await open_hop(
+                    self.uploads, self.spec, hop, (session, epoch), target, standby=is_standby
+                )
+            except ConfigError:
+                raise  # the adapter is at fault: no other host would take it
+            except SwarmnetError as error:
+                failed(hop, error)
+                return None
+            begun.append(live)
+            task = asyncio.create_task(self._attend(live))
+            self._receiving[task] = None
+            task.add_done_callback(self._receiving.pop)
+            return live
+
+        begun: list[LiveHop] = []
+        try:
+            opened = await all_of(
+                *(
+                    try_to_open(hop, session, target)
+                    for (hop, session), target in zip(planned, following, strict=True)
+                )
+            )
+        except BaseException:
+            for each in begun:
+                each.alive = False
+                each.stream.close()
+            raise
+        for live, successor in zip(opened, [*opened[1:], after], strict=True):
+            if live is not None:
+                live.next, live.epoch = successor, epoch
+        return [live for live in opened if live is not None]
+
+    async def close(self) -> None:
+        """Receive no longer."""
+        await cancel(*self._receiving)
+
+    async def _attend(self, live: LiveHop) -> None:
+        """Receive from one hop until its session ends; over another stream when the path improves."""
+        streams = [asyncio.create_task(self._attend_stream(live))]
+        try:
+            while await self._resume(live, streams[-1]):
+                # Outputs may still be on their way over the stream before it, whose last message is Moved.
+                streams.append(asyncio.create_task(self._attend_stream(live)))
+            *_, is_moved = await asyncio.gather(*streams)
+            if is_moved:
+                self.ended(live, ProtocolViolation("a host ended a session that did not move"))
+        finally:
+            await cancel(*streams)
+
+    async def _resume(self, live: LiveHop, receiving: asyncio.Task[bool]) -> bool:
+        """Wait for a better path to the hop, and go on with its session there. False if the session ends first or stays where it is."""
+        improved = asyncio.create_task(live.stream.stream.path_improved())
+        try:
+            await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                return False
+            live.stream = await resume(self.swarm, live)
+        except SwarmnetError as error:
+            _log.info("the session on %s stays on its path: %s", live.hop.peer, error)
+            return False
+        finally:
+            await cancel(improved)
+        _log.info("the session on %s moved to a better path", live.hop.peer)
+        return True
+
+    async def _attend_stream(self, live: LiveHop) -> bool:
+        """Receive from one hop over its present stream, and send it heartbeats there. Whether the session went on with another stream."""
+        stream = live.stream
+        stream.on_heartbeat = partial(self.heartbeat, live)
+        beating = asyncio.create_task(live.send_heartbeats(stream, self.swarm.timing.client_silence_s / 4))
+        try:
+            return await self.receive(live, stream)
+        finally:
+            await cancel(beating)
+            stream.close()

@@ -1,0 +1,241 @@
+"""Standbys: hosts that are made ready to take the place of a hop while that hop goes on.
+
+A standby consists of sessions on one or more hosts that together have the blocks of a hop. Its stages:
+
+1. **Opened.** Its sessions are open, and linked one to the next.
+2. **Fed.** The hop before, or the client, sends its steps to the standby too (``Tee``): those of its log first, then each as it comes.
+3. **Ready.** It has computed all but the latest steps.
+4. **Linked.** If the hop is about to leave, the standby links to the hop behind, which takes its steps from there from then on. The last
+   hop's standby answers the client.
+5. **Installed.** It is the hop now, and the sender's second link the only one (:class:`ChainSupervisor`). No step has waited.
+
+If the hop fails, the standby is installed at once, from stage 2 on: it lacks a few steps, not the whole log.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop
+from swarmnet_client.chain.sessions import HopSessions
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.wire import refusal_pb2
+
+LATE_STEPS = 2
+"""Steps that a standby may lack when it takes over from a hop that leaves: its account of them is as old as a heartbeat."""
+ATTEMPTS = 3
+"""Standbys that fail before a hop which leaves is replaced without one."""
+
+
+@dataclass(eq=False)
+class Standby:
+    """The sessions that are to take the place of ``replaced``, in order, and the second link of ``sender`` that feeds them."""
+
+    replaced: LiveHop
+    sender: LiveHop | ClientLink
+    hops: list[LiveHop]
+    epoch: int
+    """Epoch of the link that feeds it."""
+    feeding: asyncio.Task[None] | None = None
+    """The client's own link to it, if the client is the sender."""
+    is_linked: bool = False
+    """Whether the hop behind takes its steps."""
+
+    @property
+    def is_linking(self) -> bool:
+        """Whether its last hop was told where to send its outputs."""
+        return not self.hops[-1].stands_by
+
+    def is_ready(self, acked: int) -> bool:
+        """Whether it has nearly all steps that the client has the outputs of, which are those up to ``acked``."""
+        return self.hops[-1].applied + LATE_STEPS >= acked
+
+
+@dataclass(eq=False)
+class _Place:
+    """A hop that needs a standby."""
+
+    live: LiveHop
+    sender: LiveHop | ClientLink
+    preparing: asyncio.Task[None] | None = None
+    standby: Standby | None = None
+    failures: int = 0
+
+
+@dataclass(eq=False)
+class Standbys:
+    """The standbys of one chain. ``link_client`` opens the client's link to a standby's first hop; ``changed`` is set when one is opened or ends."""
+
+    swarm: Swarm
+    spec: ChainSpec
+    sessions: HopSessions
+    link_client: Callable[[LiveHop, int], asyncio.Task[None]]
+    changed: asyncio.Event
+    _places: dict[LiveHop, _Place] = field(default_factory=dict)
+
+    def of(self, live: LiveHop) -> Standby | None:
+        """The standby of a hop, once it is fed."""
+        place = self._places.get(live)
+        return place.standby if place else None
+
+    def with_hop(self, live: LiveHop) -> Standby | None:
+        """The standby that a session belongs to."""
+        return next((each for each in self._standbys() if live in each.hops), None)
+
+    def fed_by(self, sender: LiveHop, epoch: int) -> Standby | None:
+        """The standby that is fed by this link of a hop."""
+        return next(
+            (each for each in self._standbys() if each.sender is sender and each.epoch == epoch), None
+        )
+
+    def has_given_up(self, live: LiveHop) -> bool:
+        """Whether standbys of a hop failed so often that it should be replaced without one."""
+        place = self._places.get(live)
+        return place is not None and place.failures >= ATTEMPTS
+
+    def keep(self, hops: Sequence[LiveHop], client: ClientLink, precision: str | None) -> None:
+        """Have a standby prepared for each hop of a whole chain that needs one. End those of hops that are gone, or that no sender feeds."""
+        senders: list[LiveHop | ClientLink] = [client, *hops[:-1]]
+        followers: list[LiveHop | None] = [*hops[1:], None]
+        for place in list(self._places.values()):
+            if place.live not in hops or senders[hops.index(place.live)] is not place.sender:
+                self._end(place)
+            elif (
+                (standby := place.standby)
+                and standby.is_linking
+                and standby.hops[-1].next is not followers[hops.index(place.live)]
+            ):
+                self.discard(standby)
+        for live, sender, after in zip(hops, senders, followers, strict=True):
+            needs_one = live.leaving or self.spec.standby
+            waits = live.leaving and isinstance(sender, LiveHop) and sender.leaving and sender in self._places
+            if needs_one and not waits:
+                place = self._places.setdefault(live, _Place(live, sender))
+                is_given_up = live.leaving and self.has_given_up(live)
+                if place.standby is None and place.preparing is None and not is_given_up:
+                    place.preparing = asyncio.create_task(self._prepare(place, after, precision))
+
+    def take(self, live: LiveHop) -> Standby | None:
+        """The standby of a hop, to be installed in its place; None if it has none that is alive and fed."""
+        place = self._places.pop(live, None)
+        if place is None:
+            return None
+        standby, place.standby = place.standby, None
+        self._end(place)
+        if standby is None:
+            return None
+        is_fed = standby.sender.next is live and (
+            isinstance(standby.sender, ClientLink) or standby.sender.alive
+        )
+        if is_fed and all(each.alive for each in standby.hops):
+            return standby
+        self._close(standby)
+        return None
+
+    def discard(self, standby: Standby) -> None:
+        """End a standby that failed; another one is prepared. Its hop goes on."""
+        place = self._places.get(standby.replaced)
+        if place is None or place.standby is not standby:
+            return
+        place.standby = None
+        place.failures += 1
+        self._close(standby)
+        if standby.is_linking and standby.replaced.next is not None:
+            # The hop behind may take steps from the standby by now: the hop has to link to it again.
+            standby.replaced.next = None
+        self.changed.set()
+
+    def discard_all(self) -> None:
+        """End all standbys: what they were fed is wrong."""
+        for place in list(self._places.values()):
+            self._end(place)
+
+    async def close(self) -> None:
+        """End all standbys, and wait until they have ended."""
+        tasks = [place.preparing for place in self._places.values()]
+        tasks += [standby.feeding for standby in self._standbys()]
+        self.discard_all()
+        await cancel(*tasks)
+
+    def _standbys(self) -> list[Standby]:
+        return [place.standby for place in self._places.values() if place.standby is not None]
+
+    def _end(self, place: _Place) -> None:
+        self._places.pop(place.live, None)
+        if place.preparing is not None:
+            place.preparing.cancel()
+        if place.standby is not None:
+            self._close(place.standby)
+
+    def _close(self, standby: Standby) -> None:
+        for live in standby.hops:
+            live.alive = False
+            live.stream.close()
+        if standby.feeding is not None:
+            standby.feeding.cancel()
+
+    # ---- preparing one ----------------------------------------------------------------------------------
+
+    async def _prepare(self, place: _Place, after: LiveHop | None, precision: str | None) -> None:
+        """Open a standby and have it fed; try again as long as no host can be found."""
+        try:
+            while place.standby is None and not (place.live.leaving and place.failures >= ATTEMPTS):
+                if place.failures:
+                    timing = self.swarm.timing
+                    await asyncio.sleep(min(timing.heartbeat_s * 2.0**place.failures, timing.stall_s))
+                try:
+                    route = self._route(place, after, precision)
+                except NoRoute:
+                    await asyncio.sleep(self.swarm.timing.refresh_s)
+                    continue
+                await self._open(place, route)
+        finally:
+            place.preparing = None
+            self.changed.set()
+
+    def _route(self, place: _Place, after: LiveHop | None, precision: str | None) -> list[Hop]:
+        hop = place.live.hop
+        return self.swarm.route(
+            (hop.start, hop.end),
+            source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
+            sink=after.hop.peer if after else None,
+            precision=precision,
+            avoid=frozenset({hop.peer, *self.swarm.banned}),
+        )
+
+    async def _open(self, place: _Place, route: Sequence[Hop]) -> None:
+        opened: list[LiveHop] = []
+        try:
+            with contextlib.suppress(ConfigError):  # the chain's own hops meet it too
+                opened = await self.sessions.open(route, None, self._failed, standby=True)
+            if len(opened) < len(route):
+                place.failures += 1
+                return
+            epoch = self.sessions.next_epoch()
+            place.standby = standby = Standby(place.live, place.sender, opened, epoch)
+            if isinstance(place.sender, LiveHop):
+                record = self.swarm.record_of(opened[0].hop.peer)
+                await place.sender.tee(opened[0].target(epoch), record)
+            else:
+                standby.feeding = self.link_client(opened[0], epoch)
+        finally:
+            if place.standby is None:
+                for live in opened:
+                    live.alive = False
+                    live.stream.close()
+
+    def _failed(self, hop: Hop, error: SwarmnetError) -> None:
+        """Ban a host that does not open a session, or ended it, unless it only has no room for a standby."""
+        if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
+            self.swarm.failed(hop.peer)
+
+    def session_ended(self, standby: Standby, live: LiveHop, error: SwarmnetError) -> None:
+        """The session on one of a standby's hosts ended."""
+        if live.alive:
+            self._failed(live.hop, error)
+            self.discard(standby)

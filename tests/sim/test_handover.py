@@ -1,0 +1,217 @@
+"""A hop is replaced by a standby that is ready: no step waits when a host leaves, and only for a moment when one fails."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainReport
+from swarmnet_node.hosting.session import HostedSession
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.protocol_ids import LINK, SESSION
+from swarmnet_protocols.session.steps import Step
+from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks
+TOKENS = 80
+LEAVES_AT = 8
+"""Tokens after which a host leaves or fails."""
+ONE_OF_EACH = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
+TWO_OF_EACH = {**ONE_OF_EACH, "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
+STEP_S = 0.041
+"""A decode step: four links of 10 ms, on which computing takes no time."""
+
+
+@dataclass
+class Answer:
+    """The tokens of one answer, the waits for each of them, and what was done by the chain."""
+
+    tokens: list[int] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    report: ChainReport = field(default_factory=ChainReport)
+    computed: dict[str, int] = field(default_factory=dict)
+    """Positions that each node computed."""
+
+    @property
+    def longest_decode_s(self) -> float:
+        return max(self.waits_s[1:])
+
+
+def holder(lab: Lab, chain: Chain, block: int) -> str:
+    """The node that serves a block to the chain."""
+    peer = next(peer for peer, start, end in chain.report.route if start <= block < end)
+    return next(name for name in lab.nodes if lab.peer_id(name) == peer)
+
+
+async def answer(
+    lab: Lab,
+    layout: Mapping[str, tuple[int, int]],
+    act: Callable[[Chain], object],
+    *,
+    standby: bool = False,
+    at: int = LEAVES_AT,
+) -> Answer:
+    """An answer on nodes of ``layout``; ``act`` is called after ``at`` tokens. Afterwards no live node holds anything of it."""
+    for name, blocks in layout.items():
+        await lab.start(name, lab.hosting(blocks))
+    await asyncio.sleep(1.0)  # the directory shows them all
+    got = Answer()
+    loop = asyncio.get_running_loop()
+    async with lab.client() as swarm:
+        chain: Chain
+        async with lab.chain(swarm, standby=standby) as chain:
+            times = [loop.time()]
+
+            def on_token(number: int) -> None:
+                times.append(loop.time())
+                if number == at:
+                    act(chain)
+
+            got.tokens = await lab.generate(chain, PROMPT, TOKENS, on_token)
+            got.waits_s = [after - before for before, after in pairwise(times)]
+            got.report = chain.report
+        await asyncio.sleep(1.0)
+    got.computed = {name: node.status().tokens for name, node in lab.nodes.items()}
+    client = lab.peer_id("client")
+    alive = {name for name in layout if lab.network.passes(client, lab.peer_id(name))}
+    assert not alive & lab.sessions().keys(), "a session outlived its client"
+    assert not alive & lab.cache_bytes().keys(), "a cache outlived its session"
+    assert got.tokens == lab.reference.greedy(PROMPT, TOKENS)
+    return got
+
+
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_a_host_that_leaves_hands_over_without_a_pause(reference: Reference, block: int) -> None:
+    left: list[str] = []
+
+    async def scenario(lab: Lab) -> Answer:
+        def leave(chain: Chain) -> None:
+            left.append(holder(lab, chain, block))
+            lab.nodes[left[0]].finish(grace_s=30.0)
+
+        got = await answer(lab, TWO_OF_EACH, leave)
+        await asyncio.wait_for(lab.nodes[left[0]].finished(), 1.0)
+        return got
+
+    got = simulate(reference, scenario)
+    assert (got.report.handovers, got.report.failovers) == (1, 1)
+    assert got.longest_decode_s <= 2 * STEP_S
+    whole = len(PROMPT) + TOKENS - 1
+    others = [name for name in TWO_OF_EACH if TWO_OF_EACH[name] != TWO_OF_EACH[left[0]]]
+    survivors = sorted(got.computed[name] for name in others)[-2:]  # the others have computed for audits
+    assert survivors == [whole, whole], "a survivor computed twice"
+
+
+def test_a_host_hands_over_to_two_that_share_its_blocks(reference: Reference) -> None:
+    layout = {**ONE_OF_EACH, "left": (2, 3), "right": (3, 4)}
+
+    async def scenario(lab: Lab) -> Answer:
+        def leave(chain: Chain) -> None:
+            assert holder(lab, chain, 2) == "b"  # it takes one hop less
+            lab.nodes["b"].finish(grace_s=30.0)
+
+        return await answer(lab, layout, leave)
+
+    got = simulate(reference, scenario)
+    assert (got.report.handovers, len(got.report.route)) == (1, 4)
+    assert got.longest_decode_s <= 2 * STEP_S
+
+
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_a_standby_takes_over_within_two_steps_when_a_host_fails(reference: Reference, block: int) -> None:
+    async def scenario(lab: Lab) -> Answer:
+        def fail(chain: Chain) -> None:
+            lab.network.crash(lab.peer_id(holder(lab, chain, block)))
+
+        return await answer(lab, TWO_OF_EACH, fail, standby=True, at=TOKENS // 2)
+
+    got = simulate(reference, scenario)
+    assert (got.report.handovers, got.report.failovers) == (0, 1)
+    assert got.longest_decode_s <= 3 * STEP_S
+
+
+def is_request(delivery: Delivery, kind: str) -> bool:
+    """Whether it is a request of this kind on a session."""
+    if delivery.protocol.id != SESSION.id:
+        return False
+    return pb.SessionRequest.FromString(delivery.message.header).WhichOneof("kind") == kind
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.parametrize("victim", ["leaver", "standby", "before", "behind"])
+@pytest.mark.parametrize("stage", ["open", "tee", "relink", "link"])
+def test_an_answer_continues_when_a_host_fails_during_a_handover(
+    reference: Reference, stage: str, victim: str, fault: str
+) -> None:
+    layout = {**TWO_OF_EACH, "b3": (2, 4)}
+    hits: list[Delivery] = []
+
+    async def scenario(lab: Lab) -> Answer:
+        def leave(chain: Chain) -> None:
+            leaver = holder(lab, chain, 2)
+            peers = {
+                "leaver": lab.peer_id(leaver),
+                "before": lab.peer_id(holder(lab, chain, 0)),
+                "behind": lab.peer_id(holder(lab, chain, 4)),
+            }
+            replicas = {lab.peer_id(name) for name in ("b", "b2", "b3") if name != leaver}
+
+            def arrives(delivery: Delivery) -> bool:
+                if delivery.target in replicas and delivery.protocol.id == SESSION.id:
+                    peers["standby"] = delivery.target
+                if stage == "link":
+                    return (
+                        delivery.protocol.id == LINK.id
+                        and delivery.source in replicas
+                        and delivery.target == peers["behind"]
+                    )
+                wanted = {"open": replicas, "tee": {peers["before"]}, "relink": replicas}[stage]
+                return delivery.target in wanted and is_request(delivery, stage)
+
+            def hurt(delivery: Delivery) -> None:
+                hits.append(delivery)
+                getattr(lab.network, fault)(peers[victim])
+
+            lab.once(arrives, hurt)
+            lab.nodes[leaver].finish(grace_s=30.0)
+
+        return await answer(lab, layout, leave)
+
+    got = simulate(reference, scenario)
+    assert hits, "the fault was never injected"
+    # While a standby hangs, the hop that leaves goes on.
+    assert got.report.failovers >= 1 or (victim, fault) == ("standby", "hang")
+
+
+def test_outputs_of_a_standby_are_not_answers(reference: Reference) -> None:
+    """A host that answers while it stands by, before the hop whose place it may take, changes no token."""
+    answer_step = HostedSession._answer
+    began = HostedSession.__init__
+    lied: list[HostedSession] = []
+
+    def begin(session: HostedSession, parts: Any, wanted: pb.Open, *others: Any) -> None:
+        began(session, parts, wanted, *others)
+        if wanted.standby:
+            lied.append(session)
+            session._is_last = True
+
+    async def lie(session: HostedSession, step: Step) -> None:
+        await answer_step(session, step.with_values(-step.values) if session in lied else step)
+
+    async def scenario(lab: Lab) -> Answer:
+        def slow_down(chain: Chain) -> None:
+            hop = lab.peer_id(holder(lab, chain, 0))
+            lab.network.set_link(hop, lab.peer_id("client"), LinkProfile(delay_s=0.1))
+
+        return await answer(lab, {"one": (0, 6), "other": (0, 6)}, slow_down, standby=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostedSession, "__init__", begin)
+        patch.setattr(HostedSession, "_answer", lie)
+        simulate(reference, scenario)
+    assert lied

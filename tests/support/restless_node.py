@@ -1,0 +1,25 @@
+"""``swarmnet join`` whose node moves to other blocks every few seconds, in place of when the swarm needs it. Everything else is as it is.
+
+python -m tests.support.restless_node PERIOD_S join SWARM --num-blocks N ...
+"""
+
+import sys
+from typing import Any
+
+from swarmnet.cli import main
+from swarmnet_node import node
+from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook
+from swarmnet_protocols.routing.throughput import Claim
+
+
+def next_blocks(outlook: Outlook, mine: Claim, looks: Looks, **_: Any) -> tuple[Move, Looks]:
+    """A move to the blocks behind those of ``mine``, or after the last ones to the first."""
+    length = mine.end - mine.start
+    start = mine.end if mine.end + length <= outlook.blocks else 0
+    return Move(start, start + length, "every look moves it"), looks
+
+
+if __name__ == "__main__":
+    node.LOOK_S = float(sys.argv.pop(1))  # type: ignore[misc]
+    node.should_move = next_blocks  # type: ignore[assignment]
+    main()
