@@ -119,6 +119,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
             REVOCATIONS.id,
             "SwarmDirectoryV1.rpc_ping",
             "SwarmDirectoryV1.rpc_find",
+            "SwarmDirectoryV1.rpc_sample",
         }
         return
 

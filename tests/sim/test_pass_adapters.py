@@ -12,7 +12,7 @@ from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net import Message, Transport
+from swarmnet_protocols.net import Message, PeerId, Transport
 from swarmnet_protocols.net.memory import Delivery, MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
@@ -168,11 +168,14 @@ def test_a_host_that_sends_invalid_gradients_of_the_adapter_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     honest, lies = MemoryStream.send, []
+    liars: list[PeerId] = []
 
     async def send(self: MemoryStream, message: Message) -> None:
-        if self._transport.peer_id == peer("b").peer_id and message.payload:
+        sender = self._transport.peer_id
+        if sender in {peer("b").peer_id, peer("b2").peer_id} and message.payload:
             shape = list(pb.PassReply.FromString(message.header).part.tensor.shape)
-            if shape[1:] == [1]:
+            if shape[1:] == [1] and sender in (liars or [sender]):  # the one that the client uses first
+                liars.append(sender)
                 ((part, payload),) = split_tensor(lie(torch.ones(shape)).contiguous())
                 message = Message(pb.PassReply(part=part).SerializeToString(), payload)
                 lies.append(message)
