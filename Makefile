@@ -46,10 +46,9 @@ types: $(INSTALLED)
 types-windows: $(INSTALLED)
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
-# Slow tests mostly wait, for processes to start and for timeouts, so those that compute fill the cores beside them. `nice` keeps the cores
-# for the slow ones, whose processes must start in time (nodes have a niceness of 10): of the others none depends on how fast it is.
 test: lint browser
-	$(MAKE) --no-print-directory -j 2 fast slow
+	$(MAKE) --no-print-directory fast
+	$(MAKE) --no-print-directory slow
 	$(MAKE) --no-print-directory alone
 	@echo "lint, types and tests: all good"
 
@@ -59,7 +58,7 @@ fast slow: export OMP_NUM_THREADS = 1
 
 # Many tests of defences wait for a timeout, so four tests run at once on any machine.
 fast: $(INSTALLED)
-	nice -n 19 $(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
 
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
