@@ -100,7 +100,7 @@ class Hosting:
     may_move: bool = False
     """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
     looks: Looks = field(default_factory=Looks)
-    """What the node saw of the swarm, and when it moved, before it was paused."""
+    """The node's earlier looks at the swarm and its last move, kept across a pause."""
     has_room: Callable[[int], bool] = lambda _: True
     """Whether so many more bytes of weights fit into the memory beside those of the present blocks."""
     max_cache_bytes: int = 1 << 30
@@ -349,10 +349,14 @@ class Node:
             await asyncio.sleep(LOOK_S * rng.uniform(0.8, 1.2))
             with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
                 mine, others = await self._settled_claims()
-                outlook = Outlook([mine, *others], blocks=self._hosting.total_blocks)
-                now = asyncio.get_running_loop().time()
                 length = max(self._hosting.num_blocks, self._span[1] - self._span[0])
-                move, self.looks = should_move(outlook, mine, self.looks, length=length, now=now, rng=rng)
+                loop = asyncio.get_running_loop()
+                outlook = Outlook([mine, *others], blocks=self._hosting.total_blocks)
+                decide = partial(
+                    should_move, outlook, mine, self.looks, length=length, now=loop.time(), rng=rng
+                )
+                # With hundreds of hosts it takes tens of milliseconds, in which the loop would send no step.
+                move, self.looks = await loop.run_in_executor(None, decide)
                 if move is not None and (move.start, move.end) != self._span:
                     await self._move(move)
 

@@ -194,7 +194,7 @@ def use_of(pid: int) -> dict[str, int]:
 
 
 def means(samples: list[dict[str, int]]) -> dict[str, list[float]]:
-    """Of each figure the median of the first and of the last quarter."""
+    """For each figure, its median over the first quarter of the samples and over the last quarter."""
     part = max(1, len(samples) // 4)
     return {
         key: [statistics.median(each[key] for each in some) for some in (samples[:part], samples[-part:])]

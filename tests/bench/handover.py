@@ -1,4 +1,4 @@
-"""What clients notice when a node that serves them finishes: 200 times by one command.
+"""The stalls that clients see when a node that serves them finishes: 200 times by one command.
 
     python -m tests.bench.handover [--times 20] [--moves 0] [--clients 2] [--seed 0]
 

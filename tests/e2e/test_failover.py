@@ -192,7 +192,7 @@ def test_an_answer_continues_when_its_host_finishes(
     with lab.connect() as model:
         finish = Strike(lab, model, lambda node: control.finish(node.data_dir, grace_s=30.0))
         assert generate(model, SHORT, At((6, finish))) == expected(SHORT)
-        assert model.last_run.handovers + model.last_run.failovers >= 1
+        assert model.last_run.failovers >= 1  # hand-overs count
         show("finish", model, KILL_GOAL_S)
         assert finish.hit[0].process.wait(TIMEOUT_S) == 0
 

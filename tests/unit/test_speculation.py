@@ -101,10 +101,10 @@ def test_drafts_that_are_always_wrong_are_given_up_and_taken_up_again_when_right
     for _ in range(40):
         draft = speculator.draft(chain)
         speculator.choose([99, *draft], len(draft))
-        speculator.extend([1, 2] * 9)
+        speculator._lookup.extend([1, 2] * 9)
     assert not speculator.draft(chain)
     for _ in range(40):
         speculator.choose([1], 0)
-        speculator.extend([2])
+        speculator._lookup.extend([2])
         draft = speculator.draft(chain)
     assert draft

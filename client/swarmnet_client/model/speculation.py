@@ -116,10 +116,6 @@ class Speculator:
         self._checked = [_PRIOR_DRAFTS] * len(_PRIOR_RATES)
         self._next = Draft()
 
-    def extend(self, ids: Sequence[int]) -> None:
-        """Add tokens that were chosen after no draft: a prompt."""
-        self._lookup.extend(ids)
-
     def draft(self, times: StepTimes, *, positions: int = 1, most: int = MAX_DRAFT) -> tuple[int, ...]:
         """The tokens to send after the newest one, in a step that has ``positions`` without them; at most ``most``.
 

@@ -90,7 +90,9 @@ class _StepWork:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What one forward computes of ``work``: ``again`` positions for its recurrent states, and ``inputs`` [count, D], perhaps none."""
+    """The share of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be none, and ``again``, the number of earlier positions
+    that recurrent states compute again after a rewind.
+    """
 
     work: _StepWork
     again: int

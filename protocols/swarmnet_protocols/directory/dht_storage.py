@@ -40,7 +40,7 @@ class _Kept:
     origin: str
     """Subnet of that peer; empty for this node."""
     blocks: tuple[int, int]
-    """Of the host whose announcement it is; (0, 0) for other records."""
+    """Blocks [start, end) of the host that announces itself with the record; (0, 0) for records of other kinds."""
 
 
 class BoundedStorage:

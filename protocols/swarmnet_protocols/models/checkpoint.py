@@ -132,7 +132,7 @@ class ModelCheckpoint(Protocol):
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
     ) -> "dict[str, ExpertPlace]":
-        """Those of these tensors that are weights of routed experts, and where they belong in ``model``."""
+        """The place in ``model`` of each of these tensors that holds weights of routed experts; other tensors are left out."""
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:

@@ -25,7 +25,7 @@ from swarmnet_protocols.models.hub_files import HubFiles, check_free_space
 
 T = TypeVar("T")
 Slices = Mapping[str, tuple[int, Collection[int]]]
-"""Of some tensors, the number of their equal slices along the first dimension, and those of them that are wanted."""
+"""By tensor name: the number of equal slices along the first dimension, and the indices of the wanted ones."""
 
 
 class Peers(Protocol):

@@ -42,7 +42,7 @@ RAISE = 0.1
 
 @dataclass(frozen=True)
 class Looks:
-    """What a host remembers from one look at the swarm to the next, in seconds of the clock of ``now``."""
+    """The memory of a host between two looks at the swarm. Times are in seconds of the clock that gives ``now``."""
 
     moved_at: float = -math.inf
     """When it last decided to move."""
@@ -69,7 +69,7 @@ class Move:
 
 
 class Outlook:
-    """What every host concludes from the same claims, those of the host itself among them."""
+    """The state of the swarm that follows from the claims of all hosts. Every host that has the same claims computes the same outlook."""
 
     def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
         self.blocks = blocks

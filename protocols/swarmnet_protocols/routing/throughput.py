@@ -104,7 +104,7 @@ class Supply:
         return sum(self._fill(demand)[0])
 
     def _fill(self, demand: float) -> tuple[list[float], list[int]]:
-        """What each block takes, of ``demand``, and the last end of a span that it takes from."""
+        """For each block, the tokens per second that it gets, at most ``demand``, and the last end of the spans whose hosts give them."""
         left = [0.0] * (self.blocks + 1)  # blocks per second that the hosts of spans with this end have left
         open_ends: list[int] = []  # of spans with something left, as a heap
         furthest = [0] * self.blocks

@@ -14,19 +14,19 @@ PingStream = TypedStream[pb.Ping, pb.Pong]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one ping told about a host."""
+class Pong:
+    """The contents of a pong, checked, and the delay that was measured."""
 
     delay_s: float
     """Half of the round trip."""
     queue_s: float
-    """Seconds that a step waits in its queue, as it says."""
+    """Seconds that the host says a step waits in its queue."""
     cache_free: float
-    """Share of its memory for KV caches that is free, as it says; 1 if it says nothing plausible."""
+    """Share of its memory for KV caches that the host says is free; 1 if it says nothing plausible."""
     coordinate: Coordinate | None
 
 
-async def ping(stream: PingStream, rng: random.Random) -> Answer:
+async def ping(stream: PingStream, rng: random.Random) -> Pong:
     """Ping the host at the other end of a PING stream once. Raises ``ProtocolViolation`` for the answer to another ping."""
     clock = asyncio.get_running_loop().time
     nonce = rng.getrandbits(63)
@@ -35,7 +35,7 @@ async def ping(stream: PingStream, rng: random.Random) -> Answer:
     pong, _ = await stream.receive()
     if pong.nonce != nonce:
         raise ProtocolViolation(f"{stream.peer} answered another ping")
-    return Answer(
+    return Pong(
         (clock() - sent_at) / 2,
         pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0,
         pong.cache_free if 0 <= pong.cache_free <= 1 else 1.0,

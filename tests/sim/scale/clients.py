@@ -122,7 +122,7 @@ class Clients:
         return sum(work[: max(round(len(work) / 10), 1)]) / (sum(work) or 1.0)
 
     def _sample(self, rng: random.Random) -> dict[PeerId, HostInfo]:
-        """What a client reads: all hosts of a small swarm, else a random sample, and all hosts of blocks that are in none of it."""
+        """The hosts that a client reads: all of a small swarm; of a large one a random sample, and the hosts of each block that the sample lacks."""
         if len(self.infos) <= WANTED:
             return self.infos
         known = {peer: self.infos[peer] for peer in rng.sample(list(self.infos), WANTED)}

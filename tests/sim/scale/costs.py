@@ -1,4 +1,4 @@
-"""What the directory costs a host and a client: messages and bytes, from the sizes and periods of the real code.
+"""Messages and bytes that the directory costs a host and a client, computed from the sizes and periods of the real code.
 
 Only searches of the DHT for the peers nearest to a key grow with the swarm: with Kademlia, by one call for each doubling at most.
 """
@@ -16,7 +16,7 @@ REPLICAS, FOUND_S = 5, 60.0
 RECORD_BYTES = 606
 """A sealed announcement with three addresses, as ``tests.bench.directory`` has it."""
 CALL_BYTES = 150
-"""Of a call and its answer without records: their frames, and the contacts that they carry."""
+"""Bytes of a call and its answer without records: frames and contacts."""
 
 
 def traffic_per_node(nodes: int) -> tuple[float, float]:
