@@ -120,6 +120,17 @@ def test_a_damaged_record_is_ignored(at: int, bits: int) -> None:
     assert read_record(SWARM, bytes(record), LAN) == ()
 
 
+def test_a_record_with_hex_digits_in_capitals_is_ignored() -> None:
+    """Each record has one form: a changed one is never taken for a copy."""
+    record = make_record(SWARM, [TCP])
+    hashed = record[1 + len("swarm=") : 1 + record[0]]
+    assert hashed != hashed.upper()
+    assert read_record(SWARM, record.replace(hashed, hashed.upper()), LAN) == ()
+    salt = hashed[:32]
+    if salt != salt.upper():  # all digits of a random salt are decimal once in three million records
+        assert read_record(SWARM, record.replace(salt, salt.upper()), LAN) == ()
+
+
 # ---- who is found -------------------------------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ def _is_of(swarm: bytes, salted: str, addresses: Sequence[str]) -> bool:
         salt = bytes.fromhex(salted[:digits])
     except ValueError:
         return False
-    return hmac.compare_digest(salted[digits:], _hash(swarm, salt, addresses))
+    return hmac.compare_digest(salted, salt.hex() + _hash(swarm, salt, addresses))
 
 
 def _strings(record: bytes) -> Iterator[bytes]:
