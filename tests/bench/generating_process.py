@@ -21,12 +21,27 @@ def generating(cache_dir: Path, threads: int, *swarm: str) -> AnsweringProcess:
 
 
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Greedy generation of exactly ``tokens`` tokens, timed as a whole."""
+    """Greedy generation of exactly ``tokens`` tokens: ``seconds`` of the whole, and ``first_s`` until the first token of each prompt."""
     from tests.support.generation import greedy
 
+    clock = _Clock()
     started = time.perf_counter()
-    answers = greedy(model, ids, tokens)
-    return {"seconds": time.perf_counter() - started, "ids": answers}
+    answers = greedy(model, ids, tokens, clock)
+    ended = time.perf_counter()
+    return {"seconds": ended - started, "first_s": clock.times[1] - started, "ids": answers}
+
+
+class _Clock:
+    """A streamer of transformers: notes when the prompts and each token after them came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
 def main() -> None:

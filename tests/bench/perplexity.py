@@ -1,20 +1,23 @@
-"""Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load, relative to the same weights in float32.
+"""Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load, relative to the same weights in bfloat16.
 
     python -m tests.bench.perplexity [--tokens 100000] [--precisions int8 int4] [--channels shuffled]
 
-The model's file is Q4_1, which rounding to Q4_1 again would reproduce, so the grid of the file must not be that of the rounding. Weights are
-expanded to float32, and channels change places, hidden ones, those of each MLP and those of each head of values: the model computes the same
+The model's file is Q4_1, so the grid of the file must not help the rounding. Weights are expanded, and channels change places, hidden ones, those of each MLP and those of each head of values: the model computes the same
 function. ``--channels shuffled`` makes each group of 32 weights from many groups of the file, ``shifted`` from the halves of two, and ``as they are`` leaves
-them: that shows what the grid hides, and is no result. Errors are added to those that the file has, whose reference is not here.
+them: that shows what the grid hides, and is no result. Then they are rounded to bfloat16, as checkpoints have them: that is the reference. Errors are
+added to those that the file has, whose own reference is not here. Activations are float32.
 
-Prints one JSON object a precision; ``bits`` are those of a weight, ``stderr_percent`` is the standard error of the paired difference.
+Prints one JSON object for bfloat16 and each precision; ``bits`` are those of a weight, ``stderr_percent`` is the standard error of the paired
+difference. Progress goes to stderr.
 """
 
 import argparse
 import json
 import math
 import random
+import sys
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,10 @@ def main() -> None:
     local = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
     model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     permute_channels(model, order_of(options.channels))
+    model.to(torch.bfloat16).to(torch.float32)
     windows = torch.tensor(text(local.tokenizer(), options.tokens)).split(WINDOW)
-    expected = losses(model, windows)
+    expected = losses(model, windows, "bf16")
+    report("bf16", options.channels, expected, expected, bits=16.0)
     matrices = {
         name: each.detach().clone() for name, each in model.model.layers.named_parameters() if each.dim() == 2
     }
@@ -54,20 +59,27 @@ def main() -> None:
         packed_bytes = 0
         for name, matrix in matrices.items():
             stored = PackedTensor.of(Format.F32, matrix.view(torch.uint8))
-            rounded = quantize(stored, PRECISIONS[precision].format_of(name))
+            rounded = quantize(stored, PRECISIONS[precision].format_of(name, matrix.shape[1]))
             packed_bytes += rounded.nbytes
             model.model.layers.get_parameter(name).data = rounded.dequantize()
-        more = losses(model, windows) - expected
-        stderr = more.std().item() / math.sqrt(len(more))
-        figures = {
-            "perplexity": expected.mean().exp().item(),
-            "percent": 100 * math.expm1(more.mean().item()),
-            "stderr_percent": 100 * stderr,
-            "bits": 8 * packed_bytes / sum(matrix.numel() for matrix in matrices.values()),
-        }
-        about = {"bench": "perplexity", "precision": precision, "channels": options.channels}
-        about |= {"tokens": len(more)}
-        print(json.dumps(about | {name: round(value, 3) for name, value in figures.items()}), flush=True)
+        found = losses(model, windows, precision)
+        bits = 8 * packed_bytes / sum(matrix.numel() for matrix in matrices.values())
+        report(precision, options.channels, found, expected, bits=bits)
+
+
+def report(
+    precision: str, channels: str, found: torch.Tensor, expected: torch.Tensor, *, bits: float
+) -> None:
+    """Print the figures of one precision, whose losses of each token are ``found``, those of the reference ``expected``."""
+    more = found - expected
+    figures = {
+        "perplexity": found.mean().exp().item(),
+        "percent": 100 * math.expm1(more.mean().item()),
+        "stderr_percent": 100 * more.std().item() / math.sqrt(len(more)),
+        "bits": bits,
+    }
+    about = {"bench": "perplexity", "precision": precision, "channels": channels, "tokens": len(more)}
+    print(json.dumps(about | {name: round(value, 3) for name, value in figures.items()}), flush=True)
 
 
 def text(tokenizer: Any, count: int) -> list[int]:
@@ -81,13 +93,16 @@ def text(tokenizer: Any, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def losses(model: Any, windows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Minus the logarithm of the probability of each token, the first of each window apart."""
+def losses(model: Any, windows: tuple[torch.Tensor, ...], name: str) -> torch.Tensor:
+    """Minus the logarithm of the probability of each token, the first of each window apart. ``name`` is for the progress."""
     found = []
-    for window in windows:
+    started = time.monotonic()
+    for number, window in enumerate(windows, start=1):
         hidden = model.model(window[None]).last_hidden_state[0, :-1]
         for states, tokens in zip(hidden.split(LOGITS), window[1:].split(LOGITS), strict=True):
             found.append(functional.cross_entropy(model.lm_head(states), tokens, reduction="none"))
+        left = (time.monotonic() - started) / number * (len(windows) - number)
+        print(f"{name}: {number} of {len(windows)} windows, {left:.0f} s left", file=sys.stderr, flush=True)
     return torch.cat(found).double()
 
 

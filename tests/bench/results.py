@@ -86,6 +86,19 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 key("ratio_by_round"),
             ),
             Headline("its rate", "tokens/s", "", key("swarm_tokens_per_s")),
+            Headline("its decode steps", "x llama.cpp's RPC", "at least 2", key("decode_over_llama_cpp_rpc")),
+            Headline(
+                "its decode steps beside one process",
+                "x llama.cpp",
+                "at least 0.6",
+                key("decode_over_llama_cpp"),
+            ),
+            Headline(
+                "a prompt of 512 tokens through three loopback hops",
+                "x llama.cpp's RPC",
+                "at least 1.5",
+                key("prompt_over_llama_cpp_rpc"),
+            ),
         ],
         "concurrency": [
             Headline("eight clients together", "x one client", "at least 2.5", key("ratio")),
@@ -184,12 +197,15 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         ],
         "perplexity": [
             Headline(
+                "perplexity of the default model in bfloat16", "", "", key("perplexity", precision="bf16")
+            ),
+            Headline(
                 "perplexity of blocks quantised at load to 8 bits",
-                "% above float32",
+                "% above bfloat16",
                 "at most 1",
                 key("percent", precision="int8"),
             ),
-            Headline("the same with int4", "% above float32", "at most 4", key("percent", precision="int4")),
+            Headline("the same with int4", "% above bfloat16", "at most 4", key("percent", precision="int4")),
             Headline("bits of a weight of int4", "bits", "", key("bits", precision="int4")),
         ],
         "fetching": [

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 GROUP = 32
-"""Weights of a row that share a scale."""
+"""Weights of a row that share a scale in most formats. Rows that are no multiple of it are not quantised."""
+_K_BLOCK = 256
+"""Weights of a block of gguf's K formats, of which rows must be a multiple."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +25,27 @@ class Precision:
     format: Format
     finer: Mapping[str, Format] = field(default_factory=dict)
 
-    def format_of(self, weight: str) -> Format:
-        """The format of the weight with this name, whose module is the last part."""
-        return self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
+    def format_of(self, weight: str, columns: int) -> Format:
+        """The format of the weight with this name, whose module is the last part, and with rows of so many columns."""
+        wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
+        return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
 
 
-_KEYS_AND_VALUES = ("k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_UP_AND_DOWN = ("up_proj", "down_proj", "gate_up_proj")
+_FOR_OTHER_ROWS: Mapping[Format, Format] = {
+    Format.Q4_K: Format.Q5_0,
+    Format.Q5_K: Format.Q5_0,
+    Format.Q6_K: Format.Q8_0,
+}
+"""The formats in place of the K formats for rows that are no multiple of 256."""
+_COSTLIEST = ("k_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa", "kv_b_proj", "down_proj")
+_COSTLY = ("up_proj", "gate_up_proj")
 PRECISIONS: Mapping[str, Precision] = {
     "int8": Precision("int8", Format.Q8_0),
-    # Each of these costs perplexity the most for its size (docs/decisions/0068).
+    # The rounding of these costs more perplexity for each bit than that of the rest (docs/decisions/0072).
     "int4": Precision(
         "int4",
-        Format.Q4_1,
-        dict.fromkeys(_KEYS_AND_VALUES, Format.Q8_0) | dict.fromkeys(_UP_AND_DOWN, Format.Q5_1),
+        Format.Q4_K,
+        dict.fromkeys(_COSTLIEST, Format.Q6_K) | dict.fromkeys(_COSTLY, Format.Q5_K),
     ),
 }
 """The precisions that a host can quantise to, by name."""
@@ -58,7 +67,7 @@ def quantize_if_wanted(matrix: PackedTensor, precision: Precision | None, weight
     """``matrix``, which is the weight with this name, quantised if there is a precision and the matrix can be."""
     if precision is None or not can_be_quantized(matrix):
         return matrix
-    return quantize(matrix, precision.format_of(weight))
+    return quantize(matrix, precision.format_of(weight, matrix.shape[1]))
 
 
 def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:
@@ -69,62 +78,128 @@ def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:
     rows, columns = matrix.shape
     height = max(1, _PANEL_WEIGHTS // columns)
     panels = (matrix.rows(first, min(first + height, rows)) for first in range(0, rows, height))
-    encode = _ENCODERS[format]
-    data = [encode(panel.dequantize().view(-1, GROUP)).view(panel.shape[0], -1) for panel in panels]
+    encode, (block, _) = _ENCODERS[format], BLOCKS[format]
+    data = [encode(panel.dequantize().view(-1, block)).view(panel.shape[0], -1) for panel in panels]
     return PackedTensor.of(format, torch.cat(data))
 
 
-def _encode_q8_0(groups: torch.Tensor) -> torch.Tensor:
-    """Groups [n, 32] as blocks of Q8_0, uint8 [n, 34]: w = d q."""
-    scale = groups.abs().amax(1, keepdim=True) / 127
-    codes = _over(groups, scale).round_()
+def _encode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [n, 32] as Q8_0, uint8 [n, 34]: w = d q."""
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    codes = _over(blocks, scale).round_()
     return torch.cat([_bytes(scale), codes.to(torch.int8).view(torch.uint8)], 1)
 
 
-def _encode_q4_1(groups: torch.Tensor) -> torch.Tensor:
-    """Groups [n, 32] as blocks of Q4_1, uint8 [n, 20]: w = d q + m."""
-    scale, least, codes = _affine(groups, 15)
-    return torch.cat([scale, least, _nibbles(codes)], 1)
+def _encode_q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [n, 32] as Q5_0, uint8 [n, 22]: w = d (q - 16). The fifth bits of all codes are together."""
+    weights = blocks.T.contiguous()
+    scale = _symmetric_scale(weights, 16).half().float()
+    codes = (_over(weights, scale).round_().clamp_(-16, 15) + 16).to(torch.uint8)
+    fifth = (codes >> 4).view(4, 8, -1) << torch.arange(8, dtype=torch.uint8)[:, None]
+    low = codes & 15
+    nibbles = low[: GROUP // 2] | low[GROUP // 2 :] << 4
+    return torch.cat([_bytes(scale[:, None]), fifth.sum(1, dtype=torch.uint8).T, nibbles.T], 1)
 
 
-def _encode_q5_1(groups: torch.Tensor) -> torch.Tensor:
-    """Groups [n, 32] as blocks of Q5_1, uint8 [n, 24]: as Q4_1, with the fifth bits of all codes together."""
-    scale, least, codes = _affine(groups, 31)
-    bits = (codes >> 4).view(4, 8, -1) << torch.arange(8, dtype=torch.uint8)[:, None]
-    return torch.cat([scale, least, bits.sum(1, dtype=torch.uint8).T, _nibbles(codes & 15)], 1)
+def _encode_q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [n, 256] as Q4_K, uint8 [n, 144]."""
+    header, codes = _affine_block(blocks, 15)
+    return torch.cat([header, _nibbles_of_pairs(codes)], 1)
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [32, n] as bytes [n, 16]: the first 16 in the low digits."""
-    return (codes[: GROUP // 2] | codes[GROUP // 2 :] << 4).T
+def _encode_q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [n, 256] as Q5_K, uint8 [n, 176]: as Q4_K, with the fifth bits of the eight groups in the bits of 32 bytes."""
+    header, codes = _affine_block(blocks, 31)
+    fifth = (codes >> 4) << torch.arange(8, dtype=torch.uint8)[:, None]
+    return torch.cat([header, fifth.sum(1, dtype=torch.uint8), _nibbles_of_pairs(codes & 15)], 1)
 
 
-def _affine(groups: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """d and m, 16-bit numbers as uint8 [n, 2], and codes q from 0 to ``top``, uint8 [32, n], of w = d q + m for groups [n, 32].
+def _encode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [n, 256] as Q6_K, uint8 [n, 210]: w = d s q for 16 groups, whose scales s have 8 bits."""
+    groups = blocks.view(-1, 16, 16)
+    scales = _symmetric_scale(blocks.view(-1, 16).T.contiguous(), 32).view(-1, 16)
+    scale = (scales.abs().amax(1, keepdim=True) / 127).half().float()
+    steps = _over(scales, scale).round_()
+    codes = (_over(groups, (scale * steps)[:, :, None]).round_().clamp_(-32, 31) + 32).to(torch.uint8)
+    quarters = codes.view(-1, 2, 4, 32)  # of each half of the block
+    low = quarters & 15
+    nibbles = (low[:, :, :2] | low[:, :, 2:] << 4).flatten(1)
+    high = (quarters >> 4) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = high.sum(2, dtype=torch.uint8).flatten(1)
+    return torch.cat([nibbles, high, steps.to(torch.int8).view(torch.uint8), _bytes(scale)], 1)
 
-    d and m have the least squared error among those of ``_TOPS``: for each of these, weights are rounded to codes, and d and m are the linear
-    regression of the weights on their codes.
+
+def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [n, 256] in eight groups of codes q from 0 to ``top``, w = d s q - e m: the header with d, e, and s and m of 6 bits for each group,
+    uint8 [n, 16], and the codes, uint8 [n, 8, 32]."""
+    groups = blocks.view(-1, 8, GROUP)
+    found = _affine(blocks.view(-1, GROUP).T.contiguous(), top)
+    (scale, scale_steps), (least, least_steps) = (_in_63_steps(each.view(-1, 8)) for each in found)
+    step, minus = (scale * scale_steps)[:, :, None], (least * least_steps)[:, :, None]
+    codes = _over(groups + minus, step).round_().clamp_(0, top).to(torch.uint8)
+    s, m = scale_steps.to(torch.uint8), least_steps.to(torch.uint8)
+    first = s[:, :4] | s[:, 4:] >> 4 << 6
+    second = m[:, :4] | m[:, 4:] >> 4 << 6
+    rest = s[:, 4:] & 15 | (m[:, 4:] & 15) << 4
+    return torch.cat([_bytes(scale), _bytes(least), first, second, rest], 1), codes
+
+
+def _in_63_steps(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [n, 8] of at least 0 as a unit [n, 1], a 16-bit number, and whole steps of it, at most 63."""
+    unit = (values.amax(1, keepdim=True) / 63).half().float()
+    return unit, _over(values, unit).round_().clamp_(0, 63)
+
+
+def _nibbles_of_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits [n, 8, 32] as bytes [n, 128]: of each pair of groups, the first in the low digits."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).flatten(1)
+
+
+def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
+    """d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k, n]: that of the least squared error among those of ``_TOPS``.
+
+    The weight of largest magnitude gets a negative code, of which there is one more; d has the sign that this needs. For each of ``_TOPS``, weights are rounded
+    to codes, and d is the regression of the weights on them.
     """
-    weights = groups.T.contiguous()
     least, most = weights.amin(0), weights.amax(0)
+    largest = torch.where(-least >= most, least, most)
+    best_gain, best = torch.zeros_like(largest), torch.zeros_like(largest)
+    for share in _TOPS:
+        codes = (weights * _over(torch.full_like(largest, -share * half), largest)).round_()
+        codes.clamp_(-half, half - 1)
+        sum_xq, sum_qq = _sum(weights * codes), _sum(codes * codes)
+        scale = _over(sum_xq, sum_qq)
+        gain = scale * sum_xq  # what the squared error is below that of zeros
+        best = torch.where(gain > best_gain, scale, best)
+        best_gain = torch.maximum(gain, best_gain)
+    return best
+
+
+def _affine(weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """d and m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``, for groups [32, n]: those of the least squared error among those of ``_TOPS``.
+
+    For each of these, weights are rounded to codes, and d and m are the linear regression of the weights on them.
+    """
+    least, most = weights.amin(0).clamp_(max=0), weights.amax(0)
     sum_x, sum_xx = _sum(weights), _sum(weights * weights)
     best_error = torch.full_like(least, torch.inf)
-    best_scale, best_least = torch.zeros_like(least), least.half().float()
+    best_scale, best_least = torch.zeros_like(least), torch.zeros_like(least)
     for share in _TOPS:
         steps = _over(torch.full_like(least, share * top), most - least)
         codes = ((weights - least) * steps).round_().clamp_(0, top)
         sum_q, sum_qq, sum_xq = _sum(codes), _sum(codes * codes), _sum(weights * codes)
-        scale = _over(GROUP * sum_xq - sum_x * sum_q, GROUP * sum_qq - sum_q * sum_q).half().float()
-        offset = ((sum_x - scale * sum_q) / GROUP).half().float()
-        error = scale * (scale * sum_qq + 2 * offset * sum_q - 2 * sum_xq) + offset * (
-            GROUP * offset - 2 * sum_x
+        scale = _over(GROUP * sum_xq - sum_x * sum_q, GROUP * sum_qq - sum_q * sum_q)
+        minus = (scale * sum_q - sum_x) / GROUP
+        scale = torch.where(minus < 0, _over(sum_xq, sum_qq), scale)
+        minus.clamp_(min=0)
+        error = scale * (scale * sum_qq - 2 * minus * sum_q - 2 * sum_xq) + minus * (
+            GROUP * minus + 2 * sum_x
         )
         is_better = error + sum_xx < best_error
         best_error = torch.where(is_better, error + sum_xx, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
-        best_least = torch.where(is_better, offset, best_least)
-    codes = _over(weights - best_least, best_scale).round_().clamp_(0, top).to(torch.uint8)
-    return _bytes(best_scale[:, None]), _bytes(best_least[:, None]), codes
+        best_least = torch.where(is_better, minus, best_least)
+    return best_scale.clamp_(min=0), best_least
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
@@ -147,6 +222,8 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 _ENCODERS: Mapping[Format, Callable[[torch.Tensor], torch.Tensor]] = {
     Format.Q8_0: _encode_q8_0,
-    Format.Q4_1: _encode_q4_1,
-    Format.Q5_1: _encode_q5_1,
+    Format.Q5_0: _encode_q5_0,
+    Format.Q4_K: _encode_q4_k,
+    Format.Q5_K: _encode_q5_k,
+    Format.Q6_K: _encode_q6_k,
 }

@@ -88,6 +88,19 @@ static inline void eight_of_five_bits(const uint8_t *in, int shift, uint32_t hig
 #endif
 }
 
+/* Eight weights of five bits, the fifth of each in one bit of a byte of high: scale * weight - minus. */
+static inline void eight_with_bit(const uint8_t *in, int shift, const uint8_t *high, int bit, float scale, float minus, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
+    __m256i fifth = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)high)), bit);
+    fifth = _mm256_slli_epi32(_mm256_and_si256(fifth, _mm256_set1_epi32(1)), 4);
+    weights = _mm256_or_si256(_mm256_and_si256(weights, _mm256_set1_epi32(15)), fifth);
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale) - _mm256_set1_ps(minus));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * ((in[i] >> shift & 15) | (high[i] >> bit & 1) << 4) - minus;
+#endif
+}
+
 /* Eight weights that are signed bytes, times scale. */
 static inline void eight_bytes(const uint8_t *in, float scale, float *restrict out) {
 #if defined __AVX2__
@@ -172,8 +185,8 @@ static inline void unpack_q5_k(const uint8_t *in, int64_t blocks, float *restric
             int s, m, shift = j % 2 * 4;
             scale_and_min(in + 4, j, &s, &m);
             float by = scale * s, minus = least * m;
-            for (int i = 0; i < 32; i++)
-                out[32 * j + i] = by * ((nibbles[i] >> shift & 15) | (high[i] >> j & 1) << 4) - minus;
+            for (int i = 0; i < 32; i += 8)
+                eight_with_bit(nibbles + i, shift, high + i, j, by, minus, out + 32 * j + i);
         }
     }
 }
