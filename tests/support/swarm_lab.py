@@ -96,6 +96,8 @@ class Lab:
     timing: Timing = field(default_factory=Timing)
     private: PrivateSwarm | None = None
     """The private swarm of all peers, each with its handshakes; None for an open swarm."""
+    wire: torch.dtype | None = None
+    """The element type in which activations travel; None: as the hosts compute them."""
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -202,7 +204,7 @@ class Lab:
 
     def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool = False) -> Any:
         blocks = self.reference.local.manifest.blocks
-        spec = ChainSpec(blocks, 32, max_length, torch.float32, standby=standby)
+        spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby)
         return Chain.open(swarm, spec, self.reference.embed)
 
     async def generate(
