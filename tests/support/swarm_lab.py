@@ -15,6 +15,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.moving import Placed
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
@@ -121,7 +122,7 @@ class Lab:
             manifest=self.manifest,
             total_blocks=self.reference.local.manifest.blocks,
             load=self.reference.stage,
-            blocks=blocks,
+            placed=None if blocks is None else Placed(blocks, "named by the owner"),
             num_blocks=num_blocks,
             **options,
         )
