@@ -31,17 +31,19 @@ class AutoSwarmModelForCausalLM:
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
         standby: bool = False,
+        wire: str = "auto",
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
         ``bootstrap`` adds addresses of peers to those in the file. ``hosts``: peer ids; only these hosts are used. ``device`` computes
         embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. ``standby``: other hosts get
-        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. Use the model as a
-        context manager, or ``close`` it.
+        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. ``wire``: the
+        format in which activations travel: ``auto`` (as hosts compute them), ``float32``, ``bfloat16`` or ``int8`` (a quarter of the bytes,
+        rounded). Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
-        options = replace(LoadOptions.picked(dtype, device), standby=standby)
+        options = replace(LoadOptions.picked(dtype, device, wire=wire), standby=standby)
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
 
 

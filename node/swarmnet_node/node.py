@@ -1,4 +1,4 @@
-"""A node: chooses its blocks, loads them, serves and announces them, moves to others, and leaves after its sessions have moved.
+"""A node: chooses its blocks, loads them, serves and announces them, and leaves after its sessions have moved.
 
 ``Node.run`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
 """
@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from statistics import median
 from typing import NoReturn
 
 import torch
 
+from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.announcement import Announcement
@@ -25,6 +24,7 @@ from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
+from swarmnet_node.moving import Loaded, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
@@ -39,7 +39,6 @@ from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, Tra
 from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
-from swarmnet_protocols.routing.rebalancing import LOOK_S, Looks, Move, Outlook, may_leave, should_move
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -49,15 +48,6 @@ _log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
 """Least measured seconds of a step: 0 would mean that it is not measured."""
-HOSTS_READ = 512
-"""Announcements of other hosts that a node reads to choose its blocks, about."""
-_NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
-DRAIN_S = 120.0
-"""Seconds that sessions have to move off blocks that the node leaves, of which other hosts have copies."""
-DRAIN_GAP_S = 2.5
-"""The same when the node fills a gap: until it does, the model cannot be served."""
-MAY_LEAVE_LOOKS = 4
-"""Looks at the swarm after which a node gives up a move, because it may not leave its blocks."""
 INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
 
@@ -83,26 +73,23 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class Hosting:
-    """The blocks that a node hosts: ``blocks`` [start, end), or ``num_blocks`` where the swarm needs them most.
+    """The blocks that a node hosts: those of ``placed``, or ``num_blocks`` where the swarm needs them most.
 
-    ``blocks_reason``: why it hosts ``blocks``, for its owner.
-
-    ``load(start, end)`` loads the stage. It is called on the torch thread.
+    ``load(start, end)`` loads the stage: on the torch thread, or for a move on another one.
     """
 
     model: str
     manifest: bytes
     total_blocks: int
     load: Callable[[int, int], Stage]
-    blocks: tuple[int, int] | None = None
-    blocks_reason: str = "named by the owner"
+    placed: Placed | None = None
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
-    looks: Looks = field(default_factory=Looks)
-    """The node's earlier looks at the swarm and its last move, kept across a pause."""
     has_room: Callable[[int], bool] = lambda _: True
     """Whether so many more bytes of weights fit into the memory beside those of the present blocks."""
+    on_move: Callable[[], None] = lambda: None
+    """Called when the node has moved to other blocks while it serves."""
     max_cache_bytes: int = 1 << 30
     swarm_name: str = ""
     public_name: str = ""
@@ -119,22 +106,19 @@ class Node:
         self._dependencies = dependencies
         self._hosting = hosting
         self._state = pb.HOST_STATE_CHOOSING
-        self._hosts = HostSample(
-            dependencies.directory, hosting.manifest, dependencies.rng, wanted=HOSTS_READ
+        self._claims = ClaimReader(
+            dependencies.directory,
+            hosting.manifest,
+            dependencies.rng,
+            me=dependencies.transport.peer_id,
+            blocks=hosting.total_blocks,
         )
         self._own = OwnCoordinate(dependencies.rng)
-        self._span = hosting.blocks or (0, hosting.num_blocks)
-        self._reason = hosting.blocks_reason if hosting.blocks else ""
+        self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
+        self.next: Placed | None = None
+        """The blocks that it will serve soon instead. A node that ends meanwhile is to be run again with them."""
         self._step_s = 0.0
-        self._next_span: tuple[int, int] | None = None
-        self.moved_from: tuple[int, int] | None = None
-        """The blocks that it served before these; None if it has not moved."""
-        self.on_move: Callable[[], None] = lambda: None
-        """Called when the node has moved to other blocks."""
-        self.looks = hosting.looks
-        self.reload: Move | None = None
-        """The move for which the node ends, because the memory has no room for both: it has to be run again, with these blocks."""
-        self._balancing: asyncio.Task[None] | None = None
+        self._moving: asyncio.Task[None] | None = None
         self._contexts = AsyncExitStack()
         self._engine_context = AsyncExitStack()
         self._engine: Engine | None = None
@@ -148,12 +132,12 @@ class Node:
     async def run(cls, dependencies: Dependencies, hosting: Hosting) -> AsyncIterator["Node"]:
         """A node that serves while the context is open. Raises what loading raises."""
         node = cls(dependencies, hosting)
-        if hosting.blocks is None:
+        if hosting.placed is None:
             await node._choose()
         node._state = pb.HOST_STATE_JOINING
         await node._announce()
         loop = asyncio.get_running_loop()
-        stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node._span)
+        stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node.span)
         node._step_s = await node._measure(stage)
         async with node._contexts, Services.on(dependencies.transport) as services:
             engine = await node._start_engine(stage)
@@ -161,7 +145,7 @@ class Node:
             host = Host(
                 services,
                 engine,
-                HostedModel(dependencies.directory.swarm, hosting.manifest, node._span[0]),
+                HostedModel(dependencies.directory.swarm, hosting.manifest, node.span[0]),
                 timing=dependencies.timing,
                 limits=hosting.limits,
                 clock=dependencies.clock,
@@ -190,11 +174,11 @@ class Node:
             model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
             listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
             if hosting.may_move:
-                node._balancing = asyncio.create_task(node._keep_balanced(), name="balance")
+                node._moving = asyncio.create_task(node._mover().run(), name="move")
             try:
                 yield node
             finally:
-                await cancel(announcing, listing, locating, node._balancing, node._leaving)
+                await cancel(announcing, listing, locating, node._moving, node._leaving)
                 host.adapters.clear()
                 if node._leaving is None:
                     # New clients must not choose this host. Clients that use it notice the end of its streams.
@@ -207,12 +191,7 @@ class Node:
 
     @property
     def span(self) -> tuple[int, int]:
-        return self._span
-
-    @property
-    def blocks_reason(self) -> str:
-        """Why the node hosts these blocks; empty while it chooses them."""
-        return self._reason
+        return self.placed.span
 
     @property
     def engine(self) -> Engine | None:
@@ -232,8 +211,8 @@ class Node:
             state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
             model=self._hosting.model,
             manifest=self._hosting.manifest,
-            start=self._span[0],
-            end=self._span[1],
+            start=self.span[0],
+            end=self.span[1],
             total_blocks=self._hosting.total_blocks,
             addresses=tuple(self._dependencies.transport.addresses()),
             uptime_s=asyncio.get_running_loop().time() - self._started,
@@ -247,17 +226,17 @@ class Node:
             swarm=self._hosting.swarm_name,
             warning=self._dependencies.warning(),
             reach=self._dependencies.transport.reach(),
-            blocks_reason=self._reason,
+            blocks_reason=self.placed.reason,
             refused_stores=self._dependencies.directory.refused,
-            moved_from=self.moved_from or (),
-            moving_to=self._next_span or (),
+            moved_from=self.placed.moved_from or (),
+            moving_to=self.next.span if self.next else (),
         )
 
     def finish(self, grace_s: float) -> None:
         """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
         if self._leaving is None:
-            if self._balancing is not None and self._balancing is not asyncio.current_task():
-                self._balancing.cancel()
+            if self._moving is not None and self._moving is not asyncio.current_task():
+                self._moving.cancel()
             self._log("leaving")
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
@@ -283,7 +262,7 @@ class Node:
         try:
             async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
                 # Clients are told at once, and even when the directory is out of reach.
-                leaving.create_task(self._try_to_announce())
+                leaving.create_task(self.try_to_announce())
                 if self._host is not None:
                     leaving.create_task(self._host.leave())
         except TimeoutError:
@@ -292,7 +271,8 @@ class Node:
             if not self._ended.done():
                 self._ended.set_result(None)
 
-    async def _try_to_announce(self) -> None:
+    async def try_to_announce(self) -> None:
+        """Announce, unless the directory does not answer."""
         with contextlib.suppress(SwarmnetError):
             await self._announce()
 
@@ -312,7 +292,7 @@ class Node:
     # ---- the directory ----------------------------------------------------------------------------------
 
     def _log(self, event: str) -> None:
-        start, end = self._span
+        start, end = self.span
         fields = {
             "peer": self._dependencies.transport.peer_id,
             "model": self._hosting.model,
@@ -324,103 +304,59 @@ class Node:
         """Find the blocks that the swarm needs most, counting the intents of other joining nodes."""
         me, total = self._dependencies.transport.peer_id, self._hosting.total_blocks
         length = min(self._hosting.num_blocks, total)
-        claims, _ = await self._claims(moved=True)
+        claims, _ = await self._claims.read(moved=True)
         choice = choose_span(claims, blocks=total, length=length, rng=random.Random(me))
         for _ in range(INTENT_ROUNDS):
             self._take(choice)
             await self._announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
-            claims, usual = await self._claims(moved=True)
-            mine = Claim(me, *self._span, usual, settled=False)
+            claims, usual = await self._claims.read(moved=True)
+            mine = Claim(me, *self.span, usual, settled=False)
             choice = resolve_claims(mine, claims, blocks=total)
-            if (choice.start, choice.end) == self._span:
+            if (choice.start, choice.end) == self.span:
                 break
         self._take(choice)
 
     def _take(self, choice: Choice) -> None:
-        self._span, self._reason = (choice.start, choice.end), choice.reason
+        self.placed = replace(self.placed, span=(choice.start, choice.end), reason=choice.reason)
 
     # ---- moving to other blocks -------------------------------------------------------------------------
 
-    async def _keep_balanced(self) -> None:
-        """Look at the swarm again and again, and move to other blocks when it needs them more."""
-        rng = self._dependencies.rng
-        while self.reload is None:
-            await asyncio.sleep(LOOK_S * rng.uniform(0.8, 1.2))
-            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
-                mine, others = await self._settled_claims()
-                length = max(self._hosting.num_blocks, self._span[1] - self._span[0])
-                loop = asyncio.get_running_loop()
-                outlook = Outlook([mine, *others], blocks=self._hosting.total_blocks)
-                decide = partial(
-                    should_move, outlook, mine, self.looks, length=length, now=loop.time(), rng=rng
-                )
-                # With hundreds of hosts it takes tens of milliseconds, in which the loop would send no step.
-                move, self.looks = await loop.run_in_executor(None, decide)
-                if move is not None and (move.start, move.end) != self._span:
-                    await self._move(move)
+    def _mover(self) -> Mover:
+        hosting, rng = self._hosting, self._dependencies.rng
+        return Mover(self, self._claims, rng, length=hosting.num_blocks, blocks=hosting.total_blocks)
 
-    async def _settled_claims(self, blocks: tuple[int, int] | None = None) -> tuple[Claim, list[Claim]]:
-        """The claim of this host to the blocks that it serves, and those of others, as ``_claims``."""
-        others, _ = await self._claims(blocks=blocks)
-        blocks_per_s = (self._span[1] - self._span[0]) / self._step_s
-        return Claim(self._dependencies.transport.peer_id, *self._span, blocks_per_s), others
+    @property
+    def claim(self) -> Claim:
+        """The claim of this node to the blocks that it serves."""
+        start, end = self.placed.span
+        return Claim(self._dependencies.transport.peer_id, start, end, (end - start) / self._step_s)
 
-    async def _may_leave(self) -> bool:
-        mine, others = await self._settled_claims(self._span)
-        return may_leave([mine, *others], mine, blocks=self._hosting.total_blocks)
-
-    async def _move(self, move: Move) -> None:
-        """Serve other blocks in place of the present ones, and go on serving these until the others are loaded.
-
-        Where the memory has no room for both, the node ends and is run again with the others: see ``reload``.
-        """
-        self._next_span = (move.start, move.end)
-        self._log("moving")
-        await self._try_to_announce()
-        try:
-            if self._has_room_for(move.end - move.start):
-                await self._move_beside(move)
-            elif move.fills_gap or await self._may_leave():
-                self.reload = move
-                self.finish(DRAIN_GAP_S if move.fills_gap else DRAIN_S)
-        except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has
-            _log.warning("the move to blocks %d:%d failed: %s", move.start, move.end, error)
-        finally:
-            if self.reload is None:
-                self._next_span = None
-
-    def _has_room_for(self, blocks: int) -> bool:
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the memory has room for so many more blocks beside the present ones. Caches of accelerators leave none."""
         if self._engine is None or self._engine.stage.is_on_accelerator:
             return False
         stage = self._engine.stage
         return self._hosting.has_room(blocks * stage.weight_bytes // stage.blocks)
 
-    async def _move_beside(self, move: Move) -> None:
-        """Load the new blocks, serve them, ask clients to leave the old ones, and drop these."""
+    async def load(self, span: tuple[int, int]) -> Loaded:
+        """Load blocks while sessions go on. Raises what loading raises."""
         # Not on the torch thread, where sessions go on.
-        load = partial(self._hosting.load, move.start, move.end)
-        stage = await asyncio.get_running_loop().run_in_executor(None, load)
-        step_s = await self._measure(stage)
-        looks = 0
-        while not move.fills_gap and not await self._may_leave():  # others have left meanwhile
-            looks += 1
-            if looks == MAY_LEAVE_LOOKS:
-                _log.info("stayed, for others have left these blocks")
-                return
-            await asyncio.sleep(LOOK_S * self._dependencies.rng.uniform(0.8, 1.2))
-        if self._host is None or self._engine is None:
+        stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
+        return Loaded(stage, await self._measure(stage))
+
+    async def switch(self, loaded: Loaded, drain_s: float) -> None:
+        """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
+        host, former, former_context = self._host, self._engine, self._engine_context
+        if host is None or former is None or self.next is None:
             return
-        former, former_context = self._engine, self._engine_context
-        self.moved_from = self._span
-        self._engine = await self._start_engine(stage)
-        self._host.switch(self._engine, move.start)
-        self._span, self._reason, self._step_s = (move.start, move.end), move.reason, step_s
-        self._next_span = None
+        self._engine = await self._start_engine(loaded.stage)
+        self.placed, self.next, self._step_s = self.next, None, loaded.step_s
+        host.switch(self._engine, self.placed.span[0])
         self._log("moved")
-        self.on_move()
-        await self._try_to_announce()
-        await self._host.drain(former, DRAIN_GAP_S if move.fills_gap else DRAIN_S)
+        self._hosting.on_move()
+        await self.try_to_announce()
+        await host.drain(former, drain_s)
         await former_context.aclose()
 
     async def _start_engine(self, stage: Stage) -> Engine:
@@ -451,36 +387,7 @@ class Node:
         times = [await loop.run_in_executor(self._dependencies.executor, forward) for _ in range(4)]
         return max(min(times[1:]), MIN_STEP_S)
 
-    # ---- claims and announcements -----------------------------------------------------------------------
-
-    async def _claims(
-        self, *, moved: bool = False, blocks: tuple[int, int] | None = None
-    ) -> tuple[list[Claim], float]:
-        """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet.
-
-        ``moved``: hosts that are about to move count where they will be. ``blocks``: with every host of these blocks [start, end), also in a
-        large swarm.
-        """
-        others = [
-            (each.info, each.body)
-            for each in await self._hosts.refresh(blocks=blocks)
-            if each.info.peer != self._dependencies.transport.peer_id
-            and each.body.state not in _NOT_SERVING
-            and not each.is_incompatible
-        ]
-        # Nodes that join at the same time and see the same records compute the same value.
-        usual = median([1 / info.block_s for info, _ in others if info.step_s > 0] or [1.0])
-        claims = []
-        for info, body in others:
-            blocks_per_s = 1 / info.block_s if info.step_s > 0 else usual
-            is_settled = body.state != pb.HOST_STATE_CHOOSING
-            claim = Claim(info.peer, info.start, info.end, blocks_per_s, is_settled, may_move=not body.stays)
-            if body.next_start < body.next_end <= self._hosting.total_blocks:
-                after = replace(claim, start=body.next_start, end=body.next_end, settled=moved)
-                claims += [after] if moved else [claim, after]
-            else:
-                claims.append(claim)
-        return claims, usual
+    # ---- announcements -----------------------------------------------------------------------------------
 
     async def _keep_announcing(self) -> NoReturn:
         timing, transport = self._dependencies.timing, self._dependencies.transport
@@ -498,7 +405,7 @@ class Node:
     async def _announce(self) -> None:
         announcement = Announcement(
             self._hosting.manifest,
-            self._span,
+            self.span,
             self._state,
             self._dependencies.transport.addresses(),
             step_s=self._step_s,
@@ -506,7 +413,7 @@ class Node:
             version=self._hosting.version,
             public_name=self._hosting.public_name,
             reach=self._dependencies.transport.reach(),
-            next_span=self._next_span,
+            next_span=self.next.span if self.next else None,
             stays=not self._hosting.may_move,
             coordinate=self._own.coordinate,
         )

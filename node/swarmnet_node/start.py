@@ -324,6 +324,7 @@ class _Loaded:
     def hosting(self, config: NodeConfig) -> "Hosting":
         from importlib.metadata import version
 
+        from swarmnet_node.moving import Placed
         from swarmnet_node.node import Hosting
 
         return Hosting(
@@ -331,7 +332,7 @@ class _Loaded:
             manifest=self.model.manifest.hash,
             total_blocks=self.model.manifest.blocks,
             load=self._load,
-            blocks=self.blocks,
+            placed=None if self.blocks is None else Placed(self.blocks, "named by the owner"),
             num_blocks=self.num_blocks,
             may_move=self.blocks is None and not config.stay,
             max_cache_bytes=config.max_cache_bytes,

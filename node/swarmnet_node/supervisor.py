@@ -81,7 +81,7 @@ class Supervisor:
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
-        self._hosting = replace(hosting, has_room=self._has_room)
+        self._hosting = replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
         self._machine = machine
         self._limits = limits
         self._node = Node(dependencies, self._hosting)
@@ -89,8 +89,6 @@ class Supervisor:
         self._paused_by_owner = False
         self._step_aside_reason = ""
         """The reason of ``step_aside``; empty outside it."""
-        self._reloaded_from: tuple[int, int] | None = None
-        """The blocks that the node had before it ended for others."""
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -246,12 +244,11 @@ class Supervisor:
         self._is_loading = True
         async with Node.run(self._dependencies, self._hosting) as node:
             self._is_loading = False
+            has_moved = self._node.next is not None  # it ended for these blocks
             self._node = node
-            node.on_move = self._notify_of_move
             governing = asyncio.create_task(self._govern(node), name="govern")
             self._notify_listeners("")
-            if self._reloaded_from is not None:
-                node.moved_from, self._reloaded_from = self._reloaded_from, None
+            if has_moved:
                 self._notify_of_move()
             try:
                 await race(self._until(self._must_stop), node.finished())
@@ -259,13 +256,8 @@ class Supervisor:
                 await node.finished()
             finally:
                 await cancel(governing)
-                # The same ones after a pause.
-                self._hosting = replace(
-                    self._hosting, blocks=node.span, blocks_reason=node.blocks_reason, looks=node.looks
-                )
-        if (move := node.reload) is not None:
-            self._reloaded_from = node.span
-            self._hosting = replace(self._hosting, blocks=(move.start, move.end), blocks_reason=move.reason)
+        # The same blocks after a pause, or those for which it ended.
+        self._hosting = replace(self._hosting, placed=node.next or node.placed)
 
     def _has_room(self, more_bytes: int) -> bool:
         """Whether so much more fits into the memory of the machine, and below the owner's limit."""
@@ -297,7 +289,7 @@ class Supervisor:
         """Stay paused until the node may run again, or must end."""
         self._paused.set()
         # Blocks that are not chosen yet are not announced.
-        announcing = asyncio.create_task(self._node.rest()) if self._hosting.blocks is not None else None
+        announcing = asyncio.create_task(self._node.rest()) if self._hosting.placed is not None else None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             while (pause := self._pause_now()) is not None and not self._is_finishing:

@@ -49,6 +49,14 @@ def _check_dtype(text: str) -> str:
     return text
 
 
+def _check_wire(text: str) -> str:
+    if text not in {"auto", "float32", "bfloat16", "int8"}:
+        raise typer.BadParameter(
+            f"{text!r} is not a wire format: use auto, float32, bfloat16 or int8", param_hint="'--wire'"
+        )
+    return text
+
+
 def _check_host_dtype(text: str) -> str:
     if text not in {"auto", "float32", "bfloat16", "int8", "int4"}:
         raise typer.BadParameter(
@@ -189,6 +197,15 @@ DtypeOption = Annotated[
         metavar="auto|float32|bfloat16",
         help="Number format of the weights. auto: gguf as stored or float32 on a CPU, bfloat16 on an accelerator.",
         callback=_check_dtype,
+    ),
+]
+WireOption = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="auto|float32|bfloat16|int8",
+        help="Format in which activations travel between hosts. auto: as the hosts compute them. int8: a quarter of the bytes of float32, for slow links; rounding may change answers.",
+        callback=_check_wire,
     ),
 ]
 HostDtypeOption = Annotated[

@@ -60,10 +60,10 @@ class Reader:
 
 def test_a_host_moves_to_where_hosts_are_short_while_its_clients_go_on(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        mover = await lab.start("mover", lab.hosting((0, 3), num_blocks=3, may_move=True))
-        await lab.start("short", lab.hosting((3, 6)))
         moved: list[tuple[int, int]] = []
-        mover.on_move = lambda: moved.append(mover.span)
+        hosting = lab.hosting((0, 3), num_blocks=3, may_move=True, on_move=lambda: moved.append(mover.span))
+        mover = await lab.start("mover", hosting)
+        await lab.start("short", lab.hosting((3, 6)))
         reader = Reader(lab)
         reading = asyncio.create_task(reader.read())
         await reader.begun.wait()

@@ -14,7 +14,7 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport, memory
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
-from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.refusals import refusal

@@ -18,7 +18,7 @@ from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.passes import MAX_POSITIONS
-from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.swarm_lab import Lab, Reference, peer, simulate

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from swarmnet.cli import main
-from swarmnet_node import node
+from swarmnet_node import moving
 from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook
 from swarmnet_protocols.routing.throughput import Claim
 
@@ -20,6 +20,6 @@ def next_blocks(outlook: Outlook, mine: Claim, looks: Looks, **_: Any) -> tuple[
 
 
 if __name__ == "__main__":
-    node.LOOK_S = float(sys.argv.pop(1))  # type: ignore[misc]
-    node.should_move = next_blocks  # type: ignore[assignment]
+    moving.LOOK_S = float(sys.argv.pop(1))  # type: ignore[misc]
+    moving.should_move = next_blocks  # type: ignore[assignment]
     main()

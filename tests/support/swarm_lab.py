@@ -15,6 +15,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.moving import Placed
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
@@ -96,6 +97,8 @@ class Lab:
     timing: Timing = field(default_factory=Timing)
     private: PrivateSwarm | None = None
     """The private swarm of all peers, each with its handshakes; None for an open swarm."""
+    wire: torch.dtype | None = None
+    """The element type in which activations travel; None: as the hosts compute them."""
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -119,7 +122,7 @@ class Lab:
             manifest=self.manifest,
             total_blocks=self.reference.local.manifest.blocks,
             load=self.reference.stage,
-            blocks=blocks,
+            placed=None if blocks is None else Placed(blocks, "named by the owner"),
             num_blocks=num_blocks,
             **options,
         )
@@ -202,7 +205,7 @@ class Lab:
 
     def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool = False) -> Any:
         blocks = self.reference.local.manifest.blocks
-        spec = ChainSpec(blocks, 32, max_length, torch.float32, standby=standby)
+        spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby)
         return Chain.open(swarm, spec, self.reference.embed)
 
     async def generate(

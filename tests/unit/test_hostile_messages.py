@@ -17,7 +17,7 @@ from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
 from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
 from swarmnet_protocols.session.adapters import read_part
-from swarmnet_protocols.session.steps import decode_tensor
+from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import (
     handshake_pb2,

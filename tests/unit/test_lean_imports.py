@@ -82,6 +82,16 @@ assert not hasattr(transformers, "nonsense") and not hasattr(transformers.models
 import peft
 """
 
+DHT = """
+import sys
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+prepare_hivemind()
+import swarmnet_protocols.directory.dht_directory, swarmnet_protocols.directory.dht_node, swarmnet_protocols.joining.network
+assert "torch" not in sys.modules
+from hivemind.dht import DHT
+from hivemind.utils import MPFuture
+"""
+
 
 def run(program: str, *arguments: str) -> Any:
     done = subprocess.run(
@@ -102,6 +112,11 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
         stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
         [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
+
+
+def test_a_peer_that_computes_nothing_goes_without_torch() -> None:
+    """A bootstrap node is ready in a second and takes 60 MB. The rest of hivemind can be imported afterwards."""
+    run(DHT)
 
 
 def test_imported_objects_are_excluded_from_garbage_collection() -> None:

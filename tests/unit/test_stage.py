@@ -11,7 +11,7 @@ from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.steps import encode_tensor
+from swarmnet_protocols.session.wire_tensors import encode_tensor
 from tests.support.pass_oracle import assert_same, lora_pass, prefix_pass
 from tests.support.tiny_models import FAMILIES, save_tiny
 

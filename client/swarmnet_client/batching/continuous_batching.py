@@ -248,7 +248,11 @@ async def open_engine(
         loop = asyncio.get_running_loop()
         local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
         spec = ChainSpec(
-            local.manifest.blocks, local.manifest.hidden_size, local.max_positions, options.dtype
+            local.manifest.blocks,
+            local.manifest.hidden_size,
+            local.max_positions,
+            options.dtype,
+            options.wire,
         )
         tokenizer = local.tokenizer()
         await swarm.refresh()

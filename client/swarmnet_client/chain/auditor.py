@@ -22,7 +22,8 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreacha
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, digest
-from swarmnet_protocols.session.steps import Row, wire_code
+from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.session.wire_tensors import as_received, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ class Auditor:
             await self._judge(plan, hops[index], claimed)
 
     def _is_large(self) -> bool:
-        each_bytes = self._spec.hidden_size * self._spec.wire.itemsize
+        each_bytes = self._spec.hidden_size * self._spec.dtype.itemsize
         return sum(self._lengths.values()) * each_bytes > MAX_SEQUENCES_BYTES
 
     async def _claimed_outputs(
@@ -215,7 +216,7 @@ class Auditor:
                 if transcripts[each] is None:
                     self._supervisor.give_up(each, Unreachable(f"{each.hop.peer} sends no transcript"))
             return None
-        inputs = self._embed(watched.inputs(count)).to(self._spec.wire)
+        inputs = as_received(self._embed(watched.inputs(count)), self._spec.wire_of(hops[0].hop.precision))
         audited = transcripts[live]
         if audited is None:
             return None
@@ -238,7 +239,8 @@ class Auditor:
         is_last = live.hop.end == self._spec.blocks
         try:
             shown = await live.show(watched.sequence, count, within_s=self._swarm.timing.chunk_s)
-            return shown.checked(count, None if is_last else self._spec)
+            shape = None if is_last else (count, self._spec.hidden_size)
+            return shown.checked(shape, self._spec.wire_of(live.hop.precision))
         except (SwarmnetError, TimeoutError):
             return None
 
@@ -292,7 +294,7 @@ class Auditor:
             manifest=self._swarm.manifest,
             span=pb.Span(start=hop.start, end=hop.end),
             counts=[len(values)],
-            wire=wire_code(self._spec.wire),
+            wire=wire_code(self._spec.dtype),
         )
         (outputs,) = await ask_pass(self._swarm, hop, begin, (values,), [values.shape])
         return outputs

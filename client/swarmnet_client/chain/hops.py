@@ -18,9 +18,11 @@ from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
-from swarmnet_protocols.session.steps import decode_tensor, wire_code
+from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
+_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""Dtypes by the part of a precision that names the activations."""
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
@@ -28,15 +30,16 @@ SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 class ChainSpec:
     """The requirements of a chain.
 
-    It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which travel as
-    ``wire``. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
+    It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which the client has as
+    ``dtype``. They travel between peers as ``wire``; None: as ``wire_of`` decides. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
     of inputs that the client keeps for replays. ``standby``: each hop has a standby, where other hosts have its blocks.
     """
 
     blocks: int
     hidden_size: int
     max_length: int
-    wire: torch.dtype
+    dtype: torch.dtype
+    wire: torch.dtype | None = None
     log_bytes: int = 1 << 30
     adapter: Adapter | None = None
     standby: bool = False
@@ -45,6 +48,13 @@ class ChainSpec:
     def prefix_positions(self) -> int:
         """Positions that every sequence begins with."""
         return 0 if self.adapter is None else self.adapter.prefix_positions
+
+    def wire_of(self, precision: str) -> torch.dtype:
+        """The element type of what a host sends that computes in ``precision``, and of what the client sends to it if it is the first hop.
+
+        Unless ``wire`` is given, a host that computes with 16 bits loses nothing by it.
+        """
+        return self.wire or _HALVES.get(precision.partition("/")[2], self.dtype)
 
 
 @dataclass
@@ -99,13 +109,13 @@ class HopTranscript:
             decode_tensor(shown.sent, payload, positions=positions, hidden_size=hidden_size),
         )
 
-    def checked(self, count: int, spec: ChainSpec | None) -> "HopTranscript":
-        """This transcript. Raises ``ProtocolViolation`` unless it is well-formed; with ``spec``, it must have the outputs of ``count`` positions."""
+    def checked(self, shape: tuple[int, int] | None, wire: torch.dtype) -> "HopTranscript":
+        """This transcript. Raises ``ProtocolViolation`` unless it is well-formed; with ``shape`` [P, D], it must have such outputs, sent as ``wire``."""
         if len(self.received) != DIGEST_BYTES:
             raise ProtocolViolation("a transcript without a digest of the inputs")
-        if spec is not None:
+        if shape is not None:
             sent = self.sent
-            if sent is None or sent.shape != (count, spec.hidden_size) or sent.dtype != spec.wire:
+            if sent is None or sent.shape != shape or sent.dtype != decoded_dtype(wire):
                 raise ProtocolViolation(
                     "a transcript with outputs of another shape or type than was requested"
                 )
@@ -239,7 +249,7 @@ async def open_hop(
         manifest=uploads.swarm.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
         next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
-        wire=wire_code(spec.wire),
+        wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
         standby=standby,
     )

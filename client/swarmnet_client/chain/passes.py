@@ -40,7 +40,7 @@ from swarmnet_protocols.session.passes import (
     split_tensor,
     unpack_tensors,
 )
-from swarmnet_protocols.session.steps import wire_code
+from swarmnet_protocols.session.wire_tensors import wire_code
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -159,7 +159,7 @@ class RemoteBatch:
                     "hidden states or gradients are not finite",
                     hint=CLIENT_FAULTS[refusal_pb2.REASON_NOT_FINITE],
                 )
-            parts.append(part.to(self._spec.wire))
+            parts.append(part.to(self._spec.dtype))
             await asyncio.sleep(0)
         return parts
 
@@ -319,7 +319,7 @@ class PassClient:
             span=pb.Span(start=hop_pass.hop.start, end=hop_pass.hop.end),
             counts=hop_pass.counts,
             backward=backward,
-            wire=wire_code(self._spec.wire),
+            wire=wire_code(self._spec.dtype),
             adapter=adapter,
             graph=hop_pass.graph,
         )

@@ -9,7 +9,8 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.link import Outbox
-from swarmnet_protocols.session.steps import Row, Step, decode_tensor
+from swarmnet_protocols.session.steps import Row, Step
+from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 

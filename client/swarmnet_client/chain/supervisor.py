@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -80,7 +81,7 @@ class ChainSupervisor:
         self._link_sender = LinkSender(
             swarm.transport,
             in_flight.outbox,
-            spec.wire,
+            spec.dtype,
             swarm.timing,
             render=lambda step: step.with_values(embed(step.values)),
         )
@@ -263,8 +264,9 @@ class ChainSupervisor:
         return asyncio.create_task(self._send_steps(first, epoch, is_standby=is_standby))
 
     async def _send_steps(self, first: LiveHop, epoch: int, *, is_standby: bool) -> None:
+        sender = replace(self._link_sender, wire=self._spec.wire_of(first.hop.precision))
         try:
-            await self._link_sender.run(first.target(epoch), is_standby=is_standby)
+            await sender.run(first.target(epoch), is_standby=is_standby)
         except SwarmnetError as error:
             await self._link_lost(self._client_link, first, error)
 

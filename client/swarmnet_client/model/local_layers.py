@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from swarmnet_client.model.packed import pack_head
 from swarmnet_client.model.placeholders import match_layers, stand_ins
 from swarmnet_client.model.sampling import Draw, Token, choose
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.devices import pick_device, pick_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import embed
@@ -21,13 +22,16 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "swarmnet_remote"
 """Name of an attention implementation for which transformers builds no mask: hosts know which positions attend to which."""
+_WIRES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
 
-    ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or adapted.
+    ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``wire``: the element type in which activations
+    travel, as in ``ChainSpec``. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
+    adapted.
     """
 
     dtype: torch.dtype
@@ -35,6 +39,7 @@ class LoadOptions:
     labels: int | None = None
     packed: bool = False
     standby: bool = False
+    wire: torch.dtype | None = None
 
     @classmethod
     def picked(
@@ -44,11 +49,14 @@ class LoadOptions:
         labels: int | None = None,
         *,
         only_generates: bool = False,
+        wire: str = "auto",
     ) -> "LoadOptions":
         """From command-line options. ``only_generates``: nothing is trained. Raises ``ConfigError`` for an unknown device or precision."""
+        if wire not in _WIRES:
+            raise ConfigError(f"{wire!r} is not a wire format", hint=f"use one of {', '.join(_WIRES)}")
         place = pick_device(device)
         packed = only_generates and dtype == "auto" and place.type == "cpu"
-        return cls(pick_dtype(dtype, place), place, labels, packed)
+        return cls(pick_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire])
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":

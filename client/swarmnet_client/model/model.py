@@ -169,7 +169,12 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model._runtime = runtime
     manifest = local.manifest
     spec = ChainSpec(
-        manifest.blocks, manifest.hidden_size, local.max_positions, options.dtype, standby=options.standby
+        manifest.blocks,
+        manifest.hidden_size,
+        local.max_positions,
+        options.dtype,
+        options.wire,
+        standby=options.standby,
     )
     model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None

@@ -23,7 +23,7 @@ from swarmnet_protocols.session.passes import (
     receive_tensor,
     split_tensor,
 )
-from swarmnet_protocols.session.steps import wire_dtype
+from swarmnet_protocols.session.wire_tensors import decoded_dtype, wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -58,7 +58,7 @@ class HostedPass:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
         self._adapter = adapter
         self._backward = wanted.backward
-        self._wire = wire_dtype(wanted.wire)
+        self._wire = decoded_dtype(wire_dtype(wanted.wire))
         self._stage = stage
         self._engine = engine
         self._stream = stream

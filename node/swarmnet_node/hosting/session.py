@@ -47,7 +47,8 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
-from swarmnet_protocols.session.steps import Row, Step, decode_step, encode_tensor, wire_dtype
+from swarmnet_protocols.session.steps import Row, Step, decode_step
+from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -258,7 +259,7 @@ class HostedSession:
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
                 return
-            tensor, payload = encode_tensor(sent)
+            tensor, payload = encode_tensor(sent, self._link_sender.wire)
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
     async def _send_heartbeats(self, client: SessionStream) -> None:
@@ -394,7 +395,7 @@ class HostedSession:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
-            size_bytes = len(payload)
+            size_bytes = step.values.nbytes
             try:
                 reservation.resize(reservation.amount + size_bytes)
             except ResourceLimitReached:
@@ -464,7 +465,7 @@ class HostedSession:
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         outputs = torch.cat(await self.engine.compute(self._stage, rows))
-        return finite(outputs.to(self._link_sender.wire))
+        return finite(outputs.to(decoded_dtype(self._link_sender.wire)))
 
     def _behind(self, rows: tuple[Row, ...]) -> int:
         """Positions that are computed again because the client went back, in layers with recurrent states."""

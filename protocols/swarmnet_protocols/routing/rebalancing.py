@@ -18,7 +18,7 @@ from functools import cached_property
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span, draw
-from swarmnet_protocols.routing.throughput import MAX_SPEED, ROUNDING, Claim, Supply, usual_speed
+from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, Supply, usual_speed
 
 LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's intents."""
@@ -195,15 +195,14 @@ def _target(
         more = after.served(outlook.demand) - outlook.served
         if more <= 0:
             return 0.0, 0.0
-        then = after.throughput()
-        is_useful = more >= USEFUL * min(speed, outlook.short) and then >= (1 - ROUNDING) * outlook.throughput
-        return (then, more) if is_useful or then >= (1 + RAISE) * outlook.throughput else (0.0, 0.0)
+        is_useful = more >= USEFUL * min(speed, outlook.short)
+        least = outlook.throughput * (1.0 if is_useful else 1 + RAISE)
+        return (after.throughput(), more) if after.can_give(least) else (0.0, 0.0)
 
     if last is not None and last[1] - last[0] == length and (known := gain(last)[1]):
         return last, known / speed
-    gains = {
-        (start, start + length): gain((start, start + length)) for start in draw(outlook.blocks, length, rng)
-    }
+    drawn = dict.fromkeys(draw(outlook.blocks, length, rng))
+    gains = {(start, start + length): gain((start, start + length)) for start in drawn}
     best = max(gains, key=gains.__getitem__)
     more = gains[best][1]
     return (best if more else None), more / speed

@@ -7,12 +7,14 @@ by the min-cut theorem,
 
 For spans no solver is needed. To give ``demand`` tokens per second to every block, the blocks are filled in order, each from the hosts whose
 spans end first: no other division gives more in total (Glover 1967, "Maximum Matching in a Convex Bipartite Graph"), and a block that falls
-short yields a tighter set.
+short yields a tighter set. Blocks between two starts or ends of spans have the same hosts: they are filled as one.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from statistics import median
 
 from swarmnet_protocols.net import PeerId
@@ -55,34 +57,42 @@ class Supply:
 
     def __init__(self, blocks: int, claims: Iterable[Claim] = (), most: float = float("inf")) -> None:
         self.blocks = blocks
-        self._by_start: list[dict[int, float]] = [{} for _ in range(blocks)]
-        """For each block, the ends of the spans that start there, each with the summed speed of its hosts."""
+        self._by_start: dict[int, dict[int, float]] = {}
+        """For each first block of a span, the ends of the spans that start there, each with the summed speed of its hosts."""
+        self._bounds = sorted({0, blocks})
+        """All starts and ends of spans, in order: the blocks between two of them are in the same spans, and are filled as one."""
         for claim in claims:
             self.add(claim.start, claim.end, min(claim.blocks_per_s, most))
 
     def add(self, start: int, end: int, blocks_per_s: float) -> None:
         """Add a host of blocks [start, end); remove one, if its speed is negative."""
         start, end = max(start, 0), min(end, self.blocks)
-        if start < end:
-            ends = self._by_start[start]
-            ends[end] = ends.get(end, 0.0) + blocks_per_s
-            if ends[end] <= ROUNDING * abs(blocks_per_s):
-                del ends[end]
+        if start >= end:
+            return
+        for bound in (start, end):
+            at = bisect_left(self._bounds, bound)
+            if self._bounds[at] != bound:
+                self._bounds.insert(at, bound)
+        ends = self._by_start.setdefault(start, {})
+        ends[end] = ends.get(end, 0.0) + blocks_per_s
+        if ends[end] <= ROUNDING * abs(blocks_per_s):
+            del ends[end]
 
     def copy(self) -> "Supply":
         copied = Supply(self.blocks)
-        copied._by_start = [dict(ends) for ends in self._by_start]
+        copied._by_start = {start: ends.copy() for start, ends in self._by_start.items()}
+        copied._bounds = self._bounds.copy()
         return copied
 
     @property
     def mean(self) -> float:
         """The throughput if every host had every block: no placement of these hosts has a higher one."""
-        return sum(blocks_per_s for ends in self._by_start for blocks_per_s in ends.values()) / self.blocks
+        return sum(sum(ends.values()) for ends in self._by_start.values()) / self.blocks
 
     def rates(self) -> list[float]:
         """Tokens per second of each block if every host spends the same time on each of its blocks."""
         rates = [0.0] * self.blocks
-        for start, ends in enumerate(self._by_start):
+        for start, ends in self._by_start.items():
             for end, blocks_per_s in ends.items():
                 for block in range(start, end):
                     rates[block] += blocks_per_s / (end - start)
@@ -92,8 +102,7 @@ class Supply:
         """The least ratio of the module's equation, found by Dinkelbach's method: each filling that falls short yields a smaller ratio."""
         demand = self.mean
         while demand > 0.0:
-            taken, furthest = self._fill(demand)
-            ratio = _tightest(taken, furthest, demand)
+            ratio = self._tightest(*self._filled(demand), demand)
             if ratio >= demand * (1 - ROUNDING):
                 break
             demand = ratio
@@ -101,41 +110,54 @@ class Supply:
 
     def served(self, demand: float) -> float:
         """The most blocks per second that the hosts can spend if each block takes at most ``demand`` tokens per second."""
-        return sum(self._fill(demand)[0])
+        return sum(self._filled(demand)[0])
 
-    def _fill(self, demand: float) -> tuple[list[float], list[int]]:
-        """For each block, the tokens per second that it gets, at most ``demand``, and the last end of the spans whose hosts give them."""
-        left = [0.0] * (self.blocks + 1)  # blocks per second that the hosts of spans with this end have left
+    def can_give(self, demand: float) -> bool:
+        """Whether the throughput is at least ``demand``: a fraction of the work of computing it."""
+        return self.served(demand) >= self.blocks * demand * (1 - ROUNDING)
+
+    def _filled(self, demand: float) -> tuple[list[float], list[int]]:
+        """The division of the hosts' time that serves the most, if each block takes at most ``demand`` tokens per second.
+
+        For each part between two bounds: the blocks per second spent on it, and the last end of the spans whose hosts spend them.
+        """
+        left: dict[int, float] = {}  # blocks per second that the hosts of spans with this end have left
         open_ends: list[int] = []  # of spans with something left, as a heap
-        furthest = [0] * self.blocks
-        taken = [0.0] * self.blocks
-        for block, spans in enumerate(self._by_start):
-            for end, blocks_per_s in spans.items():
-                if blocks_per_s and not left[end]:
+        taken: list[float] = []
+        furthest: list[int] = []
+        for start, next_start in pairwise(self._bounds):
+            for end, blocks_per_s in self._by_start.get(start, {}).items():
+                if end in left:
+                    left[end] += blocks_per_s
+                else:
+                    left[end] = blocks_per_s
                     heappush(open_ends, end)
-                left[end] += blocks_per_s
-            while open_ends and taken[block] < demand:
+            wanted = missing = demand * (next_start - start)
+            last = 0
+            while open_ends:
                 end = open_ends[0]
-                if end > block:
-                    furthest[block] = end
-                    part = min(left[end], demand - taken[block])
-                    taken[block] += part
-                    left[end] -= part
-                    if left[end]:
+                if end > start:
+                    last = end
+                    if left[end] > missing:
+                        left[end] -= missing
+                        missing = 0.0
                         break
-                left[heappop(open_ends)] = 0.0
+                    missing -= left[end]
+                del left[heappop(open_ends)]
+            taken.append(wanted - missing)
+            furthest.append(last)
         return taken, furthest
 
-
-def _tightest(taken: Sequence[float], furthest: Sequence[int], demand: float) -> float:
-    """The smallest ratio among the cuts that keep ``demand`` tokens per second from some block; ``demand`` if none does."""
-    smallest = demand
-    for block, rate in enumerate(taken):
-        if rate < demand * (1 - ROUNDING):
-            # The cut: this block and, of those before it, each that took from a host which also has a block of the cut.
-            total, size, first = rate, 1, block
-            for earlier in range(block - 1, -1, -1):
-                if furthest[earlier] > first:
-                    total, size, first = total + taken[earlier], size + 1, earlier
-            smallest = min(smallest, total / size)
-    return smallest
+    def _tightest(self, taken: Sequence[float], furthest: Sequence[int], demand: float) -> float:
+        """The smallest ratio among the cuts that keep ``demand`` tokens per second from some block; ``demand`` if none does."""
+        smallest = demand
+        for part, (start, end) in enumerate(pairwise(self._bounds)):
+            if taken[part] < (end - start) * demand * (1 - ROUNDING):
+                # The cut: these blocks and, of those before them, all that took from a host which also has a block of the cut.
+                total, size, first = taken[part], end - start, start
+                for earlier in range(part - 1, -1, -1):
+                    if furthest[earlier] > first:
+                        first = self._bounds[earlier]
+                        total, size = total + taken[earlier], size + self._bounds[earlier + 1] - first
+                smallest = min(smallest, total / size)
+        return smallest

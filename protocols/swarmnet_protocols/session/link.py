@@ -56,7 +56,7 @@ class Outbox:
 class LinkSender:
     """Sends the steps of an outbox to the next hop, and for some time to its standby too: each by a call of ``run``.
 
-    ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the dtype that is sent.
+    ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the element type that is sent.
     """
 
     transport: Transport

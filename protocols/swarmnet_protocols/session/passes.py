@@ -10,7 +10,7 @@ import torch
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.session.steps import decode_tensor, encode_tensor, wire_dtype
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_dtype
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
@@ -67,4 +67,4 @@ async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: in
 
 
 def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
-    return max(1, PASS.max_payload_bytes // (hidden_size * dtype.itemsize))
+    return max(1, PASS.max_payload_bytes // (position_bytes(dtype, hidden_size)))

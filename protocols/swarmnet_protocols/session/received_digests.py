@@ -9,7 +9,8 @@ import hashlib
 import torch
 
 from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
-from swarmnet_protocols.session.steps import Step, encode_tensor
+from swarmnet_protocols.session.steps import Step
+from swarmnet_protocols.session.wire_tensors import encode_tensor
 
 MAX_DIGEST_POSITIONS = 256
 """Positions of a sequence that are digested, and that an audit asks for, at most."""

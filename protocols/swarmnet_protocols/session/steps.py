@@ -10,6 +10,7 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 256
@@ -18,13 +19,6 @@ MAX_SEQUENCE = 1 << 16
 """The largest number of a sequence."""
 MAX_POSITION = 1 << 24
 """Positions of one sequence at most."""
-
-_DTYPES: dict[int, torch.dtype] = {
-    pb.DTYPE_FLOAT32: torch.float32,
-    pb.DTYPE_BFLOAT16: torch.bfloat16,
-    pb.DTYPE_FLOAT16: torch.float16,
-}
-_WIRE = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -109,51 +103,9 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
             )
 
 
-def wire_dtype(code: int) -> torch.dtype:
-    """The dtype of a code from a peer. Raises ``ProtocolViolation`` for an unknown one."""
-    dtype = _DTYPES.get(code)
-    if dtype is None:
-        raise ProtocolViolation(f"unknown dtype {code}")
-    return dtype
-
-
-def wire_code(dtype: torch.dtype) -> "pb.DType":
-    """The code of a dtype."""
-    return _WIRE[dtype]  # type: ignore[return-value]
-
-
-def encode_tensor(values: torch.Tensor) -> tuple[pb.Tensor, memoryview]:
-    """Header and payload of a CPU tensor [P, D]. The payload shares the memory of a contiguous tensor."""
-    contiguous = values.detach().contiguous()
-    header = pb.Tensor(dtype=wire_code(contiguous.dtype), shape=list(contiguous.shape))
-    if contiguous.numel() == 0:
-        return header, memoryview(b"")
-    return header, contiguous.view(torch.uint8).numpy().data.cast("B")
-
-
-def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """The tensor [positions, hidden_size] of a header and payload from a peer. Raises ``ProtocolViolation`` for any other shape or size.
-
-    The payload is in memory and bounded by its frame; nothing is allocated because a header claims it.
-    """
-    dtype = wire_dtype(header.dtype)
-    _check_shape(header, [positions, hidden_size])
-    if len(payload) != positions * hidden_size * dtype.itemsize:
-        raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {dtype}")
-    if positions == 0:
-        return torch.empty(0, hidden_size, dtype=dtype)
-    writable = payload if isinstance(payload, bytearray) else bytearray(payload)
-    return torch.frombuffer(writable, dtype=dtype).reshape(positions, hidden_size)
-
-
-def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
-    if list(header.shape) != expected:
-        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} instead of {expected}")
-
-
-def encode_step(step: Step, dtype: torch.dtype) -> tuple[pb.Step, memoryview]:
-    """Message and payload of a step whose values are [P, D], sent as ``dtype``."""
-    tensor, payload = encode_tensor(step.values.to(dtype))
+def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
+    """Message and payload of a step whose values are [P, D], sent as ``wire``."""
+    tensor, payload = encode_tensor(step.values, wire)
     rows = [
         pb.Row(
             sequence=row.sequence,

@@ -25,6 +25,7 @@ from swarmnet.cli.options import (
     SpeculateOption,
     SwarmOption,
     TransportOption,
+    WireOption,
     check_at_least_zero,
     check_share,
     parse_max_disk,
@@ -103,6 +104,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
     ] = None,
     dtype: DtypeOption = "auto",
+    wire: WireOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
@@ -136,7 +138,13 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
     with (
         _open(
-            model, network, dtype, files, standby=standby, is_adapted=adapter is not None, quiet=as_json
+            model,
+            network,
+            (dtype, wire),
+            files,
+            standby=standby,
+            is_adapted=adapter is not None,
+            quiet=as_json,
         ) as opened,
         _adapted(opened, adapter) as answering,
     ):
@@ -182,21 +190,23 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 def _open(  # noqa: PLR0913 - options of the command line
     name: str,
     network: Network,
-    dtype: str,
+    formats: tuple[str, str],
     files: tuple[Path, int | None],
     *,
     standby: bool,
     is_adapted: bool,
     quiet: bool,
 ) -> Iterator["SwarmModel"]:
-    """``files``: the folder of model files, and most bytes of parts in it."""
+    """``formats``: of the weights and of the wire. ``files``: the folder of model files, and most bytes of parts in it."""
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
         import_transformers()
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
 
-        options = replace(LoadOptions.picked(dtype, only_generates=not is_adapted), standby=standby)
+        dtype, wire = formats
+        options = LoadOptions.picked(dtype, only_generates=not is_adapted, wire=wire)
+        options = replace(options, standby=standby)
         cache_dir, max_disk_bytes = files
         model = load(
             name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes

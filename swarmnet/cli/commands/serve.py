@@ -27,6 +27,7 @@ from swarmnet.cli.options import (
     SpeculateOption,
     SwarmOption,
     TransportOption,
+    WireOption,
     device_option,
     parse_max_disk,
 )
@@ -64,6 +65,7 @@ class _Serving:
     quota: "Quota"
     max_concurrent: int
     dtype: str
+    wire: str
     device: str
     speculate: bool
     as_json: bool
@@ -124,6 +126,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
     dtype: DtypeOption = "auto",
+    wire: WireOption = "auto",
     speculate: SpeculateOption = True,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
@@ -156,7 +159,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             max_disk_bytes=max_disk_bytes,
         )
     serving = _Serving(
-        host, port, access, quota, max_concurrent, dtype, device, speculate, as_json, stop_on_eof
+        host, port, access, quota, max_concurrent, dtype, wire, device, speculate, as_json, stop_on_eof
     )
     prepare_rendering()
     allow_open_files(MAX_FILES)
@@ -221,7 +224,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     if serving.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
-    options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True)
+    options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
     limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))

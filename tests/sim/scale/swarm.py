@@ -133,6 +133,11 @@ class SimulatedSwarm:
         self._snapshot: Snapshot | None = None
         self._snapshot_at = -math.inf
         self._changed = True
+        """Whether anything happened since the last snapshot,"""
+        self._unmeasured = True
+        """and since the last measurement."""
+        self.measures.gaps = [0] * blocks
+        self._is_gap = [True] * blocks
         self.after(MEASURE_S, self._measure)
 
     @property
@@ -153,7 +158,7 @@ class SimulatedSwarm:
         self.now = until
 
     def _happened(self, what: str, host: SimulatedHost, *details: object) -> None:
-        self._changed = True
+        self._changed = self._unmeasured = True
         self._trace.update(f"{self.now!r} {what} {host.id} {details}\n".encode())
 
     # ---- hosts -------------------------------------------------------------------------------------------
@@ -318,6 +323,19 @@ class SimulatedSwarm:
 
     def _measure(self) -> None:
         measures = self.measures
+        if self._unmeasured:
+            self._measure_anew()
+            self._unmeasured = False
+        else:
+            for figures in (measures.hosts, measures.coverage, measures.of_optimum, measures.weakest):
+                figures.append(figures[-1])
+        measures.times.append(self.now)
+        measures.gaps = [missing + gap for missing, gap in zip(measures.gaps, self._is_gap, strict=True)]
+        measures.host_s += MEASURE_S * measures.hosts[-1]
+        self.after(MEASURE_S, self._measure)
+
+    def _measure_anew(self) -> None:
+        measures = self.measures
         alive = self.serving()
         supply = Supply(self.blocks)
         for host in alive:
@@ -329,12 +347,8 @@ class SimulatedSwarm:
         )
         rates = supply.rates()
         best = supply.mean + idle / self.blocks
-        measures.times.append(self.now)
+        self._is_gap = [not rate for rate in rates]
         measures.hosts.append(len(alive))
-        measures.gaps = measures.gaps or [0] * self.blocks
-        measures.gaps = [missing + (not rate) for missing, rate in zip(measures.gaps, rates, strict=True)]
         measures.coverage.append(sum(map(bool, rates)) / self.blocks)
         measures.of_optimum.append(supply.throughput() / best if best else 0.0)
         measures.weakest.append(min(rates) / (sum(rates) / self.blocks) if any(rates) else 0.0)
-        measures.host_s += MEASURE_S * len(alive)
-        self.after(MEASURE_S, self._measure)

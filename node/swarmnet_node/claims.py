@@ -1,0 +1,53 @@
+"""The claims of other hosts to blocks, by which a node chooses its blocks and moves to others."""
+
+import random
+from dataclasses import replace
+from statistics import median
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.host_announcements import HostSample
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.wire import records_pb2 as pb
+
+HOSTS_READ = 512
+"""Announcements of other hosts that a node reads to choose its blocks, about."""
+_NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
+
+
+class ClaimReader:
+    """Reads the claims of all hosts of a model with ``blocks`` blocks but ``me``, or of a random sample of them in a large swarm."""
+
+    def __init__(
+        self, directory: Directory, manifest: bytes, rng: random.Random, *, me: PeerId, blocks: int
+    ) -> None:
+        self._hosts = HostSample(directory, manifest, rng, wanted=HOSTS_READ)
+        self._me = me
+        self._blocks = blocks
+
+    async def read(
+        self, *, moved: bool = False, blocks: tuple[int, int] | None = None
+    ) -> tuple[list[Claim], float]:
+        """The blocks that others serve or intend to, and the blocks per second to expect of a host that is not measured yet.
+
+        ``moved``: hosts that are about to move count where they will be. ``blocks``: with every host of these blocks [start, end), also in a
+        large swarm. Raises ``SwarmnetError`` if the directory does not answer.
+        """
+        others = [
+            (each.info, each.body)
+            for each in await self._hosts.refresh(blocks=blocks)
+            if each.info.peer != self._me and each.body.state not in _NOT_SERVING and not each.is_incompatible
+        ]
+        # Nodes that join at the same time and see the same records compute the same value.
+        usual = median([1 / info.block_s for info, _ in others if info.step_s > 0] or [1.0])
+        claims = []
+        for info, body in others:
+            blocks_per_s = 1 / info.block_s if info.step_s > 0 else usual
+            is_settled = body.state != pb.HOST_STATE_CHOOSING
+            claim = Claim(info.peer, info.start, info.end, blocks_per_s, is_settled, may_move=not body.stays)
+            if body.next_start < body.next_end <= self._blocks:
+                after = replace(claim, start=body.next_start, end=body.next_end, settled=moved)
+                claims += [after] if moved else [claim, after]
+            else:
+                claims.append(claim)
+        return claims, usual

@@ -1,0 +1,163 @@
+"""Moves of a node to other blocks, which it makes when the swarm needs those more.
+
+A node looks at the claims of all hosts now and then, and moves as ``routing/rebalancing.py`` decides:
+
+1. **Announced.** Its announcement names the next blocks, so that others neither join nor move to the same place.
+2. **Loaded.** They are loaded beside the present ones, whose sessions go on.
+3. **Served.** When other hosts have the present blocks, new sessions use the next ones, and those of the former are handed over.
+4. **Dropped.** The former blocks are freed.
+
+Where the memory has no room for both, the node ends once its sessions are handed over, and its supervisor runs it with the next blocks.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from swarmnet_node.claims import ClaimReader
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.routing.rebalancing import LOOK_S, Looks, Move, Outlook, may_leave, should_move
+from swarmnet_protocols.routing.throughput import Claim
+
+_log = logging.getLogger(__name__)
+
+DRAIN_S = 120.0
+"""Seconds that sessions have to move off blocks that the node leaves, of which other hosts have copies."""
+DRAIN_GAP_S = 2.5
+"""The same when the node fills a gap: until it does, the model cannot be served."""
+MAY_LEAVE_LOOKS = 4
+"""Looks at the swarm after which a node gives up a move, because it may not leave its blocks."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The blocks [start, end) ``span`` that a node serves, and how it came to them. It keeps them across a pause."""
+
+    span: tuple[int, int]
+    reason: str
+    """The reason why it serves these, for its owner."""
+    moved_from: tuple[int, int] | None = None
+    """The blocks that it served before; None if it has not moved."""
+    looks: Looks = field(default_factory=Looks)
+    """Its earlier looks at the swarm."""
+
+    def after(self, move: Move) -> "Placed":
+        return replace(self, span=(move.start, move.end), reason=move.reason, moved_from=self.span)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Blocks that are ready to be served, and the measured seconds of one token through them."""
+
+    stage: Stage
+    step_s: float
+
+
+class Movable(Protocol):
+    """A node, as its moves need it."""
+
+    placed: Placed
+    next: Placed | None
+    """What it will serve soon instead. A node that ends meanwhile is to be run again with it."""
+
+    @property
+    def claim(self) -> Claim:
+        """Its claim to the blocks that it serves."""
+
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the memory has room for so many more blocks beside the present ones."""
+
+    async def load(self, span: tuple[int, int]) -> Loaded:
+        """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
+
+    async def switch(self, loaded: Loaded, drain_s: float) -> None:
+        """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
+
+    async def try_to_announce(self) -> None: ...
+
+    def finish(self, grace_s: float) -> None:
+        """End once all sessions are handed over, or after ``grace_s``."""
+
+
+class Mover:
+    """Moves ``node`` to blocks that the swarm needs more, ``length`` of them or as many as it has. The model has ``blocks``."""
+
+    def __init__(
+        self, node: Movable, claims: ClaimReader, rng: random.Random, *, length: int, blocks: int
+    ) -> None:
+        self._node = node
+        self._claims = claims
+        self._rng = rng
+        self._length = length
+        self._blocks = blocks
+
+    async def run(self) -> None:
+        """Look at the swarm again and again, and move; returns only when the node has to end for it."""
+        node = self._node
+        while node.next is None:
+            await asyncio.sleep(LOOK_S * self._rng.uniform(0.8, 1.2))
+            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
+                move = await self._look()
+                if move is not None and (move.start, move.end) != node.placed.span:
+                    await self._move(move)
+
+    async def _look(self) -> Move | None:
+        mine, others = await self._settled_claims()
+        length = max(self._length, mine.end - mine.start)
+        loop = asyncio.get_running_loop()
+        outlook = Outlook([mine, *others], blocks=self._blocks)
+        looks = self._node.placed.looks
+        decide = partial(should_move, outlook, mine, looks, length=length, now=loop.time(), rng=self._rng)
+        # With hundreds of hosts it takes tens of milliseconds, in which the loop would send no step.
+        move, looks = await loop.run_in_executor(None, decide)
+        self._node.placed = replace(self._node.placed, looks=looks)
+        return move
+
+    async def _settled_claims(self, blocks: tuple[int, int] | None = None) -> tuple[Claim, list[Claim]]:
+        """The claim of the node to the blocks that it serves, and those of others, as ``ClaimReader.read``."""
+        others, _ = await self._claims.read(blocks=blocks)
+        return self._node.claim, others
+
+    async def _may_leave(self) -> bool:
+        mine, others = await self._settled_claims(self._node.placed.span)
+        return may_leave([mine, *others], mine, blocks=self._blocks)
+
+    async def _move(self, move: Move) -> None:
+        """Serve other blocks in place of the present ones, and go on serving these until the others are loaded.
+
+        Where the memory has no room for both, the node ends, with the others as its next ones.
+        """
+        node = self._node
+        node.next = node.placed.after(move)
+        drain_s = DRAIN_GAP_S if move.fills_gap else DRAIN_S
+        ends = False
+        _log.info("moving to blocks %d:%d: %s", move.start, move.end, move.reason)
+        await node.try_to_announce()
+        try:
+            if node.has_room_for(move.end - move.start):
+                loaded = await node.load(node.next.span)
+                if move.fills_gap or await self._will_be_spared():
+                    await node.switch(loaded, drain_s)
+            elif move.fills_gap or await self._may_leave():
+                ends = True
+                node.finish(drain_s)
+        except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has
+            _log.warning("the move to blocks %d:%d failed: %s", move.start, move.end, error)
+        finally:
+            if not ends:
+                node.next = None
+
+    async def _will_be_spared(self) -> bool:
+        """Whether the node may leave its blocks, at one of a few looks: others may have left since it decided to."""
+        for look in range(MAY_LEAVE_LOOKS):
+            if look:
+                await asyncio.sleep(LOOK_S * self._rng.uniform(0.8, 1.2))
+            if await self._may_leave():
+                return True
+        _log.info("stayed, for others have left these blocks")
+        return False

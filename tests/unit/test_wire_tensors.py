@@ -1,0 +1,92 @@
+"""Tensors on the wire: what comes back of them, the error of the 8-bit type, and hostile bytes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.session.wire_tensors import (
+    BLOCK,
+    as_received,
+    decode_tensor,
+    decoded_dtype,
+    encode_tensor,
+    position_bytes,
+)
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+
+def activations(positions: int, hidden_size: int, seed: int = 0) -> torch.Tensor:
+    """Random values of which a few channels are a thousand times larger, as in residual streams."""
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(positions, hidden_size, generator=source)
+    values[:, 0] *= 1000
+    return values
+
+
+def sent(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """Values after the wire."""
+    header, payload = encode_tensor(values, wire)
+    positions, hidden_size = values.shape
+    assert len(payload) == positions * position_bytes(wire, hidden_size)
+    return decode_tensor(header, bytes(payload), positions=positions, hidden_size=hidden_size)
+
+
+@pytest.mark.parametrize("wire", TYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (7, 33), (256, 4), (0, 64)])
+def test_the_receiver_has_what_as_received_says(wire: torch.dtype, shape: tuple[int, int]) -> None:
+    values = activations(*shape)
+    received = sent(values, wire)
+    assert received.dtype == decoded_dtype(wire)
+    assert torch.equal(received, as_received(values, wire))
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.integers(0, 1000),
+    st.floats(1e-30, 1e30),
+    st.booleans(),
+)
+def test_the_error_of_eight_bits_is_bounded(
+    positions: int, hidden_size: int, seed: int, size: float, has_zeros: bool
+) -> None:
+    values = activations(positions, hidden_size, seed) * size
+    if has_zeros:
+        values[:, ::2] = 0
+    error = (sent(values, torch.int8) - values).abs()
+    outliers = values.abs().topk(-(-hidden_size // 128), dim=1).indices
+    inner = values.scatter(1, outliers, 0.0).abs()
+    for start in range(0, hidden_size, BLOCK):
+        block = slice(start, start + BLOCK)
+        largest = inner[:, block].amax(1, keepdim=True)
+        bound = torch.maximum(largest.expand_as(inner[:, block]) / 252, values[:, block].abs() / 256)
+        assert (error[:, block] <= bound).all()
+
+
+def test_eight_bits_are_a_quarter_of_float32_and_leave_small_channels_beside_large_ones() -> None:
+    values = activations(100, 4096)
+    assert position_bytes(torch.int8, 4096) <= 0.285 * position_bytes(torch.float32, 4096)
+    error = (sent(values, torch.int8) - values)[:, 1:]
+    assert error.square().mean().sqrt() < 0.006 * values[:, 1:].square().mean().sqrt()
+
+
+def test_the_bytes_of_a_position_do_not_depend_on_the_others() -> None:
+    values = activations(9, 576)
+    together = bytes(encode_tensor(values, torch.int8)[1])
+    alone = b"".join(bytes(encode_tensor(position[None], torch.int8)[1]) for position in values)
+    assert together == alone
+
+
+def test_hostile_eight_bit_payloads_are_refused() -> None:
+    values = activations(2, 64)
+    header, payload = encode_tensor(values, torch.int8)
+    with pytest.raises(ProtocolViolation, match="bytes for a tensor"):
+        decode_tensor(header, bytes(payload)[:-1], positions=2, hidden_size=64)
+    for channel in (-1, 64):
+        hostile = bytearray(payload)
+        hostile[-6:-2] = channel.to_bytes(4, "little", signed=True)
+        with pytest.raises(ProtocolViolation, match="outlier outside"):
+            decode_tensor(header, hostile, positions=2, hidden_size=64)
