@@ -103,7 +103,7 @@ def load_adapter(model: Any, directory: Path) -> Any:
             raise other
         with quiet_peft():
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # refused below
-            # Pairs are created without memory; those that are in the file get theirs as they are loaded.
+            # Pairs of LoRA matrices are created without memory; those that the file has get memory when they are loaded.
             adapted = PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error

@@ -21,7 +21,7 @@ MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 256
 MAX_SHOWN = 5
-"""Most bad rows that an error lists."""
+"""The number of bad rows that an error lists at most."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RowFile:
 
     @property
     def cut(self) -> int:
-        """Number of rows that lost their end."""
+        """The number of rows that were longer than ``max_length`` and lost their end."""
         return sum(row.cut for row in self.rows)
 
 

@@ -1,7 +1,7 @@
 """The control messages of a round with their wire form, and the effects that its state machine returns.
 
-``RoundState.receive`` (round_state.py) takes control messages, the effect ``Send`` has those to send. Numbers in received messages are checked
-against :class:`Shape`.
+``RoundState.receive`` (round_state.py) takes the control messages that arrive; the effect ``Send`` carries those to be sent. Numbers in received
+messages are checked against :class:`Shape`.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Report:
-    """Promise to accept nothing below ``attempt``, with the results held of every slice and the last vote (Paxos phase 1b)."""
+    """The sender accepts no attempt below ``attempt`` any more (Paxos phase 1b).
+
+    ``held`` has, for each slice, the hashes of the results that the sender holds; ``vote`` is the last proposal that it accepted.
+    """
 
     attempt: int
     held: tuple[tuple[bytes, ...], ...]
@@ -58,7 +61,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The state of one slice: the member that reduces it, the hash of the result chosen (b"": none yet) and a member that holds it."""
+    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of the result that was chosen for it, b"" while
+    there is none, and ``holder`` a member that holds this result."""
 
     reducer: int
     chosen: bytes = b""

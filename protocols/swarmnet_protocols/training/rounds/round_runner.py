@@ -60,8 +60,8 @@ T = TypeVar("T")
 class Outcome:
     """How a round ended at this member: committed, discarded (neither ``committed`` nor ``behind``), or behind.
 
-    ``committed``: ``average`` [n] has the same bits at every member that committed. Otherwise ``average`` is None.
-    Discarded: no member has an average. ``behind``: the others may have committed, so this worker has to compare its state with theirs.
+    If it was ``committed``, ``average`` [n] has the same bits at every member that committed; otherwise ``average`` is None. If it was discarded, no
+    member has an average. If this member is ``behind``, the others may have committed, so this worker has to compare its state with theirs.
     """
 
     committed: bool
@@ -207,7 +207,10 @@ class RoundRunner:
             await self._take(member, request, payload)
 
     def close(self) -> None:
-        """End all streams and free the results at once: links refer to this object, so it lives until the garbage collector runs. Idempotent."""
+        """End all streams and free the results. Idempotent.
+
+        Results are freed here because links refer to this object, which therefore lives until the garbage collector runs.
+        """
         self._closed = True
         for task in self._link_tasks.values():
             task.cancel()
@@ -320,8 +323,8 @@ class RoundRunner:
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
-                # Where contributions are signed, the sender made it up: an honest member forwards only results that it has verified.
-                # Without signatures an honest member may forward a result of which only the author of a contribution sees the forgery.
+                # If contributions are signed, the sender forged the result: an honest member forwards only results that it has verified. Without
+                # signatures, an honest member may forward a forged result, since only the author of a contribution can see the forgery.
                 if reader.terms.verification is not None:
                     self._refuted[self._terms.members[member].peer] = str(error)
                 raise
@@ -331,7 +334,10 @@ class RoundRunner:
     def _add_part(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
     ) -> PartialPayload | None:
-        """Add a part; the whole payload once all parts have arrived. One payload of each kind at a time from each member."""
+        """Add a part of a payload; returns the payload when its last part arrives, else None. A member sends one payload of a kind at a time.
+
+        Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
+        """
         if header.offset == 0:
             summary, hash_bytes = b"", CONTRIBUTION_HASH_BYTES
             if isinstance(header, pb.Result):
