@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=30, help="seeds of each randomized simulation")
+    group.addoption("--seeds", type=int, default=15, help="seeds of each randomized simulation")
     group.addoption("--first-seed", type=int, default=0, help="the first seed; a failure names its seed")
 
     parts = parser.getgroup("parts")

@@ -22,6 +22,12 @@ class Defence:
     fails: Callable[[Path], object]
 
 
+def unshrunk(test: Any) -> Callable[..., object]:
+    """The function under a hypothesis test, for one example: finding and shrinking one takes seconds."""
+    inner: Callable[..., object] = test.hypothesis.inner_test
+    return inner
+
+
 def nothing(*_: Any, **__: Any) -> None:
     pass
 

@@ -1,6 +1,7 @@
 """Defences against peers that make others dial addresses."""
 
 from collections.abc import Iterator
+from ipaddress import IPv4Address
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -13,11 +14,13 @@ from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
 from swarmnet_protocols.net.p2pd import transport as p2pd
 from swarmnet_protocols.wire import records_pb2
 from tests.conformance import test_p2pd
-from tests.defences import Defence, Patch, nothing, replacing, yes
+from tests.defences import Defence, Patch, nothing, replacing, unshrunk, yes
 from tests.limit_defences import of_a_host
 from tests.properties import test_dialling
 from tests.sim import test_introductions
 from tests.sim.test_introductions import ADDRESSES
+
+MANY_ADDRESSES = [IPv4Address(f"93.184.216.{last}") for last in range(20)]
 
 
 def stranger_names_addresses(folder: Path) -> None:
@@ -77,7 +80,7 @@ DIALS = (
     Defence(
         "few addresses of each peer are dialled",
         replacing(dialling, "MAX_DIALLED", 1000),
-        lambda _: test_dialling.test_only_the_first_few_addresses_are_dialled(),
+        lambda _: unshrunk(test_dialling.test_only_the_first_few_addresses_are_dialled)(MANY_ADDRESSES),
     ),
     Defence(
         "a next hop is dialled at addresses that it signed",

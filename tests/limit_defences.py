@@ -20,7 +20,7 @@ from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.resources import Resource, Scope
 from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
-from tests.defences import Defence, Patch, nothing, replacing, yes
+from tests.defences import Defence, Patch, nothing, replacing, unshrunk, yes
 from tests.properties import test_framing
 from tests.sim import (
     test_client_defences,
@@ -149,7 +149,7 @@ LIMITS = (
     Defence(
         "refusals have a size limit",
         replacing(framing, "MAX_REFUSAL_BYTES", 1 << 40),
-        lambda _: test_framing.test_an_oversized_refusal_is_a_violation(),
+        lambda _: unshrunk(test_framing.test_an_oversized_refusal_is_a_violation)(1 << 31, b""),
     ),
     Defence(
         "a refused stream that stays open is closed",

@@ -13,6 +13,7 @@ from swarmnet_protocols.training.jobs import open_job
 from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
+LIMIT_S = 300.0
 FORGED, CLAIMED, ENOUGH = 0.0666, 300, 9
 HONEST = ("anna", "boris", "clara", "dora", "emma")
 
@@ -56,7 +57,7 @@ def attacked(
                     lab.workers[each].stop()
 
     lab.observer = watch
-    run(train(lab, *honest))
+    run(train(lab, *honest, limit_s=LIMIT_S))
     return lab
 
 

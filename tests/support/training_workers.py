@@ -166,9 +166,10 @@ class WorkerLab:
             await self.workers[name].run()
 
 
-async def train(lab: WorkerLab, *names: str) -> None:
+async def train(lab: WorkerLab, *names: str, limit_s: float = 3000.0) -> None:
+    """Run these workers until all have ended. Raises ``TimeoutError`` after ``limit_s`` of virtual time."""
     try:
-        async with asyncio.timeout(3000):
+        async with asyncio.timeout(limit_s):
             for name in names:
                 lab.start(name)
             await lab.finished()
