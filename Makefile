@@ -90,6 +90,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.handover --moves 10
 	$(BIN)/python -m tests.bench.chaos
 	$(BIN)/python -m tests.bench.wan_decode
+	$(BIN)/python -m tests.bench.wan_prompt
 	$(BIN)/python -m tests.bench.speculation
 	$(BIN)/python -m tests.bench.nat
 	$(BIN)/python -m tests.bench.transports

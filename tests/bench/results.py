@@ -147,6 +147,14 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("three hops, 50 ms round trip", "tokens/s", "", key("rounds", rtt_ms=50)),
             Headline("three hops, 100 ms round trip", "tokens/s", "", key("rounds", rtt_ms=100)),
         ],
+        "wan_prompt": [
+            Headline(
+                "first token of 2,048, 20 Mbit/s, int8",
+                "of float32",
+                "at most 0.35",
+                key("int8_of_float32", positions=2048),
+            ),
+        ],
         "nat": [
             Headline("first answer of any pair of routers", "s", "at most 15", key("first_s")),
             Headline("pairs of routers with a direct link, of 16", "", "at least 11", key("direct_pairs")),

@@ -118,10 +118,12 @@ class Swarm:
 class RunProcess(RunningCommand):
     """``swarmnet run --stream`` with a prompt: tokens are seen as they arrive."""
 
-    def __init__(self, lab: Swarm, prompt: str, tokens: int = 200, place: Place = LOOPBACK) -> None:
+    def __init__(
+        self, lab: Swarm, prompt: str, tokens: int = 200, place: Place = LOOPBACK, *options: str
+    ) -> None:
         arguments = ("run", lab.model, prompt, "--raw", "--stream", "-n", str(tokens))
         where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
-        super().__init__((*arguments, *where), lab.directory / "run.log", place)
+        super().__init__((*arguments, *options, *where), lab.directory / "run.log", place)
 
     def finish(self) -> tuple[int, dict[str, Any]]:
         """The exit code and the last event that it printed."""
