@@ -21,7 +21,7 @@ from swarmnet_protocols.session.received_digests import DIGEST_BYTES
 from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype, wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
-_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+_ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16}
 """Dtypes by the part of a precision that names the activations."""
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
@@ -31,8 +31,9 @@ class ChainSpec:
     """The requirements of a chain.
 
     It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which the client has as
-    ``dtype``. They travel between peers as ``wire``; None: as ``wire_of`` decides. Hosts apply ``adapter``; the positions of its prefix count as positions of every sequence. ``log_bytes`` bounds the log
-    of inputs that the client keeps for replays. ``standby``: each hop has a standby, where other hosts have its blocks.
+    ``dtype``. ``wire``: the element type in which they travel; None: that of the sending host. Hosts apply ``adapter``; the positions of
+    its prefix count as positions of every sequence. ``log_bytes`` bounds the log of inputs that the client keeps for replays. ``standby``:
+    each hop has a standby, where other hosts have its blocks.
     """
 
     blocks: int
@@ -50,11 +51,11 @@ class ChainSpec:
         return 0 if self.adapter is None else self.adapter.prefix_positions
 
     def wire_of(self, precision: str) -> torch.dtype:
-        """The element type of what a host sends that computes in ``precision``, and of what the client sends to it if it is the first hop.
+        """The element type of the outputs of a host that computes in ``precision``; for the first hop of a chain also of its inputs.
 
-        Unless ``wire`` is given, a host that computes with 16 bits loses nothing by it.
+        That is ``wire`` if it is given. Otherwise it is the type in which the host computes, so that nothing is lost.
         """
-        return self.wire or _HALVES.get(precision.partition("/")[2], self.dtype)
+        return self.wire or _ACTIVATIONS.get(precision.partition("/")[2], self.dtype)
 
 
 @dataclass
