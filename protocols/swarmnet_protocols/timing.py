@@ -22,7 +22,7 @@ class Timing:
     open_s: float = 2.5
     """Timeout for dialling a peer and opening a stream."""
     alive_s: float = 0.5
-    """Timeout of the ping that follows the opening of a stream. Without an answer the connection is closed."""
+    """Timeout of the ping that follows the opening of a stream. The connection is closed without an answer, if nothing came for ``silence_s``."""
     reply_s: float = 5.0
     """Timeout for the reply to a request."""
     first_message_s: float = 5.0

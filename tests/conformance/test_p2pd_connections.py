@@ -93,8 +93,22 @@ async def a_line_busy_with_what_we_sent(
     await hears(stream, MUCH)
 
 
+@contextlib.asynccontextmanager
+async def a_line_busy_with_what_others_send(
+    detour: Detour, stream: Stream, process: asyncio.subprocess.Process
+) -> AsyncIterator[None]:
+    """A slow uplink of the peer: what it says arrives 1.7 s late, and the answer to a ping with it."""
+    held = detour.hold()
+    asyncio.get_running_loop().call_later(1.7, held.set)
+    await stream.send(Message(b"", b"late"))
+    yield
+    await hears(stream, b"late")
+
+
 @pytest.mark.parametrize(
-    "silence", [a_process_held_up, a_line_busy_with_what_we_sent], ids=lambda silence: silence.__name__
+    "silence",
+    [a_process_held_up, a_line_busy_with_what_we_sent, a_line_busy_with_what_others_send],
+    ids=lambda silence: silence.__name__,
 )
 def test_a_silent_but_working_connection_stays(
     silence: Silence, p2pd_lab: P2pdLab, protocol: ProtocolSpec, tmp_path: Path

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -177,7 +178,7 @@ class P2pdTransport:
     ) -> FramedStream:
         """As ``Transport.open``. Addresses are dialled if ``dialable`` allows them or the owner named them.
 
-        The stream opens even if the connection is dead. Within ``alive_s`` a ping detects that and closes the connection with all its
+        The stream opens even if the connection is dead. A ping detects that and closes the connection with all its
         streams, so that the next stream is opened over a new one.
         """
         try:
@@ -216,18 +217,22 @@ class P2pdTransport:
         self._connection_guard.dialled(peer)
 
     async def _check_alive(self, peer: PeerId) -> None:
-        """Close the connection to ``peer`` if it does not answer a ping.
+        """Close the connection to ``peer`` if it does not answer a ping and sends nothing else for ``silence_s``.
 
         After an interruption of the path TCP retransmits about as long after it as it lasted, and p2pd keeps the connection for 40 s.
         Meanwhile streams over it open, and nothing arrives.
         """
         clock, alive_s = asyncio.get_running_loop().time, self._timing.alive_s
         asked = clock()
-        if peer in self._pinging or self._has_received(peer, asked - alive_s):
+        if peer in self._pinging or self._heard_at(peer) > asked - alive_s:
             return
         self._pinging.add(peer)
         try:
-            if await self._daemon.answers(peer, within_s=alive_s) or self._has_received(peer, asked):
+            if await self._daemon.answers(peer, within_s=alive_s) or self._heard_at(peer) > asked:
+                return
+            # An answer may be late in the queue of a slow uplink, behind a long prompt.
+            await asyncio.sleep(self._heard_at(peer) + self._timing.silence_s - clock())
+            if self._heard_at(peer) > asked:
                 return
             if any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer)):
                 return
@@ -238,8 +243,9 @@ class P2pdTransport:
         finally:
             self._pinging.discard(peer)
 
-    def _has_received(self, peer: PeerId, since: float) -> bool:
-        return any(stream.received_at > since for stream in self.endpoint.streams_with(peer))
+    def _heard_at(self, peer: PeerId) -> float:
+        """Loop time of the last bytes of ``peer`` on any stream; minus infinity without one."""
+        return max((stream.received_at for stream in self.endpoint.streams_with(peer)), default=-math.inf)
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs from which ``peer`` is connected."""
