@@ -13,7 +13,7 @@ from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.resources import Scope
 from swarmnet_protocols.net.subnets import SubnetLimits
-from swarmnet_protocols.session import steps
+from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.training import matchmaking, rosters
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.wire import session_pb2, workers_pb2
@@ -75,7 +75,7 @@ FLOODS = (
     ),
     Defence(
         "the shape of a tensor is checked before memory is allocated",
-        replacing(steps, "_check_shape", nothing),
+        replacing(wire_tensors, "_check_shape", nothing),
         lambda _: test_hostile_messages.test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(
             (1 << 30, 1 << 30)
         ),

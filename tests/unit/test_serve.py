@@ -48,7 +48,8 @@ def test_a_gateway_goes_with_the_process_that_started_it(
         Quota(),
         1,
         "auto",
-        "auto",
+        wire="auto",
+        device="auto",
         speculate=True,
         as_json=True,
         stop_on_eof=True,
@@ -67,7 +68,16 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
     serving = serve._Serving(
-        "127.0.0.1", 0, AccessPolicy(), Quota(), 1, "auto", "auto", speculate=True, as_json=True
+        "127.0.0.1",
+        0,
+        AccessPolicy(),
+        Quota(),
+        1,
+        "auto",
+        wire="auto",
+        device="auto",
+        speculate=True,
+        as_json=True,
     )
     with pytest.raises(SwarmnetError, match="failed"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these

@@ -76,9 +76,7 @@ def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_
     other shape or size.
     """
     wire = wire_dtype(header.dtype)
-    if list(header.shape) != [positions, hidden_size]:
-        shape = list(header.shape)[:8]
-        raise ProtocolViolation(f"a tensor of shape {shape} instead of {[positions, hidden_size]}")
+    _check_shape(header, [positions, hidden_size])
     if len(payload) != positions * position_bytes(wire, hidden_size):
         raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {wire}")
     if positions == 0:
@@ -87,6 +85,11 @@ def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_
     if wire is torch.int8:
         return _dequantize(torch.frombuffer(writable, dtype=torch.uint8).view(positions, -1), hidden_size)
     return torch.frombuffer(writable, dtype=wire).reshape(positions, hidden_size)
+
+
+def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
+    if list(header.shape) != expected:
+        raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} instead of {expected}")
 
 
 def as_received(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
