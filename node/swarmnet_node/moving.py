@@ -63,7 +63,7 @@ class Movable(Protocol):
 
     placed: Placed
     next: Placed | None
-    """What it will serve soon instead. A node that ends meanwhile is to be run again with it."""
+    """The blocks to which it is moving; None while it is not. If it ends during the move, its supervisor runs it again with these."""
 
     @property
     def claim(self) -> Claim:

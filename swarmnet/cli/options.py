@@ -41,29 +41,18 @@ def _check_device(text: str) -> str:
     return text
 
 
-def _check_dtype(text: str) -> str:
-    if text not in {"auto", "float32", "bfloat16"}:
-        raise typer.BadParameter(
-            f"{text!r} is not a number format: use auto, float32 or bfloat16", param_hint="'--dtype'"
-        )
-    return text
+def _number_format(option: str, *names: str) -> Callable[[str], str]:
+    """A check that the value of ``option`` is one of these number formats."""
 
+    def check(text: str) -> str:
+        if text not in names:
+            known = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise typer.BadParameter(
+                f"{text!r} is not a number format: use {known}", param_hint=f"'{option}'"
+            )
+        return text
 
-def _check_wire(text: str) -> str:
-    if text not in {"auto", "float32", "bfloat16", "int8"}:
-        raise typer.BadParameter(
-            f"{text!r} is not a wire format: use auto, float32, bfloat16 or int8", param_hint="'--wire'"
-        )
-    return text
-
-
-def _check_host_dtype(text: str) -> str:
-    if text not in {"auto", "float32", "bfloat16", "int8", "int4"}:
-        raise typer.BadParameter(
-            f"{text!r} is not a number format: use auto, float32, bfloat16, int8 or int4",
-            param_hint="'--dtype'",
-        )
-    return text
+    return check
 
 
 def _choose_transport(name: str) -> str:
@@ -196,7 +185,7 @@ DtypeOption = Annotated[
         "--dtype",
         metavar="auto|float32|bfloat16",
         help="Number format of the weights. auto: gguf as stored or float32 on a CPU, bfloat16 on an accelerator.",
-        callback=_check_dtype,
+        callback=_number_format("--dtype", "auto", "float32", "bfloat16"),
     ),
 ]
 WireOption = Annotated[
@@ -205,7 +194,7 @@ WireOption = Annotated[
         "--wire",
         metavar="auto|float32|bfloat16|int8",
         help="Format in which activations travel between hosts. auto: as the hosts compute them. int8: a quarter of the bytes of float32, for slow links; rounding may change answers.",
-        callback=_check_wire,
+        callback=_number_format("--wire", "auto", "float32", "bfloat16", "int8"),
     ),
 ]
 HostDtypeOption = Annotated[
@@ -214,7 +203,7 @@ HostDtypeOption = Annotated[
         "--dtype",
         metavar="auto|float32|bfloat16|int8|int4",
         help="Number format of the weights. auto: as stored on a CPU, bfloat16 on an accelerator. int8, int4: quantised when they are loaded.",
-        callback=_check_host_dtype,
+        callback=_number_format("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
     ),
 ]
 MetricsOption = Annotated[

@@ -35,25 +35,30 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
 
 
+def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
+    """The options of an endpoint on a free port."""
+    return serve._Serving(
+        "127.0.0.1",
+        0,
+        AccessPolicy(),
+        Quota(),
+        1,
+        dtype="auto",
+        wire="auto",
+        device="auto",
+        speculate=True,
+        as_json=True,
+        stop_on_eof=stop_on_eof,
+    )
+
+
 @pytest.mark.usefixtures("idle")
 def test_a_gateway_goes_with_the_process_that_started_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
-    serving = serve._Serving(
-        "127.0.0.1",
-        0,
-        AccessPolicy(),
-        Quota(),
-        1,
-        "auto",
-        wire="auto",
-        device="auto",
-        speculate=True,
-        as_json=True,
-        stop_on_eof=True,
-    )
+    serving = endpoint(stop_on_eof=True)
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
@@ -67,18 +72,7 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
         raise MemoryError("not a page left")
 
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
-    serving = serve._Serving(
-        "127.0.0.1",
-        0,
-        AccessPolicy(),
-        Quota(),
-        1,
-        "auto",
-        wire="auto",
-        device="auto",
-        speculate=True,
-        as_json=True,
-    )
+    serving = endpoint()
     with pytest.raises(SwarmnetError, match="failed"):
         run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
 

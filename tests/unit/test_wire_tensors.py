@@ -12,6 +12,7 @@ from swarmnet_protocols.session.wire_tensors import (
     decode_tensor,
     decoded_dtype,
     encode_tensor,
+    is_slow,
     position_bytes,
 )
 
@@ -90,3 +91,10 @@ def test_hostile_eight_bit_payloads_are_refused() -> None:
         hostile[-6:-2] = channel.to_bytes(4, "little", signed=True)
         with pytest.raises(ProtocolViolation, match="outlier outside"):
             decode_tensor(header, hostile, positions=2, hidden_size=64)
+
+
+@pytest.mark.parametrize(("wire", "slow"), [(torch.int8, [False, True]), (torch.float32, [False, False])])
+def test_long_prompts_with_eight_bits_are_encoded_beside_the_event_loop(
+    wire: torch.dtype, slow: list[bool]
+) -> None:
+    assert [is_slow(wire, positions, 4096) for positions in (8, 256)] == slow

@@ -39,7 +39,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached, Scope
@@ -48,7 +48,7 @@ from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step
-from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, wire_dtype
+from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, is_slow, wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -390,7 +390,7 @@ class HostedSession:
             request, payload = await link.receive()
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
-            step = decode_step(request.step, payload, hidden_size=self._stage.hidden_size)
+            step = await self._decoded(request.step, payload)
             if link.peer == self.stream.peer and not step.replay and not self.stands_by:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
@@ -404,6 +404,13 @@ class HostedSession:
                 await queue.join()
             else:
                 await queue.put((step, size_bytes))
+
+    async def _decoded(self, message: pb.Step, payload: Buffer) -> Step:
+        """A step from the hop before. Raises ``ProtocolViolation``."""
+        hidden_size = self._stage.hidden_size
+        if is_slow(wire_dtype(message.tensor.dtype), sum(row.count for row in message.rows), hidden_size):
+            return await asyncio.to_thread(decode_step, message, payload, hidden_size=hidden_size)
+        return decode_step(message, payload, hidden_size=hidden_size)
 
     async def _work(self, stream: Stream, queue: _Queue, reservation: Reservation) -> None:
         while True:

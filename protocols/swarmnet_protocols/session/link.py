@@ -20,6 +20,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, Cursor
 from swarmnet_protocols.session.steps import Step, encode_step
+from swarmnet_protocols.session.wire_tensors import is_slow
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -127,5 +128,9 @@ class LinkSender:
                 self.outbox.appended.clear()
                 await self.outbox.appended.wait()
                 continue
-            message, payload = encode_step(self.render(step), self.wire)
+            rendered = self.render(step)
+            if is_slow(self.wire, *rendered.values.shape):
+                message, payload = await asyncio.to_thread(encode_step, rendered, self.wire)
+            else:
+                message, payload = encode_step(rendered, self.wire)
             await link.send(pb.LinkRequest(step=message), payload)

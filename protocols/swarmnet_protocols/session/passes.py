@@ -67,4 +67,4 @@ async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: in
 
 
 def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
-    return max(1, PASS.max_payload_bytes // (position_bytes(dtype, hidden_size)))
+    return max(1, PASS.max_payload_bytes // position_bytes(dtype, hidden_size))
