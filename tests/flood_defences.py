@@ -8,11 +8,12 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
 from swarmnet_protocols.membership import handshake, revocations
-from swarmnet_protocols.net import resources, subnets, typed_stream
+from swarmnet_protocols.net import typed_stream
+from swarmnet_protocols.net.limits import resources, subnets
+from swarmnet_protocols.net.limits.resources import Scope
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.resources import Scope
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.training import matchmaking, rosters
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
@@ -42,7 +43,7 @@ def parse_leniently(kind: type[Protobuf], header: bytes) -> Protobuf:
 
 def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_rpc
+    from swarmnet_protocols.directory.dht import rpc as dht_rpc
 
     patch.setitem(dht_rpc.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
 

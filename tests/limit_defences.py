@@ -16,9 +16,9 @@ from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
 from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe
-from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
-from swarmnet_protocols.net.resources import Resource, Scope
-from swarmnet_protocols.net.stream_scope import StreamScope
+from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.session import steps
 from tests.defences import Defence, Patch, nothing, replacing, unshrunk, yes
 from tests.properties import test_framing

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from swarmnet_protocols.directory import dht_contacts
-from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.dht import contacts as dht_contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts
 from swarmnet_protocols.directory.records import Record
-from swarmnet_protocols.net import subnets
+from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionGuard, ConnectionLimits, Use

@@ -11,7 +11,7 @@ import pytest
 from swarmnet import logs
 from swarmnet.cli import output
 from swarmnet.cli.progress import displays
-from swarmnet_protocols.directory import dht_storage
+from swarmnet_protocols.directory.dht import storage as dht_storage
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.membership import certificates
 from swarmnet_protocols.net import refusal

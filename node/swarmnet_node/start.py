@@ -15,7 +15,7 @@ from swarmnet_node.owner.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
     import torch

@@ -32,7 +32,7 @@ from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
 
 GOVERN_S = 0.5

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.resources import Rate, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M

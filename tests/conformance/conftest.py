@@ -16,10 +16,10 @@ import pytest
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport

@@ -30,10 +30,10 @@ from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.endpoint import MAX_LINGERING
 from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing

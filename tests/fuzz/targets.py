@@ -21,21 +21,21 @@ from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet_node.training import shared_state
 from swarmnet_protocols.directory import catalog, node_reports, records
-from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.fetching.pieces import PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models import gguf_file, safetensors_file
+from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session import adapters, steps
@@ -475,13 +475,13 @@ TARGETS: dict[str, Target] = {
     "gguf": Target(
         partial(from_file, gguf_file.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],
-        ("models.gguf_file.read_header",),
+        ("models.checkpoints.gguf_file.read_header",),
         max_bytes=1 << 19,
     ),
     "safetensors": Target(
         partial(from_file, safetensors_file.read_header, ".safetensors"),
         lambda: [tiny_model(".safetensors")],
-        ("models.safetensors_file.read_header",),
+        ("models.checkpoints.safetensors_file.read_header",),
         max_bytes=1 << 21,
     ),
 }

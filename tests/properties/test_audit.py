@@ -14,7 +14,7 @@ from swarmnet_client.audit import verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import TOLERANCE, Verdict, judge, relative_errors
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest

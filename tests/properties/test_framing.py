@@ -12,14 +12,6 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.flow_control import (
-    CREDIT,
-    LIMIT,
-    NEEDS_CREDIT,
-    LimitedReader,
-    ReceiveWindow,
-    SendWindow,
-)
 from swarmnet_protocols.net.framing import (
     ENDED,
     MAX_REFUSAL_BYTES,
@@ -28,8 +20,16 @@ from swarmnet_protocols.net.framing import (
     encode,
     encode_refusal,
 )
+from swarmnet_protocols.net.limits.flow_control import (
+    CREDIT,
+    LIMIT,
+    NEEDS_CREDIT,
+    LimitedReader,
+    ReceiveWindow,
+    SendWindow,
+)
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.protocol_ids import ALL
-from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import (
     MAX_DETAIL_CHARS,
     MAX_RETRY_S,

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
-from swarmnet_protocols.net.subnets import subnet_of
 
 PEER = Identity.from_seed(b"peer").peer_id
 LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)

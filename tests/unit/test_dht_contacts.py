@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarmnet_protocols.directory import dht_contacts
-from swarmnet_protocols.directory.dht_contacts import (
+from swarmnet_protocols.directory.dht import contacts as dht_contacts
+from swarmnet_protocols.directory.dht.contacts import (
     LIFETIME_S,
     MAX_CONTACT_BYTES,
     MAX_CONTACTS,

@@ -71,7 +71,7 @@ class Keeping:
     """Alice's records and her neighbourhood."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht_replication import Replicator
+        from swarmnet_protocols.directory.dht.replication import Replicator
 
         self.near = Neighbourhood(size)
         self.now = EPOCH
@@ -144,7 +144,7 @@ def test_the_next_nearest_peers_replace_silent_ones() -> None:
 
 
 def test_replicas_are_looked_up_once_a_minute_while_all_answer() -> None:
-    from swarmnet_protocols.directory.dht_replication import FOUND_S
+    from swarmnet_protocols.directory.dht.replication import FOUND_S
 
     async def scenario(keeping: Keeping) -> None:
         kept, searches = [], []

@@ -6,15 +6,13 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import (
+from swarmnet_protocols.net.limits.resources import (
     PEER_LIMITS,
     SYSTEM_LIMITS,
     Resource,
@@ -22,6 +20,8 @@ from swarmnet_protocols.net.resources import (
     ResourceManager,
     Scope,
 )
+from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.refusal import Refusal
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -87,7 +87,7 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
         prepare_hivemind()
         from hivemind.proto import dht_pb2
 
-        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
+        from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
         transport, handshakes = HandlersOnly(), SlowHandshakes()
         resources = transport.resources
@@ -194,7 +194,7 @@ def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> Non
     prepare_hivemind()
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.directory.dht_rpc import _check_found
+    from swarmnet_protocols.directory.dht.rpc import _check_found
 
     _check_found(dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * 20)] * 16))
     with pytest.raises(ProtocolViolation):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
 
 class Time:

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import MAX_BATCH_TOKENS, RECENT_S, Engine
-from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import batching_delay_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.net.resources import ResourceManager
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 

@@ -19,7 +19,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run

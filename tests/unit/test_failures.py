@@ -5,8 +5,8 @@ import pytest
 from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, Suspects, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import refusal_pb2
 
 ONE, TWO, THREE = PeerId("one"), PeerId("two"), PeerId("three")

@@ -6,8 +6,8 @@ import pytest
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.pipe import LINGER_BYTES
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2

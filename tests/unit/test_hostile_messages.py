@@ -11,11 +11,11 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, typed_stream
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
-from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
-from swarmnet_protocols.net.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.timing import Timing

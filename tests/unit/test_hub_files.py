@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
-from swarmnet_protocols.models import LocalModel, hub_files, resolve
+from swarmnet_protocols.fetching import hub_files
+from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.model_hub import COMMIT, NAME, ModelHub, model_hub
 from tests.support.tiny_models import save_tiny
 

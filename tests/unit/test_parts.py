@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
-from swarmnet_protocols.fetching import download, hub_ranges
-from swarmnet_protocols.models import LocalModel, hub_files, parts, resolve
+from swarmnet_protocols.fetching import download, hub_files, hub_ranges
+from swarmnet_protocols.models import LocalModel, parts, resolve
 from tests.support import big_model
 from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
 from tests.support.model_hub import NAME, ModelHub, model_hub

@@ -10,9 +10,9 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.net.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.reachability.dial_back import (
     HELLO,
     MAX_PORTS,

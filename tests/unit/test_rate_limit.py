@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net.flow_control import READ_AHEAD_BYTES, LimitedReader
-from swarmnet_protocols.net.rate_limit import (
+from swarmnet_protocols.net.limits.flow_control import READ_AHEAD_BYTES, LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import (
     BURST_S,
     PIECE_BYTES,
     TINY_BYTES,

@@ -10,9 +10,8 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 
 from swarmnet_node.engine import engine as engine_module
-from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.engine.recurrent_state import (
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.caches.recurrent_state import (
     SNAPSHOT_POSITIONS,
     SNAPSHOTS,
     MixerCache,
@@ -21,10 +20,11 @@ from swarmnet_node.engine.recurrent_state import (
     StateShape,
     dispensable,
 )
+from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.net.resources import ResourceManager
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.support.hub_families import FAMILIES
 
 CPU = torch.device("cpu")

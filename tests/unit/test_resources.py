@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net.rate_limit import RateLimit
-from swarmnet_protocols.net.resources import (
+from swarmnet_protocols.net.limits.rate_limit import RateLimit
+from swarmnet_protocols.net.limits.resources import (
     MIN_SWEEP,
     Rate,
     Reservation,

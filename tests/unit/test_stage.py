@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve

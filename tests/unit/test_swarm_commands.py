@@ -10,11 +10,11 @@ import pytest
 from swarmnet import cli, swarm_file
 from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import load_key
+from swarmnet_protocols.fetching.hub_files import HEAD_BYTES
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
-from swarmnet_protocols.models.hub_files import HEAD_BYTES
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from tests.support.model_hub import NAME, model_hub

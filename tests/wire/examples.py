@@ -14,9 +14,9 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.membership import signed
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.flow_control import CREDIT, LIMIT
 from swarmnet_protocols.net.framing import ENDED, SIZES, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.flow_control import CREDIT, LIMIT
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import (

@@ -21,10 +21,10 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
-from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import SIZES, FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.rate_limit import RateLimiter
+from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import (
     membership_pb2,

@@ -31,15 +31,15 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import EngineCounters
-from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import Waiting, batching_delay_s, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.machine.threads import on_half_the_cores
-from swarmnet_protocols.net.resources import (
+from swarmnet_protocols.net.limits.resources import (
     RETRY_S,
     Reservation,
     Resource,

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.slots import Slot
@@ -41,8 +41,15 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
+from swarmnet_protocols.net.limits.resources import (
+    RETRY_S,
+    Rate,
+    Reservation,
+    Resource,
+    ResourceLimitReached,
+    Scope,
+)
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import RETRY_S, Rate, Reservation, Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceInfo
 
-    from swarmnet_protocols.directory.dht_directory import DhtDirectory
+    from swarmnet_protocols.directory.dht.directory import DhtDirectory
 
 _log = logging.getLogger(__name__)
 

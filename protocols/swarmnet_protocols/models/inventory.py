@@ -10,9 +10,9 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.fetching.disk import stored_files
+from swarmnet_protocols.fetching.hub_files import parts_folder
 from swarmnet_protocols.fetching.piece_file import PieceFile, is_held
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.hub_files import parts_folder
 from swarmnet_protocols.models.local_model import LocalModel
 
 

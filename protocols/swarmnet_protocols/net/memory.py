@@ -25,13 +25,13 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Reach, ReachKind
-from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
+from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.refusal import OVERLOADED, Refusal, Refused
-from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager, Scope
-from swarmnet_protocols.net.stream_scope import StreamScope, supervise
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 STREAM_BUFFER_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from itertools import count
 import torch
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512

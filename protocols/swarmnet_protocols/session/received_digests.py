@@ -8,7 +8,7 @@ import hashlib
 
 import torch
 
-from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 

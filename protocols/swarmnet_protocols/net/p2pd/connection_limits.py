@@ -13,9 +13,9 @@ from enum import IntEnum
 
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.subnets import host_of, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.resources import Resource, ResourceManager
-from swarmnet_protocols.net.subnets import host_of, subnet_of
 
 _log = logging.getLogger(__name__)
 

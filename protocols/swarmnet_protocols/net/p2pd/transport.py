@@ -24,12 +24,12 @@ from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_net
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
-from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.models.expert_weights import ChosenExperts, ExpertPlace
+    from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts, ExpertPlace
     from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20

@@ -14,8 +14,14 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.limits.resources import (
+    Rate,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+    Scope,
+)
 from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
