@@ -99,7 +99,7 @@ FETCHING = (
     Defence(
         "a listing counts only with the pieces hash of the swarm file",
         replacing(peers, "listing_hash", lambda _: bytes(32)),
-        test_download.test_a_listing_counts_if_the_swarm_files_pieces_hash_is_its_own,
+        test_download.test_a_listing_counts_only_if_the_swarm_file_has_its_hash,
     ),
     Defence(
         "weights on disk have a limit",

@@ -145,12 +145,14 @@ FLOODS = (
     Defence(
         "strangers leave a share of the resources to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
-        lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
+        lambda _: test_resources.test_unknown_peers_together_leave_room_for_known_peers(),
     ),
     Defence(
         "strangers leave a share of the DHT calls to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
-        lambda _: test_dht_rpc.test_however_many_strangers_call_those_we_know_are_answered(),
+        lambda _: (
+            test_dht_rpc.test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may()
+        ),
     ),
     Defence(
         "the memory for graphs of one client is limited",
@@ -191,6 +193,6 @@ FLOODS = (
     Defence(
         "concurrent dials for probes are limited",
         count_only,
-        lambda _: test_probes.test_one_asker_and_all_of_them_are_dialled_so_often_at_once(),
+        lambda _: test_probes.test_probes_at_once_are_limited_for_one_asker_and_for_all(),
     ),
 )

@@ -20,7 +20,7 @@ async def evict_none(*_: object) -> None:
 
 
 def end_no_session(patch: Patch) -> None:
-    """Wait for the first step for ever."""
+    """Let a session wait for its first step for ever."""
     patch.setattr(HostedSession, "_first_step", HostedSession._failure)
 
 

@@ -59,7 +59,7 @@ WORDS = (
     Defence(
         "a membership by an invite of a stolen key ends with the key",
         forget_who_admitted,
-        test_issuer.test_so_does_one_whose_invite_it_signed,
+        test_issuer.test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key,
     ),
     Defence(
         "a publisher whose clock was ahead is heard again",

@@ -102,7 +102,7 @@ async def serve(hosts: int, peers: int, folder: Path) -> None:
             publisher = Publisher(identity, SWARM, wall_clock)
             body = announcement(number, identity)
             for which, topic in enumerate((hosts_topic(MANIFEST, identity.peer_id), ONE_TOPIC)):
-                if refused[which]:  # it is full
+                if refused[which]:  # the topic is full: the other records would be refused, too
                     refused[which] += 1
                     continue
                 record, sealed = publisher.seal(topic, body, lifetime_s=LIFETIME_S)

@@ -1,4 +1,4 @@
-"""What the account of resources costs a message, in microseconds: read from a buffer with it and without, in turn.
+"""The cost of resource accounting for each message in microseconds: messages are read from a buffer with it and without it, in turn.
 
     python -m tests.bench.frame_cost [--frames 2000] [--rounds 9]
 
@@ -28,7 +28,7 @@ FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one positio
 
 
 async def bare(reader: asyncio.StreamReader) -> Message:
-    """The same two reads, and no more."""
+    """Read one message without accounting: the same two reads, and nothing else."""
     header_bytes, payload_bytes = struct.unpack(">II", await reader.readexactly(8))
     body = memoryview(await reader.readexactly(header_bytes + payload_bytes))
     return Message(bytes(body[:header_bytes]), body[header_bytes:])

@@ -73,7 +73,7 @@ async def join(
     rules: Rules = OPEN,
     roles: frozenset[Role] = ANY_ROLE,
 ) -> AsyncIterator[Peer]:
-    """A peer; where certificates are asked for, with one in these roles, if any."""
+    """A peer. In a private swarm it has a certificate for ``roles``, unless these are empty."""
     identity = Identity.load_or_create(path)
     membership = Membership(rules, identity.peer_id, wall_clock)
     if rules is PRIVATE and roles:
@@ -450,7 +450,7 @@ def test_lookups_go_on_when_the_only_bootstrap_peer_is_dead(tmp_path: Path) -> N
             for peer in peers:
                 assert await bodies(peer, "before") == {b"x"}
                 assert await bodies(peer, "after") == {b"y"}
-            # A newcomer needs any one peer that lives.
+            # A newcomer needs one live peer, whichever it is.
             through = (*bootstrap, *peers[2].transport.addresses())
             async with join(tmp_path / "new", through) as newcomer:
                 assert await bodies(newcomer, "before") == {b"x"}

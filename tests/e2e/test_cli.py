@@ -59,7 +59,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     call("swarm", "create", "lab", "--open", "--out", str(directory))
     with NodeProcess((swarm, "--blocks", f"0:{BLOCKS}"), Path(data_dir)) as process:
         yield RunningNode(swarm, data_dir, process.wait("ready"))
-        # The last thing the module does to the node: `finish` is how it is meant to end.
+        # Last in this module: `finish` is the intended way to end a node.
         assert call("finish", "--data-dir", data_dir)["finishing"] is True
         assert process.wait_for_end() == 0
         assert not (Path(data_dir) / "control.sock").exists()
@@ -163,7 +163,7 @@ def test_a_chat_remembers_what_was_said_and_ctrl_c_stops_an_answer_only(
         stopped = next(event for event in events if "token_ids" in event)
         assert len(stopped["token_ids"]) < 256
         computed = call("status", "--data-dir", node.data_dir)["tokens"] - before
-        # Two more: what was under way when the answer was stopped.
+        # At most two more: those in flight when the answer was stopped.
         assert computed <= stopped["prompt_tokens"] - first["prompt_tokens"] + len(stopped["token_ids"]) + 2
         os.write(leader, b"/set max_new_tokens 4\nAnd of Italy?\n/route\n/quit\n")
         third = next(event for event in events if "token_ids" in event)
@@ -268,7 +268,7 @@ def test_a_demo_whose_gateway_ends_says_so_and_stops(tmp_path: Path) -> None:
         assert_all_end(members)
 
 
-def test_the_node_of_a_demo_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+def test_the_node_of_a_demo_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
     with RunningCommand(("demo", "--nodes", "1"), tmp_path / "demo.log") as process:
         process.wait("ready")
         members = process.family

@@ -1,7 +1,7 @@
 """Every decoder of what other peers, files and callers send, with inputs to begin from.
 
 A decoder returns, or raises one of our own errors. Anything else is a finding: another exception, more memory than ``MAX_RSS_MIB``, or one input that
-takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that what comes behind them is reached.
+takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that the code behind their check is reached.
 """
 
 import asyncio
@@ -204,7 +204,7 @@ _PEER = Identity.from_seed(b"a peer").peer_id
 
 
 class AnyKey(dict[bytes, float]):
-    """Believes every key for ever."""
+    """A set of keys that contains every key, for ever."""
 
     def get(self, key: bytes, default: float | None = None) -> float:
         return float("inf")

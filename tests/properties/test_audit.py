@@ -31,7 +31,7 @@ ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
-    """The outputs of an honest host of low precision: every position has its own relative error."""
+    """The outputs of an honest host with low precision: each position has a random relative error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (ERROR_LOG_MEAN + ERROR_LOG_STD * torch.randn(len(true), 1, generator=generator)).exp()
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))

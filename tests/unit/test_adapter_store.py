@@ -1,4 +1,4 @@
-"""The quotas of the store of adapters, and who makes way for whom."""
+"""The quotas of the adapter store, and which adapters are evicted for others."""
 
 import asyncio
 import hashlib
@@ -66,7 +66,7 @@ def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> No
     assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
 
-def test_the_least_recently_used_of_an_owner_makes_way() -> None:
+def test_the_least_recently_used_adapter_of_an_owner_is_evicted() -> None:
     async def talk(store: BoundedStore) -> None:
         put(store, BOB, 9)
         for number in range(4):

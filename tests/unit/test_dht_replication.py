@@ -1,4 +1,4 @@
-"""Whom a record is stored with: the nearest that answer, in one call to each, looked for no more often than needed."""
+"""The peers that store a record: the nearest that answer, in one call to each, and looked up no more often than needed."""
 
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
@@ -82,7 +82,7 @@ class Keeping:
         await self._replicator.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
 
     def wanted(self, replicas: int = 5) -> dict[Any, set[int]]:
-        """The nearest to each key that answer."""
+        """For each key, the nearest peers that answer."""
         from hivemind.dht.routing import DHTID
 
         keys = [DHTID.generate(source=key) for key in dht_keys(SWARM, "topic")]

@@ -60,7 +60,7 @@ class OneCall:
         self.reply = message.header
 
     def refuse(self, refusal: Refusal) -> None:
-        """The handler raises the reason too."""
+        """Do nothing: the handler raises the reason, too."""
 
 
 class SlowHandshakes:
@@ -79,7 +79,7 @@ class SlowHandshakes:
 
 
 def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable[None]]) -> None:
-    """In virtual time: however slow the machine is, calls of one moment are many a second."""
+    """Run in virtual time, in which calls of one moment are many a second, however slow the machine is."""
 
     async def main() -> None:
         from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -126,7 +126,7 @@ def test_calls_that_wait_for_a_handshake_are_few() -> None:
     with_guard(talk)
 
 
-def test_however_many_strangers_call_those_we_know_are_answered() -> None:
+def test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id

@@ -65,7 +65,7 @@ def test_sequences_that_arrive_closely_share_a_forward() -> None:
         async def step(number: int) -> None:
             for _ in range(5):
                 await engine.compute(real, [(sequences[number], torch.zeros(1, 3))])
-                await asyncio.sleep(0.001 * number)  # one message after the other
+                await asyncio.sleep(0.001 * number)  # messages arrive one after another
 
         await asyncio.gather(*(step(number) for number in range(4)))
 

@@ -182,7 +182,7 @@ def test_a_killed_download_is_resumed(big: Path, hub: ModelHub, tables: Path, tm
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert sent(hub) > 0.01
     assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
-    assert sent(hub) < 0.15  # what was marked is not fetched again; only what was under way
+    assert sent(hub) < 0.15  # pieces that were marked are not fetched again, only those that were under way
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(

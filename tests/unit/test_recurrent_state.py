@@ -221,11 +221,12 @@ def test_layers_that_ask_their_cache_for_something_else_are_refused(
 
 
 def test_positions_that_are_computed_again_share_forwards_with_others(stage: Stage) -> None:
-    """A client that goes back must not make others wait for all that its layers with recurrent states compute again."""
+    """A client that goes back must not make other clients wait until its layers with recurrent states have computed all positions again."""
     rows = inputs(300)
 
     async def go_back(engine: Engine) -> list[int]:
-        """Positions to compute again, and all computed when another client's step was done and when this one was."""
+        """The number of positions to compute again; and the positions computed until the other client's step was done, and until this
+        client's was."""
         going_back, other = (
             engine.register(stage.new_sequence(), ResourceManager().system) for _ in range(2)
         )
