@@ -5,8 +5,8 @@ replace it. It has two parts:
 
 1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
    number of the latest steps.
-2. The compacted part: one growing buffer for each sequence; sequences that were forked share what they have in common. Steps that the client has acknowledged were computed by every hop, so only
-   a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
+2. The compacted part: one growing buffer for each sequence; forked sequences share what they have in common. Steps that the client has
+   acknowledged were computed by every hop, so only a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
 
 :meth:`ActivationLog.attach` starts feeding a hop. A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the
 pending steps; a survivor gets the pending steps after the last one it has. Each step is delivered once, in order; the steps' positions
@@ -25,12 +25,12 @@ from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
 """Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
+STANDBY_POSITIONS = 32
+"""The same for a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
 MIN_SHARED = 64
 """Values that a forked sequence shares with its source at least: fewer are copied."""
 MOST_KEPT = 4
 """Bytes of a buffer that a fork keeps alive at most, in multiples of those that it shares."""
-STANDBY_POSITIONS = 32
-"""The same for a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
 
 
 class LogDropped(OutOfResources):
@@ -308,11 +308,11 @@ class ActivationLog:
         if self._buffers is None:
             self._resize_reservation()
             return
-        # All forks come first: those of one step start from the sequences as they were before it.
+        sources = [self._buffers.get(row.source) or _SequenceBuffer() for row in step.rows]
+        # All forks come before the first append: they start from the sequences as they were before the step.
         starts = [
             buffer.prefix(row.start) if row.rewrite else buffer
-            for row in step.rows
-            for buffer in [self._buffers.get(row.source) or _SequenceBuffer()]
+            for row, buffer in zip(step.rows, sources, strict=True)
         ]
         for row, buffer, values in zip(step.rows, starts, step.split(), strict=True):
             buffer.append(values)
