@@ -8,6 +8,7 @@ import pytest
 from pydantic_core import SchemaValidator
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.quotas import QuotaTracker
 from swarmnet.gateway.schemas import CompletionRequest
@@ -15,7 +16,7 @@ from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.swarm_file import keys as key_files
 from swarmnet_protocols.models import chat_template
 from tests.defences import Defence, nothing, replacing
-from tests.sim import test_gateway_limits
+from tests.sim import test_gateway, test_gateway_limits
 from tests.unit import test_chat_template, test_gateway_parsing, test_serve
 from tests.web_defences import over_nodes
 
@@ -75,6 +76,11 @@ def without_secrets(folder: Path) -> None:
 
 
 GATEWAY = (
+    Defence(
+        "the time of a first token does not tell that another user sent the same prompt",
+        replacing(gateway_app, "_owner", lambda *_: ""),
+        over_nodes(test_gateway.test_prompts_are_reused_within_a_key_a_user_and_a_salt),
+    ),
     Defence(
         "values of a body are counted before it is parsed",
         replacing(BodyParser, "_check_size", nothing),

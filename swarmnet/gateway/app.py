@@ -11,6 +11,7 @@ A generation request passes these steps, cheapest first; each refuses what it ca
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
@@ -267,7 +268,7 @@ class Gateway:
                         min(room, prepared.max_new_tokens or room),
                         sampling,
                         frozenset() if body.ignore_eos else self.engine.end_ids,
-                        owner=key,
+                        owner=_owner(body, key),
                         speculate=self.engine.speculates,
                     )
                 )
@@ -312,6 +313,11 @@ class Gateway:
         response = api_error(error)
         self._metrics.count_error(response.code)
         return JSONResponse(response.body(), response.status, response.headers())
+
+
+def _owner(body: GenerationRequest, key: str) -> str:
+    """Whose KV caches a request may reuse. The time of a first token tells a caller whether the same prompt was sent before, so no other's."""
+    return json.dumps([key, body.user, body.cache_salt])
 
 
 def model_id(name: str) -> str:

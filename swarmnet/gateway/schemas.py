@@ -17,8 +17,9 @@ MAX_PARTS = 256
 """Content parts of one message."""
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
+MAX_OWNER_CHARS = 512
 
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Ignored parameters: they never change a response."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -102,6 +103,10 @@ class GenerationRequest(StrictModel):
     """Keyed by token id, which is a string in JSON."""
     ignore_eos: bool = False
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
+    user: str = Field("", max_length=MAX_OWNER_CHARS)
+    """OpenAI's name of the person behind a request. Prompts of different people never share caches."""
+    cache_salt: str = Field("", max_length=MAX_OWNER_CHARS)
+    """vLLM's parameter: prompts of different salts never share caches."""
 
     @property
     def choices(self) -> int:

@@ -203,6 +203,14 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 "chat with speculation", "tokens a trip", "at least 1.3", key("tokens_per_trip", kind="chat")
             ),
         ],
+        "prefix_reuse": [
+            Headline(
+                "first token with a common prompt of 1,000 tokens, after the first session's",
+                "x without reuse",
+                "at most 0.2",
+                key("ratio"),
+            ),
+        ],
         "perplexity": [
             Headline(
                 "perplexity of the default model in bfloat16", "", "", key("perplexity", precision="bf16")

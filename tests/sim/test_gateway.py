@@ -91,6 +91,34 @@ def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -
     assert served(tiny, scenario, limits=Limits(active=8, waiting=20)) == expected
 
 
+def test_prompts_are_reused_within_a_key_a_user_and_a_salt(tiny: Reference) -> None:
+    prompt = " ".join(f"w{2 + number}" for number in range(40))
+    owners = [{}, {"user": "one"}, {"cache_salt": "one"}]
+
+    async def scenario(_lab: Lab, caller: Caller) -> list[bool]:
+        cached = []
+        for fields in [*owners, *owners]:
+            body = completion_body(prompt, max_tokens=2, **fields)
+            usage = (await caller.post("/v1/completions", body)).json()["usage"]
+            reused = usage["prompt_tokens_details"]["cached_tokens"]
+            assert reused in (0, usage["prompt_tokens"] - 1)
+            cached.append(reused > 0)
+        return cached
+
+    assert served(tiny, scenario) == [False, False, False, True, True, True]
+
+
+def test_choices_of_one_prompt_compute_it_once(tiny: Reference) -> None:
+    prompt = " ".join(f"w{2 + number}" for number in range(40))
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        body = completion_body(prompt, max_tokens=2, n=4, temperature=1.0, seed=1)
+        usage = (await caller.post("/v1/completions", body)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 3 * (usage["prompt_tokens"] - 1)
+
+    served(tiny, scenario)
+
+
 def test_choices_differ_and_repeat_with_their_seed(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         fields = {"max_tokens": TOKENS, "temperature": 1.5, "n": 3}

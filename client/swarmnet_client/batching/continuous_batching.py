@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet_client.batching.sequences import Answer, Request, SequenceGroup
+from swarmnet_client.batching.sequences import KEPT_POSITIONS, Answer, Request, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
@@ -101,6 +101,7 @@ class Batcher:
         self._waiting: deque[Answer] = deque()
         self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._room = math.inf
+        self._kept = KEPT_POSITIONS
         self._answer_s = 1.0
         self._past_failovers = 0
         self._past_wrong_hosts = 0
@@ -173,7 +174,8 @@ class Batcher:
         free = [group for group in self._groups if group.free]
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
-        group = SequenceGroup(min(self.limits.active, SEQUENCES_PER_CHAIN), self._head, self._open_chain)
+        size = min(self.limits.active, SEQUENCES_PER_CHAIN)
+        group = SequenceGroup(size, self._head, self._open_chain, self._kept)
         self._groups[group] = asyncio.create_task(self._keep(group), name="sequences")
         return group
 
@@ -192,6 +194,7 @@ class Batcher:
         left = group.answers
         if isinstance(why, OutOfResources):
             self._room = max(1.0, len(left) // 2)
+            self._kept //= 2
         for answer in reversed(left):
             if _may_retry(answer, why):
                 self._waiting.appendleft(answer)

@@ -1,9 +1,14 @@
-"""The sequences of one chain: each computes one answer at a time, and their decode steps are batched."""
+"""The sequences of one chain: each computes one answer at a time, and their decode steps are batched.
+
+Prefix reuse (docs/decisions/0073): a finished sequence keeps its KV caches. A prompt that begins like the ids of any sequence of the same owner, which may
+still compute, starts from those: it takes the sequence over if it continues it, and forks from it otherwise. A prompt that begins like another one that is
+being sent waits until that has been sent. Kept caches are dropped, the least recently used first, to keep all caches within ``kept`` positions.
+"""
 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -24,6 +29,9 @@ FRESH = MAX_SEQUENCE
 """The number of a sequence that is always empty. A row that starts from it gets fresh KV caches, and its old ones are freed."""
 MIN_SHARED = 16
 """Least tokens that a request must share with old KV caches for these to be reused."""
+KEPT_POSITIONS = 1 << 13
+"""Positions of the KV caches of one chain beyond which those of finished answers are dropped: on three hosts, half of what one client of the default model
+has by default. A step makes its forks before it frees what it drops."""
 IDLE_S = 60.0
 """Seconds that a chain without answers stays open for the next turn of a chat."""
 
@@ -32,7 +40,7 @@ IDLE_S = 60.0
 class Request:
     """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to one of ``end_ids``.
 
-    KV caches of earlier requests are reused only for the same ``owner``.
+    KV caches of other requests are reused only for the same ``owner``: the time of the first token tells whether the same prompt was sent before.
     """
 
     ids: tuple[int, ...]
@@ -93,9 +101,19 @@ class Answer:
             yield news
 
 
+def common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The number of equal ids at the beginning of both; 0 below ``MIN_SHARED``."""
+    count = 0
+    for one, other in zip(ids, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count if count >= MIN_SHARED else 0
+
+
 @dataclass(eq=False)
 class RunningSequence:
-    """One sequence of the chain. ``held``: the ids whose KV caches the hosts have; ``todo``: the ids to send for ``answer``."""
+    """One sequence of the chain. ``held``: the ids whose KV caches the hosts have, for ``owner``; ``todo``: the ids to send for ``answer``."""
 
     number: int
     held: list[int] = field(default_factory=list)
@@ -105,39 +123,63 @@ class RunningSequence:
     todo: list[int] = field(default_factory=list)
     start: int = 0
     """The position of the first of ``todo``."""
+    has_begun: bool = False
+    """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
 
     def shared(self, request: Request) -> int:
         """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
-        if self.owner != request.owner:
-            return 0
-        count = 0
-        for held, wanted in zip(self.held, request.ids[:-1], strict=False):
-            if held != wanted:
-                break
-            count += 1
-        return count if count >= MIN_SHARED else 0
+        return common(self.held, request.ids[:-1]) if self.owner == request.owner else 0
 
-    def row(self, count: int, draft: Sequence[int] = ()) -> tuple[Row, list[int]]:
-        """The next ``count`` ids to send and a draft after them, as a row and as ids. ``held`` is updated as if they had been computed."""
+    def will_share(self, request: Request) -> int:
+        """``shared`` once all of a prompt that is being sent has been sent."""
+        is_sending = self.answer is not None and self.has_begun and self.owner == request.owner
+        return common([*self.held, *self.todo], request.ids[:-1]) if is_sending else 0
+
+    def row(
+        self, count: int, draft: Sequence[int] = (), origin: "Origin | None" = None
+    ) -> tuple[Row, list[int]]:
+        """The next ``count`` ids to send and a draft after them, as a row and as ids. ``held`` is updated as if they had been computed.
+
+        ``origin``: what the first row of an answer starts from.
+        """
+        source, before = self.number, self.held
+        if origin is not None and self.answer is not None:
+            self.has_begun, self.owner = True, self.answer.request.owner
+            self.start, self.todo = len(origin.ids), self.todo[len(origin.ids) :]
+            if origin.number != self.number:
+                source, before = origin.number, origin.ids
         ids, self.todo = [*self.todo[:count], *draft], self.todo[count:]
-        source = FRESH if self.start == 0 and self.held else self.number
-        rewrite = source == FRESH or self.start < len(self.held)
+        rewrite = source != self.number or self.start < len(before)
         row = Row(self.number, self.start, len(ids), 0 if self.todo else 1 + len(draft), source, rewrite)
-        self.held = [*self.held[: self.start], *ids] if rewrite else self.held
+        self.held = [*before[: self.start], *ids] if rewrite else self.held
         if not rewrite:
-            self.held.extend(ids)
+            self.held.extend(ids)  # in place: a long answer would be copied with each token
         self.start += len(ids)
         return row, ids
+
+    def drop(self) -> tuple[Row, list[int]]:
+        """A row that frees the KV caches: one position that means nothing remains."""
+        self.held, self.owner = [0], ""
+        return Row(self.number, 0, 1, 0, FRESH, rewrite=True), [0]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The KV caches that an answer starts from: those of ``ids``, the first of sequence ``number``."""
+
+    number: int
+    ids: list[int]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A sequence's part of a step: the next ``count`` of its ids, and a draft of what may follow them."""
+    """A sequence's part of a step: the next ``count`` of its ids, and a draft of what may follow them; for the first part of an answer, its origin."""
 
     sequence: RunningSequence
     count: int
     draft: tuple[int, ...] = ()
+    origin: Origin | None = None
 
 
 def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
@@ -152,9 +194,49 @@ def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
 
 
 def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
-    """The free sequence whose KV caches hold most of the request; among equals, the one unused for longest."""
-    free = [sequence for sequence in sequences if sequence.answer is None]
-    return max(free, key=lambda sequence: (sequence.shared(request), -sequence.used))
+    """The free sequence for a request: one that it continues, else the one unused for longest, whose KV caches are lost.
+
+    Except the one with most of the prompt, which the request forks from, if another one is free.
+    """
+    free = sorted(
+        (sequence for sequence in sequences if sequence.answer is None), key=lambda sequence: sequence.used
+    )
+    best = max(free, key=lambda sequence: sequence.shared(request))
+    shared = best.shared(request)
+    if shared and shared > len(best.held) - MIN_SHARED:
+        return best
+    return next((sequence for sequence in free if not shared or sequence is not best), best)
+
+
+def find_origin(
+    sequence: RunningSequence, sequences: Sequence[RunningSequence], request: Request
+) -> Origin | None:
+    """What the answer to a request starts from in ``sequence``; None while it waits for a prompt that begins like it and is being sent."""
+    best = max(sequences, key=lambda each: (each.shared(request), each is sequence))
+    shared = best.shared(request)
+    if any(each.will_share(request) >= shared + MIN_SHARED for each in sequences):
+        return None
+    if not shared:
+        return Origin(FRESH if sequence.held else sequence.number, [])
+    return Origin(best.number, best.held[:shared])
+
+
+def to_drop(
+    sequences: Sequence[RunningSequence], coming: int, most: int, used_now: Set[int] = frozenset()
+) -> list[RunningSequence]:
+    """The free sequences whose KV caches are dropped so that ``coming`` more positions fit into ``most``: those unused for longest.
+
+    Those in ``used_now`` are not dropped: an answer starts from them. Less than all may be enough; all may be too few.
+    """
+    over = coming + sum(len(sequence.held) for sequence in sequences) - most
+    dropped = []
+    for sequence in sorted(sequences, key=lambda each: each.used):
+        if over <= 0:
+            break
+        if sequence.answer is None and len(sequence.held) > 1 and sequence.number not in used_now:
+            dropped.append(sequence)
+            over -= len(sequence.held) - 1
+    return dropped
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -167,16 +249,36 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
+def _begin_alike(one: RunningSequence, other: RunningSequence, shared: int) -> bool:
+    """Whether two prompts of one owner that have not begun share more than the ``shared`` ids that are held already."""
+    if one.answer is None or other.answer is None or one.answer.request.owner != other.answer.request.owner:
+        return False
+    return common(one.todo, other.todo[:-1]) >= shared + MIN_SHARED
+
+
+def _taken(part: _Part) -> int:
+    """Positions by which the beginning of an answer changes what its sequence holds, before its first row."""
+    if part.origin is None or part.origin.number == part.sequence.number:
+        return 0
+    return len(part.origin.ids) - len(part.sequence.held)
+
+
 class SequenceGroup:
     """The sequences of one chain. The chain is open while ``run`` runs."""
 
     def __init__(
-        self, size: int, head: LmHead, open_chain: Callable[[], AbstractAsyncContextManager[Chain]]
+        self,
+        size: int,
+        head: LmHead,
+        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        kept: int = KEPT_POSITIONS,
     ) -> None:
+        """``kept``: positions of all KV caches beyond which those of finished answers are dropped."""
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]
         self._head = head
         self._open_chain = open_chain
+        self._kept = kept
         self._turn = 0
         self._times = StepTimes()
         self._arrived = asyncio.Event()
@@ -192,17 +294,15 @@ class SequenceGroup:
         return [sequence.answer for sequence in self._sequences if sequence.answer is not None]
 
     def shared(self, request: Request) -> int:
-        """The most positions of the request that a free sequence holds."""
-        return pick_sequence(self._sequences, request).shared(request)
+        """The most positions of the request that a sequence holds or is about to hold."""
+        return max(max(each.shared(request), each.will_share(request)) for each in self._sequences)
 
     def join(self, answer: Answer) -> None:
         """Start an answer on one of the free sequences."""
         request = answer.request
         sequence = pick_sequence(self._sequences, request)
-        sequence.start = sequence.shared(request)
-        answer.reused = max(answer.reused, sequence.start)
-        sequence.owner = request.owner
-        sequence.todo = [*request.ids, *answer.ids][sequence.start :]
+        sequence.has_begun, sequence.start = False, 0
+        sequence.todo = [*request.ids, *answer.ids]
         sequence.answer = answer
         sequence.speculator = Speculator([*request.ids, *answer.ids])
         self._arrived.set()
@@ -229,12 +329,29 @@ class SequenceGroup:
                 self._arrived.clear()
                 continue
             is_alone = all(sequence in coming for sequence in self._sequences if sequence.answer is not None)
-            lengths = [len(sequence.todo) for sequence in coming]
-            counts = lengths if is_alone else share(PREFILL, lengths)
-            await self._step(
-                chain,
-                [_Part(sequence, count) for sequence, count in zip(coming, counts, strict=True) if count],
-            )
+            await self._step(chain, self._prompt_parts(coming, is_alone=is_alone))
+
+    def _prompt_parts(self, coming: Sequence[RunningSequence], *, is_alone: bool) -> list["_Part"]:
+        """The parts of prompts that go into the next step, without those that wait for another prompt."""
+        going: list[tuple[RunningSequence, Origin | None]] = []
+        beginning: list[RunningSequence] = []
+        for sequence in coming:
+            answer = sequence.answer
+            if sequence.has_begun or answer is None:
+                going.append((sequence, None))
+                continue
+            origin = find_origin(sequence, self._sequences, answer.request)
+            if origin is None or any(_begin_alike(each, sequence, len(origin.ids)) for each in beginning):
+                continue
+            beginning.append(sequence)
+            going.append((sequence, origin))
+        lengths = [len(each.todo) - (len(origin.ids) if origin else 0) for each, origin in going]
+        counts = lengths if is_alone else share(PREFILL, lengths)
+        return [
+            _Part(sequence, count, origin=origin)
+            for (sequence, origin), count in zip(going, counts, strict=True)
+            if count
+        ]
 
     async def _send_tokens(self, chain: Chain) -> None:
         while True:
@@ -271,8 +388,16 @@ class SequenceGroup:
     async def _step(self, chain: Chain, parts: Sequence["_Part"]) -> None:
         """Send one step, and choose the next tokens of the answers whose newest token was in it."""
         rows, ids, asking = [], [], []
+        coming = sum(part.count + len(part.draft) + _taken(part) for part in parts)
+        used_now = {part.origin.number for part in parts if part.origin is not None}
+        for sequence in to_drop(self._sequences, coming, self._kept, used_now):
+            row, sent = sequence.drop()
+            rows.append(row)
+            ids.extend(sent)
         for part in parts:
-            row, sent = part.sequence.row(part.count, part.draft)
+            row, sent = part.sequence.row(part.count, part.draft, part.origin)
+            if part.origin is not None and part.sequence.answer is not None:
+                part.sequence.answer.reused = max(part.sequence.answer.reused, row.start)
             rows.append(row)
             ids.extend(sent)
             if row.outputs and part.sequence.answer is not None:

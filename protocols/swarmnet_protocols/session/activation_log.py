@@ -5,8 +5,8 @@ replace it. It has two parts:
 
 1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
    number of the latest steps.
-2. The compacted part: one growing buffer for each sequence. Steps that the client has acknowledged were computed by every hop, so only
-   a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
+2. The compacted part: one growing buffer for each sequence; forked sequences share what they have in common. Steps that the client has
+   acknowledged were computed by every hop, so only a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
 
 :meth:`ActivationLog.attach` starts feeding a hop. A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the
 pending steps; a survivor gets the pending steps after the last one it has. Each step is delivered once, in order; the steps' positions
@@ -27,6 +27,10 @@ REPLAY_POSITIONS = 512
 """Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
 STANDBY_POSITIONS = 32
 """The same for a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
+MIN_SHARED = 64
+"""Values that a forked sequence shares with its source at least: fewer are copied."""
+MOST_KEPT = 4
+"""Bytes of a buffer that a fork keeps alive at most, in multiples of those that it shares."""
 
 
 class LogDropped(OutOfResources):
@@ -38,39 +42,78 @@ class StepsCompacted(SwarmnetError):
 
 
 class _SequenceBuffer:
-    """The compacted values of one sequence, [length, ...], in a buffer that doubles when it is full."""
+    """The compacted values of one sequence, [length, ...]: those that it shares with others, and its own in a buffer that doubles when it is full.
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._buffer: torch.Tensor | None = None
+    Values that were appended never change.
+    """
+
+    def __init__(self, shared: torch.Tensor | None = None) -> None:
+        """Begins with the values ``shared``, a view of the buffer of another sequence."""
+        self.shared = shared
+        self.forked_at = 0 if shared is None else len(shared)
+        self.length = self.forked_at
+        self._own: torch.Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes if self._buffer is not None else 0
+    def storages(self) -> dict[int, int]:
+        """The memory that it keeps alive: address and bytes of each part."""
+        parts = [part.untyped_storage() for part in (self.shared, self._own) if part is not None]
+        return {part.data_ptr(): part.nbytes() for part in parts}
 
-    def values(self, end: int) -> torch.Tensor:
-        """The first ``end`` values: a view, which later appends do not change."""
-        if self._buffer is None:
+    def begins_like(self, other: "_SequenceBuffer") -> bool:
+        """Whether ``other`` has the values that this one shares, in the same memory."""
+        if self.shared is None or other.length < self.forked_at:
+            return False
+        return other._first().data_ptr() == self.shared.data_ptr() and other._first_length >= self.forked_at
+
+    def values(self, start: int, end: int) -> torch.Tensor:
+        """The values ``start`` to ``end``, which later appends do not change."""
+        parts = []
+        if self.shared is not None and start < self.forked_at:
+            parts.append(self.shared[start:end])
+        if self._own is not None and end > self.forked_at:
+            parts.append(self._own[max(0, start - self.forked_at) : end - self.forked_at])
+        if not parts:
             raise ProtocolViolation("a sequence without positions has no values")
-        return self._buffer[:end]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def append(self, values: torch.Tensor) -> None:
-        end = self.length + len(values)
-        if self._buffer is None or end > len(self._buffer):
-            size = max(end, 2 * self.length, 16)
+        filled = self.length - self.forked_at
+        end = filled + len(values)
+        if self._own is None or end > len(self._own):
+            size = max(end, 2 * filled, 16)
             grown = torch.empty((size, *values.shape[1:]), dtype=values.dtype)
-            if self._buffer is not None:
-                grown[: self.length] = self._buffer[: self.length]
-            self._buffer = grown
-        self._buffer[self.length : end] = values
-        self.length = end
+            if self._own is not None:
+                grown[:filled] = self._own[:filled]
+            self._own = grown
+        self._own[filled:end] = values
+        self.length = self.forked_at + end
 
     def prefix(self, end: int) -> "_SequenceBuffer":
-        """A copy of the first ``end`` values."""
+        """A sequence that begins with the first ``end`` values: in the same memory, unless that would keep ``MOST_KEPT`` times as much alive."""
+        within = min(end, self._first_length)
+        if within >= MIN_SHARED:
+            first = self._first()
+            if first.untyped_storage().nbytes() <= MOST_KEPT * first[:within].nbytes:
+                fork = _SequenceBuffer(first[:within])
+                if end > within:
+                    fork.append(self.values(within, end))
+                return fork
         copy = _SequenceBuffer()
         if end:
-            copy.append(self.values(end))
+            copy.append(self.values(0, end))
         return copy
+
+    @property
+    def _first_length(self) -> int:
+        """Values in the memory of the first of them."""
+        return self.forked_at or self.length
+
+    def _first(self) -> torch.Tensor:
+        first = self._own if self.shared is None else self.shared
+        if first is None:
+            raise ProtocolViolation("a sequence without positions has no values")
+        return first
 
 
 class Cursor:
@@ -197,7 +240,7 @@ class ActivationLog:
         buffer = None if self._buffers is None else self._buffers.get(sequence)
         if buffer is None or buffer.length < count:
             return None
-        return torch.cat([buffer.values(count), *pieces[::-1]])
+        return torch.cat([buffer.values(0, count), *pieces[::-1]])
 
     def attach(self, applied: int, *, is_standby: bool = False) -> Cursor:
         """Start feeding a hop that has computed all steps up to ``applied``, 0 for a fresh one, until ``detach``.
@@ -265,14 +308,19 @@ class ActivationLog:
         if self._buffers is None:
             self._resize_reservation()
             return
-        before = dict(self._buffers)
-        for row, values in zip(step.rows, step.split(), strict=True):
-            buffer = before.get(row.source) or _SequenceBuffer()
-            if row.rewrite:
-                buffer = buffer.prefix(row.start)
+        sources = [self._buffers.get(row.source) or _SequenceBuffer() for row in step.rows]
+        # All forks come before the first append: they start from the sequences as they were before the step.
+        starts = [
+            buffer.prefix(row.start) if row.rewrite else buffer
+            for row, buffer in zip(step.rows, sources, strict=True)
+        ]
+        for row, buffer, values in zip(step.rows, starts, step.split(), strict=True):
             buffer.append(values)
             self._buffers[row.sequence] = buffer
-        self._compacted_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        storages: dict[int, int] = {}
+        for buffer in self._buffers.values():
+            storages |= buffer.storages
+        self._compacted_bytes = sum(storages.values())
         self._resize_reservation()
 
     def _resize_reservation(self) -> None:
@@ -284,18 +332,25 @@ class ActivationLog:
             self._reservation.resize(self.nbytes)
 
     def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer], positions: int) -> Iterator[Step]:
-        """Replay steps of at most ``positions`` that rebuild the compacted part as it is now: views that later compaction does not change."""
-        parts = [
-            (
-                Row(number, start, min(positions, buffer.length - start), 0, number),
-                buffer.values(buffer.length)[start:],
-            )
-            for number, buffer in buffers.items()
-            for start in range(0, buffer.length, positions)
-        ]
+        """Replay steps of at most ``positions`` that rebuild the compacted part as it is now; later compaction does not change their values.
+
+        What sequences share is sent once: the others are forked from the first of them.
+        """
+        parts: list[tuple[Row, torch.Tensor]] = []
+        done: dict[int, _SequenceBuffer] = {}
+        for number, buffer in buffers.items():
+            source = next((each for each, other in done.items() if buffer.begins_like(other)), number)
+            # A fork needs a position: if it has none of its own, its last one is computed again.
+            begin = 0 if source == number else min(buffer.forked_at, buffer.length - 1)
+            for start in range(begin, buffer.length, positions):
+                count = min(positions, buffer.length - start)
+                is_fork = start == begin and source != number
+                row = Row(number, start, count, 0, source if is_fork else number, rewrite=is_fork)
+                parts.append((row, buffer.values(start, start + count)))
+            done[number] = buffer
         seqs = [0] * (len(parts) - 1) + [self._compacted]
         steps = [
-            Step(seq=seq, rows=(row,), values=values[: row.count], acked=seq, replay=True)
+            Step(seq=seq, rows=(row,), values=values, acked=seq, replay=True)
             for seq, (row, values) in zip(seqs, parts, strict=False)
         ]
         return iter(steps)
