@@ -127,7 +127,7 @@ class Chain:
             self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
             self._steps_s.clear()
 
-    # ---- coming home ------------------------------------------------------------------------------------
+    # ---- outputs ----------------------------------------------------------------------------------------
 
     async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
         """Receive what one hop sends on a stream until its session ends, or goes on with another stream: the latter returns True.

@@ -140,7 +140,7 @@ class Engine:
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
-        """From the limit of the caches of all clients to that of one client."""
+        """A function from the limit on the caches of all clients to the limit on those of one client, in bytes."""
         self.counters = EngineCounters()
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0

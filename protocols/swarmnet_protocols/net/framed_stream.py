@@ -47,7 +47,7 @@ class FramedStream:
         self._send_lock = asyncio.Lock()
         self._sent_bytes = 0
         self.arrives_by = 0.0
-        """When all that was sent has arrived, over the slowest link worth using, on the clock of the loop."""
+        """Time, on the clock of the loop, at which all sent bytes have arrived over the slowest link worth using."""
         self._is_mid_message = False
         """Part of a message has been sent: any other frame would be taken for the rest."""
         self._closed = False

@@ -67,7 +67,7 @@ class _Link:
         self.in_flight: deque[Callable[[], None]] = deque()
         """Messages that were sent and not delivered, in order: timers of equal deadlines may fire in any order."""
         self.due = 0
-        """How many of them are due, and wait only for the path to open again."""
+        """Number of messages in flight that are due, and wait only for the path to open again."""
         self._rng = rng
         self._free_at = 0.0
         self._last_arrival = 0.0
@@ -386,7 +386,7 @@ class MemoryStream:
         self.remote: MemoryStream | None = None
         """The other end, once the stream is open."""
         self.improved = asyncio.Event()
-        """Set by ``MemoryNetwork.improve``."""
+        """Set by ``MemoryNetwork.improve`` when there is a better path."""
         self._transport = transport
         self._network = transport.network
         self._peer = peer

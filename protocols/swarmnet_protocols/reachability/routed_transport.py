@@ -61,7 +61,7 @@ class RoutedTransport(TransportWrapper):
         self._guarded: Transport = direct
         self._accepting = 0
         self.reservations: Reservations | None = None
-        """Those of this peer, if it cannot be dialled."""
+        """The relay reservations of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
         """Addresses at which others were seen to reach this peer, beside those it listens on."""
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()

@@ -177,7 +177,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # The transpose of a rotation negates the sines: the halves exchange theirs.
+        # The transpose of a rotation negates the sines: the two halves exchange their sines.
         cosines, sines = ctx.saved_tensors
         first, second = sines.chunk(2, -1)
         return _rotate(gradients, cosines, torch.cat((second, first), -1)), None, None

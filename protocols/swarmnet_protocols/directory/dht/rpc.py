@@ -23,7 +23,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
-"""Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
+"""Timeout in seconds of the handshake before a call. It exceeds the timeout of a call, because a late handshake still serves the next call."""
 MAX_REQUEST_BYTES = {
     DHT_PING.id: 4 << 10,
     DHT_FIND.id: 16 << 10,

@@ -79,7 +79,7 @@ class Resource(StrEnum):
     PENDING_ROUNDS = "pending_rounds"
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
-    """Streams of members of rounds under way."""
+    """Streams between the members of running rounds."""
 
 
 class Rate(StrEnum):

@@ -62,7 +62,7 @@ class StreamScope:
 
     @classmethod
     def inbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """For a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
+        """The scope of a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
         now = asyncio.get_running_loop().time()
         peer_scope = resources.peer(peer, now)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
@@ -75,7 +75,7 @@ class StreamScope:
 
     @classmethod
     def outbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """For a stream that this process opens to ``peer``."""
+        """The scope of a stream that this process opens to ``peer``."""
         peer_scope = resources.peer(peer, asyncio.get_running_loop().time())
         return cls(peer_scope, Resource.OUTBOUND_STREAMS, timing)
 

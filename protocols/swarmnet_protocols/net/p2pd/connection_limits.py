@@ -45,14 +45,14 @@ class Use(IntEnum):
 @dataclass(frozen=True)
 class Connection:
     peer: bytes
-    """In binary form."""
+    """The peer id in binary form."""
     peer_id: PeerId
     host: str
     """See ``host_of``."""
     subnet: str
     """See ``subnet_of``."""
     since: float
-    """When it was first listed."""
+    """Time at which the connection was first listed."""
 
 
 @dataclass(frozen=True)

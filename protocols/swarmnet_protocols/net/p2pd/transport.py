@@ -41,7 +41,7 @@ _ADDRESSES_S = 5.0
 _MEASURE_S = 0.5
 """Period at which bytes on the wire are measured while the link is limited."""
 _MEASURE_UNLIMITED_S = 5.0
-"""The same while it is not limited."""
+"""Period at which bytes on the wire are measured while the link is not limited."""
 _CONNECTIONS_EVERY = 4
 """Measurements between two checks whether a connection uses QUIC."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
@@ -196,7 +196,7 @@ class P2pdTransport:
         return stream
 
     def permitted(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
-        """Those of ``addresses`` that the owner named, or at which ``dialable`` lets ``peer`` be dialled."""
+        """The addresses among ``addresses`` that the owner named, or at which ``dialable`` allows ``peer`` to be dialled."""
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named

@@ -69,7 +69,7 @@ class Averager:
         self._executor = executor
         self._sign = sign or _cannot_sign
         self._runners: dict[int, RoundRunner] = {}
-        """By exchange number."""
+        """The exchanges under way, by exchange number."""
         self._latest = -1
         self._begun = asyncio.Condition()
         self._tasks: dict[asyncio.Task[None], None] = {}
