@@ -1,5 +1,6 @@
-"""Moves of a node to other blocks, when the swarm needs those more. A node looks at the claims of all hosts from time to time, and moves
-as ``routing/rebalancing.py`` decides:
+"""Moves of a node to other blocks, when the swarm needs those more.
+
+A node looks at the claims of all hosts from time to time, and moves as ``routing/rebalancing.py`` decides:
 
 1. **Announced.** Its announcement names the next blocks, so that others neither join nor move to the same place.
 2. **Loaded.** They are loaded beside the present ones, whose sessions go on.

@@ -137,8 +137,9 @@ async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: in
 
 
 async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
-    """Goodput with as many callers as sequences, and with ten times that load. No prompt is sent twice, because its cached positions would
-    not be computed again.
+    """Goodput with as many callers as sequences, and with ten times that load.
+
+    No prompt is sent twice, because its cached positions would not be computed again.
     """
     rng = random.Random(2)
     tokens = arguments.tokens

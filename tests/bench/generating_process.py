@@ -1,5 +1,6 @@
-"""A process that generates greedy tokens on request, and reports how long they took. With only a cache directory it runs plain
-transformers, the yardstick; with a swarm file and bootstrap addresses it is a client.
+"""A process that generates greedy tokens on request, and reports how long they took.
+
+With only a cache directory it runs plain transformers, the yardstick; with a swarm file and bootstrap addresses it is a client.
 """
 
 import sys

@@ -38,8 +38,9 @@ def standard_job(
     workers: int,
     learning_rate: float | None = None,
 ) -> Job:
-    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded down to whole rounds. ``learning_rate``
-    replaces that of the method.
+    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded down to whole rounds.
+
+    ``learning_rate`` replaces that of the method.
     """
     if learning_rate is None:
         learning_rate = LEARNING_RATES.get(method, LEARNING_RATE)
