@@ -35,6 +35,12 @@ class Commands(LazyGroup):
             USE,
             "Serve an OpenAI-compatible endpoint.",
         ),
+        LazyCommand(
+            "bench",
+            "swarmnet.cli.commands.bench:bench",
+            USE,
+            "Measure what a swarm, or this machine, delivers.",
+        ),
         LazyCommand("model", "swarmnet.cli.commands.model:app", USE, "Fetch and check model files."),
         LazyCommand("join", "swarmnet.cli.commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(

@@ -115,6 +115,20 @@ def test_raw_sends_the_prompt_as_it_is_and_greedy_answers_repeat(node: RunningNo
     assert results[0]["token_ids"] == results[1]["token_ids"]
 
 
+def test_bench_measures_each_chain(node: RunningNode) -> None:
+    with redirect_stdout(io.StringIO()) as out:
+        options = ("--runs", "2", "--prompt-tokens", "40", "-n", "6")
+        assert execute(["bench", MODEL, *options, *node.where, "--json"]) == 0
+    report = json.loads(out.getvalue())
+    assert len(report["runs"]) == 2
+    for each in report["runs"]:
+        assert each["route"] == [{"peer_id": node.ready["peer_id"], "start": 0, "end": BLOCKS}]
+        assert each["failovers"] == 0
+        assert min(each["first_token_s"], each["tokens_per_s"]) > 0
+    middle = sum(each["tokens_per_s"] for each in report["runs"]) / 2
+    assert report["tokens_per_s"] == pytest.approx(middle)
+
+
 def test_a_seed_makes_sampling_repeatable(node: RunningNode) -> None:
     sampling = ("--temperature", "1.5", "-n", "12")
     first, again, other = (node.ask("Tell a story", *sampling, "--seed", seed)["token_ids"] for seed in "112")

@@ -11,6 +11,7 @@ import torch
 from swarmnet_client.batching.continuous_batching import Limits
 from swarmnet_client.batching.sequences import FRESH, Answer, Request
 from swarmnet_client.chain.chain import Chain
+from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_recurrent_models import reference_in
 from tests.support.batching import all_answered, answered, batcher, request
@@ -158,6 +159,24 @@ def test_kept_caches_are_dropped_when_the_positions_of_the_chain_are_used_up(
             geometry = lab.nodes["a"].engine.stage.geometry
             dropped = sum(count == 1 for count in held)
             assert lab.cache_bytes()["a"] == 2 * geometry.bytes_for(123) + dropped * geometry.bytes_for(1)
+
+    simulate(reference, scenario)
+
+
+def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Reference) -> None:
+    """A session that holds all that its client may have goes on, with copies of no more positions than it needs."""
+    unit = reference.stage(0, 6).geometry.bytes_for(64)
+
+    async def scenario(lab: Lab) -> None:
+        limits = HostLimits(cache_share_per_client=1.0)
+        await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * unit))
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            for sequence in range(2):
+                await chain.forward((Row(sequence, 0, 128, 1, sequence),), torch.tensor(SYSTEM[:128]))
+            assert lab.cache_bytes() == {"a": 4 * unit}
+            hidden = await chain.forward((Row(1, 50, 1, 1, 0, rewrite=True),), torch.tensor([5]))
+            assert reference.next_token(hidden) == reference.greedy([*SYSTEM[:50], 5], 1)[0]
+            assert lab.cache_bytes() == {"a": 3 * unit}
 
     simulate(reference, scenario)
 

@@ -125,6 +125,24 @@ def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
+def test_caches_of_idle_sessions_are_evicted_for_a_further_sequence_of_a_session(
+    reference: Reference,
+) -> None:
+    sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
+
+    async def scenario(lab: Lab) -> None:
+        limits = HostLimits(cache_share_per_client=0.5)
+        await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * sequence_bytes))
+        async with AsyncExitStack() as stack:
+            await Attacker(lab, stack).fill_sessions(2, 2, positions=3)
+            await asyncio.sleep(10.0)
+            async with lab.client() as swarm, lab.chain(swarm) as chain:
+                for sequence in range(2):
+                    await chain.forward((Row(sequence, 0, 3, 1, sequence),), torch.tensor(PROMPT))
+
+    simulate(reference, scenario)
+
+
 def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 

@@ -67,7 +67,7 @@ def test_sequences_keep_what_they_wrote_until_every_position_is_used(draw: int) 
             twin_of = rng.choice(list(alive))
             twin = None
             try:
-                twin = alive[twin_of].fork()
+                twin = alive[twin_of].fork(rng.randint(0, alive[twin_of].length))
             except torch.OutOfMemoryError:
                 refused += 1
             if twin is not None:

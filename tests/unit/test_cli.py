@@ -174,6 +174,15 @@ def test_no_node_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "no node is running" in capsys.readouterr().err
 
 
+def test_bench_measures_blocks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["bench", "smollm2-135m-instruct", "--local", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["device"], report["precision"]) == ("cpu", "q4_1")
+    assert (report["blocks"], report["total_blocks"]) == (4, 30)
+    assert 2_000_000 < report["block_bytes"] < 4_000_000, "weights stay packed, as in a host"
+    assert min(report["decode"], report["batch"], report["prompt"]) > 0
+
+
 def test_models_from_the_hub_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,9 +40,9 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
 def test_nothing_is_copied_beyond_the_limit() -> None:
     async def use(engine: Engine, sequence: SequenceCache) -> None:
         with pytest.raises(OutOfResources):
-            await engine.fork([sequence, sequence], engine._system)
+            await engine.fork([(sequence, GROWTH_POSITIONS)] * 2, engine._system)
         assert engine.cache_bytes == SEQUENCE_BYTES
-        await engine.fork([sequence], engine._system)
+        await engine.fork([(sequence, GROWTH_POSITIONS)], engine._system)
         assert engine.cache_bytes == 2 * SEQUENCE_BYTES
 
     with_sequence(2, use)
@@ -53,16 +53,18 @@ def test_copies_are_reserved_before_they_are_made(monkeypatch: pytest.MonkeyPatc
     fork = SequenceCache.fork
     threads: list[str] = []
 
-    def slow(self: SequenceCache) -> SequenceCache:
+    def slow(self: SequenceCache, length: int) -> SequenceCache:
         threads.append(threading.current_thread().name)
         copying.set()
         go_on.wait(5.0)
-        return fork(self)
+        return fork(self, length)
 
     monkeypatch.setattr(SequenceCache, "fork", slow)
 
     async def use(engine: Engine, sequence: SequenceCache) -> None:
-        task: asyncio.Task[Any] = asyncio.create_task(engine.fork([sequence], engine._system))
+        task: asyncio.Task[Any] = asyncio.create_task(
+            engine.fork([(sequence, GROWTH_POSITIONS)], engine._system)
+        )
         await asyncio.to_thread(copying.wait, 5.0)
         with pytest.raises(OutOfResources):
             engine._system.reserve(Resource.CACHE)

@@ -117,7 +117,7 @@ def test_a_fork_and_its_original_do_not_touch_each_other(stage: Stage) -> None:
     sequence, untouched = stage.new_sequence(), stage.new_sequence()
     for each in (sequence, untouched):
         forward(stage, each, inputs(100))
-    twin = sequence.fork()
+    twin = sequence.fork(100)
     forward(stage, twin, inputs(5, 1))
     twin.truncate(3)
     expected = forward(stage, untouched, inputs(4, 2))

@@ -117,7 +117,7 @@ def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None
     sequence, untouched = stage.new_sequence(), stage.new_sequence()
     for each in (sequence, untouched):
         forward(stage, each, inputs(10))
-    twin = sequence.fork()
+    twin = sequence.fork(10)
     assert twin.length == 10
 
     forward(stage, sequence, inputs(4, 1))
@@ -140,7 +140,7 @@ def test_the_bytes_of_a_sequence_are_those_of_its_buffers(dtype: torch.dtype, tm
     longest = sequence.nbytes
     sequence.truncate(1)
     assert sequence.nbytes == longest
-    assert sequence.fork().nbytes == stage.geometry.bytes_for(1)
+    assert sequence.fork(1).nbytes == stage.geometry.bytes_for(1)
 
 
 def test_growing_keeps_the_positions_of_a_sequence(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ MIN_SHARED = 16
 """Least tokens that a request must share with old KV caches for these to be reused."""
 KEPT_POSITIONS = 1 << 13
 """Positions of the KV caches of one chain beyond which those of finished answers are dropped: on three hosts, half of what one client of the default model
-has by default. A step makes its forks before it frees what it drops."""
+has by default."""
 IDLE_S = 60.0
 """Seconds that a chain without answers stays open for the next turn of a chat."""
 

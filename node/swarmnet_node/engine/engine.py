@@ -244,17 +244,20 @@ class Engine:
         """Call ``work``, which is short, on the torch thread between two forwards. Raises what it raises."""
         return await self._call(work)
 
-    async def fork(self, sequences: Sequence[SequenceCache], scope: Scope) -> list[SequenceCache]:
-        """Registered copies of sequences. Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them."""
+    async def fork(self, sources: Sequence[tuple[SequenceCache, int]], scope: Scope) -> list[SequenceCache]:
+        """Registered copies of the first positions, as many as stand beside it, of each sequence.
+
+        Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them.
+        """
         with ExitStack() as stack:
             reservations = [
-                stack.enter_context(
-                    scope.reserve(Resource.CACHE, sequence.geometry.bytes_for(sequence.length))
-                )
-                for sequence in sequences
+                stack.enter_context(scope.reserve(Resource.CACHE, sequence.geometry.bytes_for(length)))
+                for sequence, length in sources
             ]
             self.graph_cache.shrink(self._free_bytes)
-            twins = await self.run_on_torch_thread(lambda: [sequence.fork() for sequence in sequences])
+            twins = await self.run_on_torch_thread(
+                lambda: [sequence.fork(length) for sequence, length in sources]
+            )
             stack.pop_all()
         self._reservations.update(
             {id(twin): (twin, each) for twin, each in zip(twins, reservations, strict=True)}

@@ -486,15 +486,24 @@ class HostedSession:
         return sum(self._sequences[row.sequence].behind for row in rows)
 
     def _new_bytes(self, step: Step) -> int:
-        """An upper bound of the bytes by which a step extends the KV caches."""
+        """Bytes that a step's sequences need beyond those of the KV caches that they replace or extend."""
         geometry = self._stage.geometry
         longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
-        return max(0, sum(longest) - sum(sequence.nbytes for sequence in self._sequences.values()))
+        held = [self._sequences[row.sequence].nbytes for row in step.rows if row.sequence in self._sequences]
+        return max(0, sum(longest) - sum(held))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
-        """Give every row the KV cache that it starts from. A cache that no other row starts from is moved, not copied."""
-        before = dict(self._sequences)
+        """Give every row the KV cache that it starts from.
+
+        Caches from which no row starts are freed first. A cache from which one row starts is moved, not copied, if its own row replaces it.
+        """
         uses = Counter(row.source for row in rows)
+        self._release(
+            self._sequences.pop(row.sequence)
+            for row in rows
+            if row.sequence in self._sequences and not uses[row.sequence]
+        )
+        before = dict(self._sequences)
         overwritten = {row.sequence for row in rows}
         copied = [
             row.sequence
@@ -505,7 +514,11 @@ class HostedSession:
         ]
         after: dict[int, SequenceCache] = {}
         if copied:
-            sources = [before[row.source] for row in rows if row.sequence in copied]
+            sources = [
+                (before[row.source], self._prefix_positions + row.start)
+                for row in rows
+                if row.sequence in copied
+            ]
             after = dict(zip(copied, await self.engine.fork(sources, self._scope), strict=True))
         if self._over:  # the session ended during the fork
             self._release(after.values())

@@ -149,7 +149,7 @@ class SequenceCache:
             self.layers = [self._empty(index, capacity) for index in range(len(self.geometry.layers))]
         else:
             for index in range(len(self.layers)):
-                self.layers[index] = self._copy(index, self._empty(index, capacity))
+                self.layers[index] = self._copy(index, self._empty(index, capacity), self.length)
         if is_new:
             for buffers, states in zip(self.layers, self._prefix, strict=False):
                 for buffer, state in zip(buffers, states, strict=True):
@@ -164,23 +164,31 @@ class SequenceCache:
 
         Raises ``ValueError`` for less than the prefix or more than the cache holds.
         """
-        if not self.prefix_positions <= length <= self.length:
-            raise ValueError(f"cannot truncate {self.length} positions to {length}")
+        self._check_length(length)
         self.length = length
         if self.states is not None:
             self.states.restore(length)
 
+    def _check_length(self, length: int) -> None:
+        if not self.prefix_positions <= length <= self.length:
+            raise ValueError(f"cannot truncate {self.length} positions to {length}")
+
     @torch.inference_mode()
-    def fork(self) -> "SequenceCache":
-        """An independent copy, whose buffers are no larger than its length needs."""
+    def fork(self, length: int) -> "SequenceCache":
+        """An independent copy of the first ``length`` positions, whose buffers are no larger than these need.
+
+        Raises ``ValueError`` for less than the prefix or more than the cache holds.
+        """
+        self._check_length(length)
         twin = SequenceCache(self.geometry, self.lora, self._prefix)
         if self.layers:
-            twin.reserve(self.length)
-            twin.layers = [self._copy(index, fresh) for index, fresh in enumerate(twin.layers)]
-            twin.length = self.length
+            twin.reserve(length)
+            twin.layers = [self._copy(index, fresh, length) for index, fresh in enumerate(twin.layers)]
+            twin.length = length
             if self.states is not None and twin.states is not None:
-                twin.inputs[: self.length] = self.inputs[: self.length]
+                twin.inputs[:length] = self.inputs[:length]
                 twin.states.copy_from(self.states)
+                twin.states.restore(length)
         return twin
 
     def _reserve_states(self, geometry: StateGeometry, capacity: int) -> None:
@@ -202,9 +210,9 @@ class SequenceCache:
         return keys, values
 
     def _copy(
-        self, index: int, fresh: tuple[torch.Tensor, torch.Tensor]
+        self, index: int, fresh: tuple[torch.Tensor, torch.Tensor], length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the valid positions of a layer into ``fresh``, and return it."""
+        """Copy the first ``length`` positions of a layer into ``fresh``, and return it."""
         for old, new in zip(self.layers[index], fresh, strict=True):
-            new[:, :, : self.length] = old[:, :, : self.length]
+            new[:, :, :length] = old[:, :, :length]
         return fresh

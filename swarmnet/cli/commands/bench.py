@@ -1,0 +1,224 @@
+"""``swarmnet bench``: measures what a swarm delivers, or how fast this machine would compute."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmnet.addresses import parse_hosts
+from swarmnet.cli.chat.generation import Hop
+from swarmnet.cli.options import (
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    HostDtypeOption,
+    HostsOption,
+    JsonFlag,
+    MaxDiskOption,
+    TransportOption,
+    WireOption,
+    device_option,
+    parse_max_disk,
+)
+from swarmnet.cli.output import note, print_json, print_table, print_text, progress
+from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file.entry import client_network
+from swarmnet.units import show_size
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.lean_imports import import_transformers
+
+if TYPE_CHECKING:
+    from swarmnet_node.block_speed import BlockSpeed
+
+LOCAL_BLOCKS = 4
+"""Blocks that are timed with --local, unless the model has fewer."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt and its answer. ``tokens_per_s`` counts from the first token on; 0 if there was only one."""
+
+    first_token_s: float
+    tokens_per_s: float
+    failovers: int
+    route: list[Hop]
+
+
+def bench(  # noqa: PLR0913 - a command line, not an interface
+    model: Annotated[str, typer.Argument(metavar="M", help="The model, as for join.", show_default=False)],
+    *,
+    swarm: Annotated[
+        str | None,
+        typer.Option(
+            "--swarm",
+            metavar="SWARM",
+            help="The swarm to measure: a swarm.toml or its directory, an invite, or the name of a swarm entered before.",
+            show_default=False,
+        ),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Measure blocks of the model on this machine, without a swarm.")
+    ] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of each prompt.")
+    ] = 128,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Length of each answer.")
+    ] = 32,
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", min=1, help="Prompts, each through a chain of its own.")
+    ] = 3,
+    transport: TransportOption = "auto",
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    hosts: HostsOption = "",
+    device: Annotated[str, device_option("With --local: the device of the blocks.")] = "auto",
+    dtype: HostDtypeOption = "auto",
+    wire: WireOption = "auto",
+    data_dir: DataDirOption = None,
+    cache_dir: CacheDirOption = None,
+    max_disk: MaxDiskOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure what a swarm delivers: time to the first token, and tokens per second, for chains chosen as for any client.
+
+    Prompts are random tokens, and nothing is drafted: speculation depends on the text. With --local it measures this machine as a host.
+
+    \b
+    Examples:
+      swarmnet bench smollm2-135m-instruct --swarm lab
+      swarmnet bench smollm2-135m-instruct --local --dtype int4
+    """
+    if local == (swarm is not None):
+        raise typer.BadParameter(
+            "give one of them: the swarm to measure, or this machine", param_hint="'--swarm' / '--local'"
+        )
+    files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
+    if swarm is None:
+        _print_local(_measure_here(model, files, device, dtype, quiet=as_json), as_json=as_json)
+        return
+    if dtype in {"int8", "int4"}:
+        raise typer.BadParameter(
+            f"hosts choose their own formats; {dtype} is for --local", param_hint="'--dtype'"
+        )
+    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    with progress(quiet=as_json) as report:
+        report("finding the swarm", 0, None)
+        opened = _open(model, network, (dtype, wire), files)
+        with opened:
+            results = []
+            for number in range(runs):
+                report("measuring", number, runs)
+                results.append(_measure(opened, prompt_tokens, tokens))
+    _print(results, as_json=as_json)
+
+
+def _open(name: str, network: Network, formats: tuple[str, str], files: tuple[Path, int | None]) -> Any:
+    import_transformers()
+    from swarmnet_client.model.local_layers import LoadOptions
+    from swarmnet_client.model.model import load
+
+    dtype, wire = formats
+    options = LoadOptions.picked(dtype, only_generates=True, wire=wire)
+    return load(name, network=network, cache_dir=files[0], options=options, max_disk_bytes=files[1])
+
+
+def _measure(model: Any, prompt_tokens: int, tokens: int) -> Run:
+    import torch
+
+    most = model.config.max_position_embeddings
+    if prompt_tokens + tokens > most:
+        raise typer.BadParameter(
+            f"the model takes {most} tokens, prompt and answer together", param_hint="'--prompt-tokens'"
+        )
+    ids = torch.randint(model.config.vocab_size, (1, prompt_tokens))
+    model.last_run.failovers = 0
+    clock = _Clock()
+    started = time.monotonic()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        streamer=clock,
+        speculate=False,
+    )
+    first, last = clock.times[0], clock.times[-1]
+    return Run(
+        first_token_s=first - started,
+        tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
+        failovers=model.last_run.failovers,
+        route=[Hop(*hop) for hop in model.last_run.route],
+    )
+
+
+class _Clock:
+    """A transformers streamer that keeps the time of each new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, tokens: Any) -> None:
+        if self._prompt_seen:
+            self.times.append(time.monotonic())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def _print(results: Sequence[Run], *, as_json: bool) -> None:
+    first_token_s = statistics.median(each.first_token_s for each in results)
+    tokens_per_s = statistics.median(each.tokens_per_s for each in results)
+    if as_json:
+        runs = [asdict(each) for each in results]
+        print_json({"first_token_s": first_token_s, "tokens_per_s": tokens_per_s, "runs": runs})
+        return
+    print_text("run     first token  tokens/s  chain")
+    for number, each in enumerate(results, start=1):
+        hops = " -> ".join(f"{hop.start}:{hop.end} …{hop.peer_id[-6:]}" for hop in each.route)
+        print_text(f"{number:<6}  {each.first_token_s:>9.2f} s  {each.tokens_per_s:>8.1f}  {hops}")
+    print_text(f"median  {first_token_s:>9.2f} s  {tokens_per_s:>8.1f}")
+    if failovers := sum(each.failovers for each in results):
+        note(f"hosts were replaced {failovers} times: a route shows the last")
+
+
+def _measure_here(
+    name: str, files: tuple[Path, int | None], device: str, dtype: str, *, quiet: bool
+) -> tuple["BlockSpeed", int]:
+    """The speed of a few blocks, and how many the model has."""
+    with progress(quiet=quiet) as report:
+        import_transformers()
+        from swarmnet_node.block_speed import measure_blocks
+        from swarmnet_protocols.models import resolve
+
+        local = resolve(name, cache_dir=files[0], progress=report, max_disk_bytes=files[1])
+        total = local.manifest.blocks
+        report("measuring", 0, None)
+        speed = measure_blocks(
+            local, min(LOCAL_BLOCKS, total), device=device, dtype=dtype, cache_dir=files[0]
+        )
+        return speed, total
+
+
+def _print_local(measured: tuple["BlockSpeed", int], *, as_json: bool) -> None:
+    from swarmnet_node.block_speed import BATCH, PROMPT_POSITIONS
+
+    speed, total = measured
+    if as_json:
+        print_json({**asdict(speed), "total_blocks": total})
+        return
+    print_table(
+        f"{speed.blocks} of {total} blocks on {speed.device}, {speed.precision}",
+        {
+            "weights": f"{show_size(speed.block_bytes)} a block",
+            "decode": f"{speed.decode:.0f} tokens/s a block, {speed.decode / total:.1f} for the whole model",
+            f"batch of {BATCH}": f"{speed.batch:.0f} tokens/s a block, {speed.batch / total:.1f} for the whole model",
+            f"prompt of {PROMPT_POSITIONS}": f"{speed.prompt:.0f} tokens/s a block, {speed.prompt / total:.1f} for the whole model",
+        },
+    )
