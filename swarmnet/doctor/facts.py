@@ -32,7 +32,7 @@ class Device:
     """The GPU of this machine."""
 
     gpu: str = ""
-    """The name that the driver gives; empty without a GPU."""
+    """Its name in the driver; empty if there is none."""
     usable: bool = False
     """Whether torch can compute on it."""
 

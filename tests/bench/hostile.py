@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 def token_times(model: Any, seconds: float) -> list[float]:
-    """The seconds between tokens of greedy answers, generated one after another for ``seconds``."""
+    """Seconds between the tokens of greedy answers, for so long."""
     gaps: list[float] = []
     ids = torch.tensor([PROMPT])
     started = time.perf_counter()

@@ -12,7 +12,7 @@ with atheris.instrument_imports(
 
 
 def main() -> None:
-    """Fuzz the target. The process ends with libFuzzer: this does not return."""
+    """Does not return."""
     name = sys.argv.pop(1)
     target = (TARGETS | PLANTED)[name]
     believe_signatures(setattr)

@@ -15,7 +15,7 @@ class At:
 
     def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self._actions = dict(actions)
-        self._tokens = -1  # the first call has the prompt
+        self._tokens = -1  # the prompt is put first
 
     def put(self, _: torch.Tensor) -> None:
         self._tokens += 1
@@ -27,7 +27,7 @@ class At:
 
 
 class Strike:
-    """A function that inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that it hit."""
+    """Called, inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that had it."""
 
     def __init__(
         self, lab: Swarm, model: Any, fault: Callable[[NodeProcess], object], block: int = 10

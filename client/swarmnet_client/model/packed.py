@@ -109,8 +109,7 @@ class PackedLinear(nn.Linear):
         self.weight = weight
         self._packed = packed
         self._seen = weight, weight._version
-        """The weight and its version when they were last compared. In a tuple, because a module would register the weight as a parameter
-        once more."""
+        """In a tuple: a module takes every other weight for a parameter of its own."""
 
     @property
     def is_packed(self) -> bool:

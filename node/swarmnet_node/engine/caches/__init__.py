@@ -1,1 +1,0 @@
-"""What a stage keeps of each sequence between two steps: keys and values, or a recurrent state."""

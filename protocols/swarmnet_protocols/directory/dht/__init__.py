@@ -1,1 +1,0 @@
-"""The directory over hivemind's DHT: calls between admitted peers, bounded storage, replication."""
