@@ -35,7 +35,7 @@ def believe_the_second(said: torch.Tensor, second: torch.Tensor, third: Any = No
 
 
 def patched(test: Callable[..., object], *arguments: object) -> Callable[[Path], object]:
-    """A test that needs a ``MonkeyPatch`` itself."""
+    """Run a test that takes a ``MonkeyPatch`` of its own."""
 
     def fails(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ Patch = pytest.MonkeyPatch
 class Defence:
     """A check against hostile input, bad peers or damage.
 
-    ``name`` states what it keeps true. ``fails`` runs the test, with its parameters; it may write into the folder it gets.
+    ``name`` is the promise that it keeps. ``fails`` runs the test with its parameters; it gets a folder to write into.
     """
 
     name: str

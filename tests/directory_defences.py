@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmnet_protocols.directory import host_announcements, records
-from swarmnet_protocols.directory.dht_storage import BoundedStorage
+from swarmnet_protocols.directory.dht.storage import BoundedStorage
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.unit import (
     test_dht_replication,
@@ -31,7 +31,7 @@ def check_nothing(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_rpc
+    from swarmnet_protocols.directory.dht import rpc as dht_rpc
 
     patch.setattr(dht_rpc, "_check_found", nothing)
 
@@ -40,7 +40,7 @@ def count_all_as_stored(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory.dht_replication import Replicator
+    from swarmnet_protocols.directory.dht.replication import Replicator
 
     call = Replicator._call
 
@@ -55,7 +55,7 @@ def sample_all_keys(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_sampling
+    from swarmnet_protocols.directory.dht import sampling as dht_sampling
 
     patch.setattr(
         dht_sampling.random.SystemRandom,
@@ -69,7 +69,7 @@ def sample_without(limit: str) -> Callable[[Patch], None]:
         from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
         prepare_hivemind()
-        from swarmnet_protocols.directory import dht_node
+        from swarmnet_protocols.directory.dht import node as dht_node
 
         patch.setattr(dht_node, limit, 1 << 30)
 
@@ -80,7 +80,7 @@ def check_no_sample(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_sampling
+    from swarmnet_protocols.directory.dht import sampling as dht_sampling
 
     patch.setattr(
         dht_sampling,
@@ -93,7 +93,7 @@ def count_no_refusals(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()
-    from swarmnet_protocols.directory.dht_replication import Replicator
+    from swarmnet_protocols.directory.dht.replication import Replicator
 
     patch.setattr(Replicator, "_log_shortage", nothing)
 

@@ -7,7 +7,8 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching import disk, hub_ranges, peers, piece_file, server
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
-from swarmnet_protocols.models import gguf_file, parts, resolve
+from swarmnet_protocols.models import parts, resolve
+from swarmnet_protocols.models.checkpoints import gguf_file
 from tests.defences import Defence, nothing, replacing, yes
 from tests.support.big_model import save_big
 from tests.support.model_hub import model_hub
@@ -98,7 +99,7 @@ FETCHING = (
     Defence(
         "a listing counts only with the pieces hash of the swarm file",
         replacing(peers, "listing_hash", lambda _: bytes(32)),
-        test_download.test_a_listing_counts_if_the_swarm_files_pieces_hash_is_its_own,
+        test_download.test_a_listing_counts_only_if_the_swarm_file_has_its_hash,
     ),
     Defence(
         "weights on disk have a limit",

@@ -90,7 +90,9 @@ IDENTITY = (
     Defence(
         "a duplicate identity is detected only by proof that it is alive",
         replacing(Duplicate, "look", nothing),
-        lambda _: test_duplicate_identity.test_one_word_of_a_process_that_may_be_gone_is_not_enough(),
+        lambda _: (
+            test_duplicate_identity.test_one_announcement_of_a_process_that_may_have_ended_is_no_evidence()
+        ),
     ),
     Defence(
         "a duplicate identity proves that it has the key",

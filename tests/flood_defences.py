@@ -8,11 +8,12 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine
 from swarmnet_protocols.membership import handshake, revocations
-from swarmnet_protocols.net import resources, subnets, typed_stream
+from swarmnet_protocols.net import typed_stream
+from swarmnet_protocols.net.limits import resources, subnets
+from swarmnet_protocols.net.limits.resources import Scope
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.resources import Scope
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.training import matchmaking, rosters
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
@@ -42,7 +43,7 @@ def parse_leniently(kind: type[Protobuf], header: bytes) -> Protobuf:
 
 def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
     prepare_hivemind()
-    from swarmnet_protocols.directory import dht_rpc
+    from swarmnet_protocols.directory.dht import rpc as dht_rpc
 
     patch.setitem(dht_rpc.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
 
@@ -144,12 +145,14 @@ FLOODS = (
     Defence(
         "strangers leave a share of the resources to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
-        lambda _: test_resources.test_however_many_strangers_there_are_some_room_is_left_to_those_we_know(),
+        lambda _: test_resources.test_unknown_peers_together_leave_room_for_known_peers(),
     ),
     Defence(
         "strangers leave a share of the DHT calls to known peers",
         replacing(resources, "KNOWN_PEER_SHARE", {}),
-        lambda _: test_dht_rpc.test_however_many_strangers_call_those_we_know_are_answered(),
+        lambda _: (
+            test_dht_rpc.test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may()
+        ),
     ),
     Defence(
         "the memory for graphs of one client is limited",
@@ -190,6 +193,6 @@ FLOODS = (
     Defence(
         "concurrent dials for probes are limited",
         count_only,
-        lambda _: test_probes.test_one_asker_and_all_of_them_are_dialled_so_often_at_once(),
+        lambda _: test_probes.test_probes_at_once_are_limited_for_one_asker_and_for_all(),
     ),
 )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.models import partial_model, safetensors_file
+from swarmnet_protocols.models import partial_model
+from swarmnet_protocols.models.checkpoints import safetensors_file
 from swarmnet_protocols.training.jobs import Job
 from tests.defences import Defence, nothing, replacing, yes
 from tests.unit import (

@@ -145,7 +145,7 @@ ISSUER = (
         "uses of an invite are counted",
         never_count,
         of_an_issuer(
-            test_issuer.test_an_invite_lets_in_as_many_peers_as_it_says_and_each_as_often_as_it_asks
+            test_issuer.test_an_invite_admits_its_number_of_peers_and_each_of_them_again_at_any_time
         ),
     ),
     Defence(

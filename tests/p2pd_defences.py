@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from swarmnet_protocols.directory import dht_contacts
-from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.dht import contacts as dht_contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts
 from swarmnet_protocols.directory.records import Record
-from swarmnet_protocols.net import subnets
+from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionGuard, ConnectionLimits, Use
@@ -70,12 +70,14 @@ P2PD = (
     Defence(
         "connections of one subnet are limited",
         replacing(connection_limits, "_subnet", lambda each: each.peer),
-        lambda _: test_connection_limits.test_a_subnet_has_its_share(),
+        lambda _: test_connection_limits.test_a_subnet_keeps_no_more_connections_than_its_share(),
     ),
     Defence(
         "connections of the largest subnets are closed first",
         replacing(subnets, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
-        lambda _: test_connection_limits.test_in_all_those_from_where_most_come_from_go_first(),
+        lambda _: (
+            test_connection_limits.test_over_the_limit_of_all_the_subnets_with_the_most_connections_lose_some_first()
+        ),
     ),
     Defence(
         "a /64 of IPv6 counts as one host",
@@ -85,7 +87,9 @@ P2PD = (
     Defence(
         "connections in use stay, even from the address of an attacker",
         all_alike,
-        lambda _: test_connection_limits.test_connections_at_work_behind_the_address_of_an_attacker_stay(),
+        lambda _: (
+            test_connection_limits.test_connections_in_use_stay_although_an_attacker_has_the_same_address()
+        ),
     ),
     Defence(
         "strangers are disconnected first when p2pd is over its memory limit",
@@ -105,13 +109,11 @@ P2PD = (
     Defence(
         "a DHT caller announces only its own addresses",
         learn_any_contact,
-        lambda _: test_dht_contacts.test_a_caller_speaks_for_itself_only(),
+        lambda _: test_dht_contacts.test_a_caller_can_give_only_its_own_contact(),
     ),
     Defence(
         "contacts in a DHT answer are limited",
         replacing(dht_contacts, "MAX_CONTACTS", 1 << 30),
-        lambda _: (
-            test_dht_contacts.test_of_an_answer_a_limited_number_of_contacts_is_learned_and_none_that_is_too_large()
-        ),
+        lambda _: test_dht_contacts.test_an_answer_teaches_a_limited_number_of_contacts_of_limited_size(),
     ),
 )

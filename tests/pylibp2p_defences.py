@@ -11,7 +11,7 @@ from tests.defences import Defence, replacing
 
 
 def no_limit_of_streams(patch: pytest.MonkeyPatch) -> None:
-    """What the test divides by 32 is then still more than it opens."""
+    """A limit so high that a 32nd of it is still more than the test opens."""
     patch.setattr(host, "MAX_STREAMS", 1 << 20)
 
 

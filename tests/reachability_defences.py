@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from swarmnet_protocols.directory import relay_announcements
-from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.reachability import circuit, detection, relay, reservations
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_relays

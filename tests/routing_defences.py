@@ -33,7 +33,7 @@ def believe_coordinates(view: View, one: PeerId, other: PeerId) -> float:
 
 
 def ping_the_best(patch: Patch) -> None:
-    """All hosts in the order of what is expected of them, instead of pairs."""
+    """Ping the hosts that are expected to be best, instead of the better host of random pairs."""
     patch.setattr(
         test_client_swarm,
         "drawn",

@@ -8,7 +8,7 @@ from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import Slot
-from swarmnet_protocols.net import subnets
+from swarmnet_protocols.net.limits import subnets
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_slots
@@ -20,7 +20,7 @@ async def evict_none(*_: object) -> None:
 
 
 def end_no_session(patch: Patch) -> None:
-    """Wait for the first step for ever."""
+    """Let a session wait for its first step for ever."""
     patch.setattr(HostedSession, "_first_step", HostedSession._failure)
 
 

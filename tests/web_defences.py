@@ -31,7 +31,7 @@ async def unauthenticated(*_: object) -> None:
 
 
 def with_short_timeout(where: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
-    """As ``replacing``; the test gives up after 2 s."""
+    """Replace an attribute as ``replacing`` does; the test gives up after 2 s."""
 
     def switch_off(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(where, name, value)

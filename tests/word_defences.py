@@ -11,7 +11,7 @@ import pytest
 from swarmnet import logs
 from swarmnet.cli import output
 from swarmnet.cli.progress import displays
-from swarmnet_protocols.directory import dht_storage
+from swarmnet_protocols.directory.dht import storage as dht_storage
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.membership import certificates
 from swarmnet_protocols.net import refusal
@@ -59,7 +59,7 @@ WORDS = (
     Defence(
         "a membership by an invite of a stolen key ends with the key",
         forget_who_admitted,
-        test_issuer.test_so_does_one_whose_invite_it_signed,
+        test_issuer.test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key,
     ),
     Defence(
         "a publisher whose clock was ahead is heard again",

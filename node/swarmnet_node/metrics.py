@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_protocols.net.resources import Rate, Snapshot
+from swarmnet_protocols.net.limits.resources import Rate, Snapshot
 from swarmnet_protocols.wire import refusal_pb2
 
 if TYPE_CHECKING:

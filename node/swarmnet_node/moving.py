@@ -1,6 +1,6 @@
-"""Moves of a node to other blocks, which it makes when the swarm needs those more.
+"""Moves of a node to other blocks, when the swarm needs those more.
 
-A node looks at the claims of all hosts now and then, and moves as ``routing/rebalancing.py`` decides:
+A node looks at the claims of all hosts from time to time, and moves as ``routing/rebalancing.py`` decides:
 
 1. **Announced.** Its announcement names the next blocks, so that others neither join nor move to the same place.
 2. **Loaded.** They are loaded beside the present ones, whose sessions go on.
@@ -27,9 +27,9 @@ from swarmnet_protocols.routing.throughput import Claim
 _log = logging.getLogger(__name__)
 
 DRAIN_S = 120.0
-"""Seconds that sessions have to move off blocks that the node leaves, of which other hosts have copies."""
+"""Seconds that sessions have to move off blocks that the node leaves, while other hosts have the same blocks."""
 DRAIN_GAP_S = 2.5
-"""The same when the node fills a gap: until it does, the model cannot be served."""
+"""Seconds that sessions have when the node fills a gap: until it does, the model cannot be served."""
 MAY_LEAVE_LOOKS = 4
 """Looks at the swarm after which a node gives up a move, because it may not leave its blocks."""
 
@@ -70,7 +70,7 @@ class Movable(Protocol):
         """Its claim to the blocks that it serves."""
 
     def has_room_for(self, blocks: int) -> bool:
-        """Whether the memory has room for so many more blocks beside the present ones."""
+        """Whether the memory has room for ``blocks`` more blocks beside the present ones."""
 
     async def load(self, span: tuple[int, int]) -> Loaded:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""

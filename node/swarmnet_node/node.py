@@ -87,7 +87,7 @@ class Hosting:
     may_move: bool = False
     """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
     has_room: Callable[[int], bool] = lambda _: True
-    """Whether so many more bytes of weights fit into the memory beside those of the present blocks."""
+    """A function that says whether this number of bytes of further weights fits into the memory."""
     on_move: Callable[[], None] = lambda: None
     """Called when the node has moved to other blocks while it serves."""
     max_cache_bytes: int = 1 << 30
@@ -195,12 +195,12 @@ class Node:
 
     @property
     def engine(self) -> Engine | None:
-        """None before the blocks are loaded."""
+        """The engine that computes the blocks; None before they are loaded."""
         return self._engine
 
     @property
     def host(self) -> Host | None:
-        """None before the blocks are loaded."""
+        """The host that serves the blocks; None before they are loaded."""
         return self._host
 
     def status(self) -> NodeStatus:
@@ -333,7 +333,7 @@ class Node:
         return Claim(self._dependencies.transport.peer_id, start, end, (end - start) / self._step_s)
 
     def has_room_for(self, blocks: int) -> bool:
-        """Whether the memory has room for so many more blocks beside the present ones. Caches of accelerators leave none."""
+        """Whether the memory has room for ``blocks`` more blocks beside the present ones. Caches of accelerators leave no room."""
         if self._engine is None or self._engine.stage.is_on_accelerator:
             return False
         stage = self._engine.stage

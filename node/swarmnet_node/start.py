@@ -15,7 +15,7 @@ from swarmnet_node.owner.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
     import torch
@@ -241,7 +241,7 @@ class _Loaded:
         return loaded
 
     def _placed(self, config: NodeConfig) -> "_Loaded":
-        """The same with blocks fitted to the free memory of accelerators. Raises ``OutOfResources`` if those that are asked for do not fit."""
+        """This model with blocks that are fitted to the free memory of accelerators. Raises ``OutOfResources`` if the requested blocks do not fit."""
         from swarmnet_node.engine.device_memory import place
         from swarmnet_protocols.machine.devices import cards_of
 
@@ -290,9 +290,9 @@ class _Loaded:
         return BlockNeeds(packed, expanded, LayerWidths.of(config), self.dtype.itemsize)
 
     def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """The same with blocks that fit into a limit of memory. ``is_free``: with fewer blocks if not all fit.
+        """This model with blocks that fit into a limit on memory. ``is_free``: with fewer blocks if not all fit.
 
-        On an accelerator blocks take no memory of the machine, and only what a node takes without them must fit.
+        With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """

@@ -32,7 +32,7 @@ from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
 
 GOVERN_S = 0.5
@@ -121,12 +121,12 @@ class Supervisor:
 
     @property
     def engine(self) -> Engine | None:
-        """None while the node is paused."""
+        """The engine of the node; None while the node is paused."""
         return self._node.engine
 
     @property
     def host(self) -> Host | None:
-        """None while the node is paused."""
+        """The host of the node; None while the node is paused."""
         return self._node.host
 
     @property
@@ -256,11 +256,11 @@ class Supervisor:
                 await node.finished()
             finally:
                 await cancel(governing)
-        # The same blocks after a pause, or those for which it ended.
+        # The same blocks after a pause, or the blocks for which the node ended.
         self._hosting = replace(self._hosting, placed=node.next or node.placed)
 
     def _has_room(self, more_bytes: int) -> bool:
-        """Whether so much more fits into the memory of the machine, and below the owner's limit."""
+        """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""
         limit_bytes = self._limits.max_ram_bytes
         within_limit = (
             limit_bytes is None or self._machine.ram_bytes() + more_bytes <= limit_bytes * RELEASE_ABOVE

@@ -32,7 +32,7 @@ class Device:
     """The GPU of this machine."""
 
     gpu: str = ""
-    """Its name in the driver; empty if there is none."""
+    """The name that the driver gives; empty without a GPU."""
     usable: bool = False
     """Whether torch can compute on it."""
 

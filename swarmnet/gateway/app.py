@@ -316,7 +316,8 @@ class Gateway:
 
 
 def _owner(body: GenerationRequest, key: str) -> str:
-    """Whose KV caches a request may reuse. The time of a first token tells a caller whether the same prompt was sent before, so no other's."""
+    """The owner of the KV caches that a request may reuse. The time of a first token shows whether the same prompt was sent before, so
+    callers with different keys, users or salts have different owners."""
     return json.dumps([key, body.user, body.cache_salt])
 
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching.continuous_batching import Busy
 from swarmnet_protocols import errors
-from swarmnet_protocols.net.resources import ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
 RETRY_S = 5
 """Seconds in ``Retry-After`` where no better value is known: the interval at which a client refreshes the directory."""

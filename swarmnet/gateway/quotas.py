@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
 
 MINUTE_S = 60.0
 

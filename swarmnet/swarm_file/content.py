@@ -29,7 +29,7 @@ class Rotation:
 
     keys: tuple[bytes, ...]
     previous_until: datetime
-    """Until when the keys before are valid for certificates, invites and revocations. Unix time 0: they never were."""
+    """Time until which the keys before are valid for certificates, invites and revocations. Unix time 0: they never were."""
     signature: bytes
 
 

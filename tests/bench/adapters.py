@@ -2,8 +2,9 @@
 
     python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
 
-Medians in milliseconds of a forward, with one thread of the time it computes, whatever else the machine does: one new position of 1 or 8 sequences, of which all, one or none have an adapter of their own, and a prompt of 128 positions.
-``native`` and ``fused`` are how few positions are computed: by native code, or by layers of torch. Prints JSON.
+Prints JSON: medians of a forward in milliseconds. With one thread they are CPU time, so that other programs of the machine do not count.
+Forwards have one new position of 1 or 8 sequences, of which all, one or none have an adapter of their own; or a prompt of 128 positions.
+``native`` computes few positions by native code, ``fused`` by layers of torch.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tests.support.peft_oracle import random_tensors
 CONTEXT = 64
 PROMPT = 128
 STEPS = 8
-"""Forwards of single positions that are timed together."""
+"""Number of forwards of single positions that are timed together."""
 
 
 Clock = Callable[[], float]
@@ -36,7 +37,8 @@ Clock = Callable[[], float]
 def timed(
     stage: Stage, sequences: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
-    """Seconds of one forward of ``count`` positions of each sequence, the first with an adapter each, the others with none."""
+    """A function that gives the seconds of one forward with ``count`` positions of each sequence. The first sequences have one adapter of
+    ``adapted`` each, the others none."""
     adapters = [stage.load_adapter(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
     filled = [stage.new_sequence(adapter) for adapter in adapters]

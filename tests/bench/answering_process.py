@@ -1,4 +1,4 @@
-"""A process of a bench that answers: a JSON object on a line of its stdin, another on a line of its stdout."""
+"""A process of a bench that answers requests: each is a JSON object in a line of its stdin, each answer one in a line of its stdout."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class AnsweringProcess:
         return self._answer()
 
     def close(self) -> None:
-        """Wait until it has ended, as it does with its stdin."""
+        """Close its stdin, which ends the process, and wait for its end."""
         self._process.communicate()
 
     def _answer(self) -> Fields:

@@ -3,8 +3,8 @@
     python -m tests.bench.audit [--texts 40] [--positions 64] [--spans 0:10 10:20 20:30 0:30]
 
 Every span is computed as a session does it, and as a pass does it, from what goes over the wire: by native code and by torch in
-float32, by torch in bfloat16 and float16, from and to each element type of the wire. Prints, for each pair, quantiles of the relative
-error of a position, and of the logarithm the mean and the standard deviation. Prints JSON, a line for each pair.
+float32, by torch in bfloat16 and float16, from and to each element type of the wire. Prints a line of JSON for each pair: quantiles of the
+relative error of a position, and mean and standard deviation of its logarithm.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def computed(stage: Stage, inputs: torch.Tensor, *, as_session: bool) -> torch.Tensor:
-    """A prompt of half the positions and the rest one by one, as a session has them; or all at once, as a pass has them."""
+    """The positions as a session computes them, a prompt of one half and then one by one; or as a pass does, all at once."""
     if not as_session:
         return stage.run_sequences(inputs, (len(inputs),))
     sequence = stage.new_sequence()

@@ -4,7 +4,7 @@
 
 Nodes for each third of the model, and one that chooses its blocks. What happens, at random: ``kill`` (SIGKILL), ``stop`` (SIGSTOP of both
 processes for some seconds), ``cut`` (SIGSTOP of p2pd only: connections stay open and carry nothing), ``slow`` (stopped most of the time),
-``finish``, and ``join``; nodes that ended are started again. Of each third one node at least is left alone. Clients are processes of their
+``finish``, and ``join``; nodes that ended are started again. At least one node of each third is left alone. Clients are processes of their
 own. Prints one line of JSON: the share of answers that completed, those with wrong tokens, the 99th percentile of the longest stall of an answer,
 and memory, file descriptors and tasks of the first node and of a client, which live all the time, in the first and the last quarter.
 """
@@ -96,7 +96,7 @@ class ClientProcess:
                 self.answers.append(json.loads(line))
 
     def end(self) -> None:
-        """Let it end after its present answer."""
+        """Close its stdin: it ends after its present answer."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process.wait(300)
@@ -104,7 +104,7 @@ class ClientProcess:
 
 @dataclass
 class Chaos:
-    """Does something to a node now and then."""
+    """Injects a random fault into a random node now and then."""
 
     lab: Swarm
     rng: random.Random
@@ -128,7 +128,8 @@ class Chaos:
         threading.Thread(target=work, daemon=True).start()
 
     def _may_be_hurt(self, name: str) -> bool:
-        """Whether another node of its blocks is well. The first node is never hurt: it is the bootstrap peer of all."""
+        """Whether a fault may hit this node: only while another node with the same blocks has none. The first node is never hurt: it is
+        the bootstrap peer of all."""
         if name in self.hurt or name == next(iter(self.lab.nodes)) or not self.lab.nodes[name].is_ready:
             return False
         blocks = name.rpartition("-")[0]

@@ -35,7 +35,7 @@ VIEWS = 5
 
 @contextmanager
 def recorded(kind: str) -> Iterator[str]:
-    """A simulated swarm behind a dashboard; its URL."""
+    """The URL of a dashboard that shows a simulated swarm."""
     command = [sys.executable, "-m", "tests.support.recorded_swarm", "--port", "0", "--kind", kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def compared(name: str, mine: list[Rates], yardstick: list[Rates]) -> dict[str, Any]:
-    """Rates of a yardstick, and those of the swarm in units of them; nothing where it was not measured."""
+    """The rates of a yardstick, and the rates of the swarm divided by them; empty if the yardstick was not measured."""
     if not yardstick:
         return {}
     pairs = list(zip(mine, yardstick, strict=True))

@@ -66,7 +66,7 @@ def announcement(number: int, identity: Identity) -> bytes:
 
 @contextlib.asynccontextmanager
 async def join(folder: Path, bootstrap: tuple[str, ...], *, client_mode: bool = False) -> Any:
-    from swarmnet_protocols.directory.dht_directory import DhtDirectory
+    from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
@@ -102,7 +102,7 @@ async def serve(hosts: int, peers: int, folder: Path) -> None:
             publisher = Publisher(identity, SWARM, wall_clock)
             body = announcement(number, identity)
             for which, topic in enumerate((hosts_topic(MANIFEST, identity.peer_id), ONE_TOPIC)):
-                if refused[which]:  # it is full
+                if refused[which]:  # the topic is full: the other records would be refused, too
                     refused[which] += 1
                     continue
                 record, sealed = publisher.seal(topic, body, lifetime_s=LIFETIME_S)
@@ -118,7 +118,7 @@ async def serve(hosts: int, peers: int, folder: Path) -> None:
 
 
 async def measure(bootstrap: tuple[str, ...], folder: Path, rounds: int) -> dict[str, Any]:
-    from swarmnet_protocols.directory.dht_rpc import GuardedP2P
+    from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
     traffic = {"bytes": 0, "calls": 0}
     call = GuardedP2P._call

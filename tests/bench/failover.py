@@ -28,11 +28,11 @@ from tests.support.wan import Uplink, WanSwarm, wan_swarm
 SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24
 CUT_TOKENS = 160
-"""Enough that the answer lasts until the node that computes it is known and cut off, on a machine of any speed."""
+"""The answer must be long enough that, on a machine of any speed, the node that computes it is found and cut off before its end."""
 TOKENS_PER_LOOK, LOOKS = 3, 4
-"""More than one token for each look: the node may have computed the next one when it is looked at."""
+"""Tokens between two looks are more than one, because a node may compute the next token ahead of a look."""
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
-"""Without the replay."""
+"""Goals for the stall without the replay."""
 
 
 def faulted(
@@ -73,7 +73,7 @@ def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
 
 
 def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int], float]:
-    """The same for a run whose middle hop is cut off once the answer has begun, and how long its first token took."""
+    """The longest stall of a run whose middle hop is cut off once the answer has begun, its tokens, and the seconds of its first token."""
     with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
         run.wait("token")
         used = computing(run, (node for name, node in lab.swarm.nodes.items() if name.startswith("10-20")))

@@ -2,8 +2,9 @@
 
     python -m tests.bench.fetching [--mbit 20] [--layers 12]
 
-The hub is a stand-in over HTTP on this machine, which sends at the rate that is given, over all connections together. Each peer sends at the same rate, over
-links that delay messages by 10 ms, in this process. The tables of pieces are known, as where the swarm file names the pieces hash. Prints one JSON object a
+The hub is a stand-in over HTTP on this machine, whose connections together have the given rate. Each peer sends at the same rate, over
+links that delay messages by 10 ms, in this process. The tables of pieces are known, as in a swarm whose file names the pieces hash. Prints
+one JSON object a
 case; ``bound_s`` is the size of the weights divided by the rates of all sources.
 """
 

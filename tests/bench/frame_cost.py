@@ -1,4 +1,4 @@
-"""What the account of resources costs a message, in microseconds: read from a buffer with it and without, in turn.
+"""The cost of resource accounting for each message in microseconds: messages are read from a buffer with it and without it, in turn.
 
     python -m tests.bench.frame_cost [--frames 2000] [--rounds 9]
 
@@ -16,19 +16,19 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.resources import Rate, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
 
 FRAME = struct.pack(">II", 60, 2304) + bytes(60 + 2304)  # a step of one position of SmolLM2-135M
 
 
 async def bare(reader: asyncio.StreamReader) -> Message:
-    """The same two reads, and no more."""
+    """Read one message without accounting: the same two reads, and nothing else."""
     header_bytes, payload_bytes = struct.unpack(">II", await reader.readexactly(8))
     body = memoryview(await reader.readexactly(header_bytes + payload_bytes))
     return Message(bytes(body[:header_bytes]), body[header_bytes:])

@@ -1,4 +1,4 @@
-"""What the gateway costs: one stream and sixteen callers against the Python client, ten times too many, a thousand who say nothing.
+"""The cost of the gateway: one stream and sixteen callers against the Python client, an overload of ten times, a thousand silent connections.
 
     python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
 
@@ -66,7 +66,7 @@ def client_of(gateway: GatewayProcess) -> httpx.AsyncClient:
 
 
 async def together(http: httpx.AsyncClient, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds that all of them take, asked at once."""
+    """Seconds until all of these prompts, sent at once, are answered."""
     started = time.perf_counter()
     answers = await asyncio.gather(*(ask(http, prompt, tokens) for prompt in prompts))
     if {(status, used) for status, _, used in answers} != {(200, tokens)}:
@@ -103,7 +103,8 @@ async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: 
 
 
 async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: int) -> dict[str, Any]:
-    """Requests at a fixed rate, however they fare; what came of them within ``seconds``."""
+    """Send requests at a fixed rate, whether the earlier ones were answered or not; returns the tokens served and the requests refused
+    within ``seconds``."""
     rng = random.Random(1)
     served, refused_s = 0, []
     started = time.perf_counter()
@@ -138,7 +139,7 @@ async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: in
 async def overload(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
     """Goodput with as many callers as sequences, and with ten times that load.
 
-    No prompt is sent twice: its cached positions would not be computed again.
+    No prompt is sent twice, because its cached positions would not be computed again.
     """
     rng = random.Random(2)
     tokens = arguments.tokens

@@ -1,6 +1,6 @@
-"""Generation in a process of its own: it is asked for greedy tokens, and says how long they took.
+"""A process that generates greedy tokens on request, and reports how long they took.
 
-With a cache directory alone it is plain transformers, the yardstick; with a swarm's file and bootstraps it is a client.
+With only a cache directory it runs plain transformers, the yardstick; with a swarm file and bootstrap addresses it is a client.
 """
 
 import sys
@@ -16,7 +16,8 @@ MODEL = "smollm2-135m-instruct"
 
 
 def generating(cache_dir: Path, threads: int, *swarm: str) -> AnsweringProcess:
-    """Plain transformers, or a client of ``swarm``: its file, then bootstraps. Asked for what ``timed_generate`` takes."""
+    """A process with plain transformers or, if ``swarm`` has a swarm file and bootstrap addresses, a client. Its requests are the
+    arguments of ``timed_generate``."""
     return AnsweringProcess(__name__, str(cache_dir), str(threads), *swarm)
 
 
@@ -32,7 +33,7 @@ def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, A
 
 
 class _Clock:
-    """A streamer of transformers: notes when the prompts and each token after them came."""
+    """A streamer of transformers that notes when the prompts, and then each token, were put into it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -41,7 +42,7 @@ class _Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the interface of streamers has it."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The stalls that clients see when a node that serves them finishes: 200 times by one command.
+"""The stalls that clients see when a node that serves them is told to finish.
 
     python -m tests.bench.handover [--times 20] [--moves 0] [--clients 2] [--seed 0]
 
@@ -33,12 +33,12 @@ from tests.support.processes import NodeProcess, Swarm, swarm
 SPANS = ((0, 10), (10, 20), (20, 30)) * 2
 TOKENS = 96
 MOVE_S = 5.0
-"""Seconds after a move in which sessions are handed over, most often."""
+"""Seconds after a move within which most sessions are handed over."""
 LOOK_S = 12.0
 """Mean seconds between two moves."""
 RESTLESS = (sys.executable, "-m", "tests.support.restless_node", str(LOOK_S))
 GOAL_S = 0.2
-"""Beyond two steps."""
+"""Goal for the seconds by which a stall exceeds two steps."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 Window = tuple[float, float]
-"""When something began to be done to a node, and when it was done."""
+"""The times at which an action on a node began and ended."""
 
 
 def measure(

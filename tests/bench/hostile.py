@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 def token_times(model: Any, seconds: float) -> list[float]:
-    """Seconds between the tokens of greedy answers, for so long."""
+    """The seconds between tokens of greedy answers, generated one after another for ``seconds``."""
     gaps: list[float] = []
     ids = torch.tensor([PROMPT])
     started = time.perf_counter()

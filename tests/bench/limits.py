@@ -3,8 +3,8 @@
     python -m tests.bench.limits [--parts up down ram pause] [--seconds 40] [--mbit 4] [--sessions 4]
 
 Bandwidth is counted by the interface of the network namespace that the node has for itself (needs root), headers included; memory is
-what the node and p2pd have resident. Each is sampled five times a second; reported is the worst of any ten seconds, of bandwidth from
-before the first session begins, the least once all have. Prints JSON.
+what the node and p2pd have resident. Each is sampled five times a second; the report has the worst of any ten seconds: the highest rate
+from before the first session on, the lowest rate once all sessions have begun. Prints JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def clients(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """With clients at ``place`` that send prompts as soon as they have started."""
+    """Run clients at ``place`` that send prompts as soon as they have started."""
     manifest = node.status.manifest.hex()
     command = [*place.prefix, sys.executable, "-m", "tests.bench.session_load", str(lab.file), manifest]
     process = subprocess.Popen([*command, *lab.bootstrap_options, *options])
@@ -45,7 +45,7 @@ def clients(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Itera
 
 @contextlib.contextmanager
 def loaded(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterator[None]:
-    """As ``clients``, from when the node has a session."""
+    """Run clients as ``clients`` does, and begin once the node has a session."""
     with clients(lab, node, place, *options) as process:
         while not node.status.sessions:
             if process.poll() is not None:
@@ -55,7 +55,7 @@ def loaded(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterat
 
 
 def sample(read: Callable[[], float], seconds: float) -> list[tuple[float, float]]:
-    """The values of ``read``, each with its time."""
+    """The values that ``read`` gives over ``seconds``, each with its time."""
     began = time.monotonic()
     samples = []
     while (now := time.monotonic()) - began < seconds:
@@ -65,7 +65,7 @@ def sample(read: Callable[[], float], seconds: float) -> list[tuple[float, float
 
 
 def rates(samples: Sequence[tuple[float, float]]) -> list[float]:
-    """Bytes per second of a counter over every window."""
+    """The bytes per second of a counter over every window of ``WINDOW_S``."""
     found = []
     first = 0
     for at, count in samples:
@@ -77,7 +77,7 @@ def rates(samples: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def interface_bytes(pid: int) -> tuple[int, int]:
-    """Received and sent by the interface of a process's network namespace."""
+    """Bytes received and sent by the interface in the network namespace of a process."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip().startswith("swarmnet"):
@@ -93,7 +93,7 @@ def rss_bytes(pid: int) -> float:
 def measure_bandwidth(
     folder: Path, cache_dir: Path, direction: str, mbit: float, seconds: float, sessions: int
 ) -> None:
-    """The first of two hosts sends and receives as much as clients can make it."""
+    """Measure the first of two hosts while clients send prompts as fast as they can."""
     lab = Swarm(folder / f"{direction}-{mbit}-{sessions}", cache_dir)
     fast = Uplink(delay_s=0.005, bytes_per_s=125_000_000.0)
     with wan(fast, fast, fast) as (client, limited, other), contextlib.ExitStack() as stack:
@@ -126,7 +126,7 @@ def measure_bandwidth(
 
 
 def measure_ram(folder: Path, cache_dir: Path, mib: int, seconds: float) -> None:
-    """Sessions fill caches and logs of two hosts until there is no room, and go on trying."""
+    """Measure a host while sessions fill caches and logs until there is no room, and go on trying."""
     lab = Swarm(folder / "ram", cache_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(lab.close)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SERVERS = ("ggml-rpc-server", "rpc-server")
-"""The program of a server, by its name of today and its former one."""
+"""Names of the program of a server: the present one and a former one."""
 _READY_S = 30.0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens a second: of a prompt, and of decoding after an empty one."""
+    """Tokens a second: of a prompt, and of decoding after an empty prompt."""
 
     prompt: float
     decode: float
@@ -28,14 +28,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """llama.cpp's programs in ``directory``, which compute with so many threads in each process."""
+    """llama.cpp's programs in ``directory``, each with this number of threads."""
 
     directory: Path
     threads: int
 
     def measure(self, model: Path, *, prompt: int, tokens: int, servers: Sequence[str] = ()) -> Rates:
-        """Rates for a prompt and an answer of so many tokens, in one process, or by ``servers`` (host:port), each with an equal share of
-        the layers.
+        """Measure the rates for ``prompt`` and ``tokens`` tokens in one process, or on ``servers`` (host:port), each with an equal share
+        of the layers.
 
         Raises ``RuntimeError`` with llama.cpp's message if it fails.
         """
@@ -61,7 +61,7 @@ class LlamaCpp:
 
     @contextmanager
     def servers(self, count: int) -> Iterator[list[str]]:
-        """The addresses, host:port, of so many servers on loopback, which are ended at the end."""
+        """Run ``count`` servers on loopback for the duration of the context; their addresses, host:port."""
         program = next((self.directory / name for name in _SERVERS if (self.directory / name).exists()), None)
         if program is None:
             raise RuntimeError(f"{self.directory} has no {_SERVERS[0]}: build llama.cpp with -DGGML_RPC=ON")
@@ -84,7 +84,7 @@ class LlamaCpp:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, without its own setting of OpenMP: the yardstick runs as llama.cpp's users run it."""
+    """The environment of this process without its settings of OpenMP, so that the yardstick runs as llama.cpp's users run it."""
     return {
         name: value for name, value in os.environ.items() if name not in {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
     }

@@ -125,7 +125,7 @@ def kill_relay(swarm: NatSwarm, client: Place) -> dict[str, Any]:
 
 
 def many_hosts(cache_dir: Path, hosts: int) -> dict[str, Any]:
-    """``hosts`` behind cone routers, two of which compute."""
+    """Measure ``hosts`` hosts behind cone routers, two of which compute."""
     with (
         tempfile.TemporaryDirectory() as folder,
         nat_swarm(Path(folder) / "lab", cache_dir, ["cone"] * (hosts + 1), public=3) as swarm,

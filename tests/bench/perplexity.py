@@ -70,7 +70,7 @@ def main() -> None:
 def report(
     precision: str, channels: str, found: torch.Tensor, expected: torch.Tensor, *, bits: float
 ) -> None:
-    """Print the figures of one precision, whose losses of each token are ``found``, those of the reference ``expected``."""
+    """Print the figures of one precision: ``found`` are its losses of each token, ``expected`` those of the reference."""
     more = found - expected
     figures = {
         "perplexity": found.mean().exp().item(),
@@ -94,7 +94,7 @@ def text(tokenizer: Any, count: int) -> list[int]:
 
 @torch.inference_mode()
 def losses(model: Any, windows: tuple[torch.Tensor, ...], name: str) -> torch.Tensor:
-    """Minus the logarithm of the probability of each token, the first of each window apart. ``name`` is for the progress."""
+    """Minus the logarithm of the probability of each token except the first of each window. ``name`` is shown with the progress."""
     found = []
     started = time.monotonic()
     for number, window in enumerate(windows, start=1):
@@ -107,7 +107,7 @@ def losses(model: Any, windows: tuple[torch.Tensor, ...], name: str) -> torch.Te
 
 
 def order_of(channels: str) -> Callable[[int], torch.Tensor]:
-    """From a number of channels to their new order."""
+    """A function from the number of channels to their new order."""
     generator = torch.Generator().manual_seed(0)
     match channels:
         case "shuffled":

@@ -23,7 +23,7 @@ from tests.unit.test_packed_products import random_matrix
 
 REPEATS = 7
 COLD_BYTES = 256 << 20
-"""Matrices of this size together, so that a product reads its matrix from memory, as a decoder does."""
+"""Total size of the matrices that products take in turn, so that each reads its matrix from memory and not from a cache, as in a decoder."""
 
 
 def median_ms(

@@ -28,7 +28,7 @@ CHUNK_POSITIONS = 2048
 
 
 async def fill(swarm: Swarm, blocks: int, positions: int, *, keep: bool) -> None:
-    """Sessions one after another; one that finds no room is given up."""
+    """Open and fill sessions one after another; a session that a host refuses for lack of room is given up."""
     spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, torch.float32)
     while True:
         try:

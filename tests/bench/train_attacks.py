@@ -1,4 +1,4 @@
-"""What bad workers cost: sixteen replicas, three and seven of them lying, by aggregator. Virtual time, real exchanges.
+"""The loss that bad workers cost: sixteen replicas, of which three or seven lie, under each aggregation rule. Real exchanges in virtual time.
 
     python -m tests.bench.train_attacks [--rounds 40] [--steps 10] [--aggregate centered-clip] [--attack alie]
 

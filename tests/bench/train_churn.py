@@ -1,4 +1,4 @@
-"""Real workers of one job while one is killed, stopped or joins every so often, against the same job left alone.
+"""Real workers of one job, of which one is killed, stopped or replaced every few seconds, against the same job without faults.
 
     python -m tests.bench.train_churn [--workers 8] [--rounds 30] [--every 20] [--steps 300] [--deadline 15]
 
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict
 
 
 def summarize(job_workers: JobWorkers, wall_s: float) -> dict[str, Any]:
-    """A summary of the events of all workers. A round counts as committed or discarded if any worker saw it so."""
+    """A summary of the events of all workers. A round counts as committed, or as discarded, if any worker reported it so."""
     everyone = job_workers.all()
     committed = [event for worker in everyone for event in worker.rounds().values()]
     discarded = {number for worker in everyone for number in worker.rounds(committed=False)}

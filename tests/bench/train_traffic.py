@@ -2,7 +2,7 @@
 
     python -m tests.bench.train_traffic [--method sparseloco] [--workers 8 16 32 64]
 
-Of every kind: bytes a worker without payload but with the frames of messages, bytes of payload, messages. The model is so small that
+For each kind and worker: the bytes outside of payloads, frames included; the bytes of payloads; the messages. The model is so small that
 every worker just owns a slice. What is not payload does not grow with the model until slices travel in several parts;
 ``payload_of_template`` is the payload of a model of the template's size, by the codec's sizes. Prints one JSON object a number.
 """
@@ -27,7 +27,7 @@ from tests.support.virtual_time import run
 
 TEMPLATE_PARAMETERS = 1_312_384
 ROUNDS = 2
-"""The first is not counted: workers come, and learn where the others are."""
+"""The first round is not counted: in it workers join, and learn the addresses of the others."""
 LINK = LinkProfile(delay_s=0.02, bytes_per_s=12.5e6)
 
 

@@ -38,9 +38,9 @@ def standard_job(
     workers: int,
     learning_rate: float | None = None,
 ) -> Job:
-    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps of whole rounds.
+    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded down to whole rounds.
 
-    Without a ``learning_rate`` it has that of the method.
+    ``learning_rate`` replaces that of the method.
     """
     if learning_rate is None:
         learning_rate = LEARNING_RATES.get(method, LEARNING_RATE)
@@ -106,7 +106,7 @@ def report(curve: Curve, yardstick: Curve | None) -> dict[str, object]:
 
 
 def compare(methods: Sequence[str], arguments: argparse.Namespace, cache_dir: Path) -> list[Curve]:
-    """Run one method after the other and print each; the first ``allreduce`` is the yardstick of those after it."""
+    """Run the methods one after another and print a summary of each; the first ``allreduce`` is the yardstick of the methods after it."""
     curves: list[Curve] = []
     for label in methods:
         name, settings = parse_method(label)

@@ -74,7 +74,7 @@ def absences(seed: int, *, workers: int, steps: int, count: int) -> tuple[Absenc
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run is: ``size_bytes`` sent by the busiest worker, ``hours`` per link name."""
+    """The progress of a run: ``size_bytes`` are those that the busiest worker sent; ``hours`` is by the name of the link."""
 
     step: int
     tokens: int
@@ -85,7 +85,7 @@ class Point:
 
 @dataclass
 class Curve:
-    """A run. ``peak_bytes_per_step`` are those of the largest exchange over the inner steps that it may take."""
+    """A run. ``peak_bytes_per_step``: the bytes of the largest exchange, divided by the inner steps that it may take."""
 
     label: str
     parameters: int
@@ -229,7 +229,7 @@ class Simulation:
             self._waited_s[link.name] += max(0.0, traffic.seconds(link) - overlap * step_s)
 
     def _measure(self, step: int, step_s: float) -> None:
-        """Validate the mean of the agreed weights: what all have, or what a final merge would give."""
+        """Validate the mean of the agreed weights: the weights that all workers have or, if they differ, those that a final merge would give."""
         agreed = torch.stack([worker.replica.method.agreed() for worker in self.workers if not worker.away])
         judge = self.workers[0].replica.trainer
         own = judge.parameters()

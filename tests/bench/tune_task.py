@@ -41,7 +41,7 @@ ANSWERED = 8
 ANSWER_TOKENS = 24
 MAX_LENGTH = 96
 MAX_PROMPT_CHARS = 160
-"""Limit that leaves room for the learned text."""
+"""Limit that leaves room within ``MAX_LENGTH`` for the text to learn."""
 TIMEOUT_S = 3600.0
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.bench.tuning [--hops 3] [--rounds 5] [--rows 8] [--tokens 128]
 
-What learns is the input embeddings; all weights are frozen. Both in float32 with two threads, in turn, medians. Prints JSON.
+The parameters that learn are the input embeddings; all other weights are frozen. Both in float32 with two threads, in turn, medians. Prints JSON.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m tests.bench.zo_finetune [--workers 2] [--rounds 4] [--steps 100] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
 
-One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; what a
-round costs in all with its messages is asked of the simulator. Prints one JSON object a round.
+One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; the bytes of a
+round with all its messages are those of a simulated round. Prints one JSON object a round.
 
 The loss is taken on two disjoint samples of the held-out text: how far their improvements differ is how far to trust them.
 """
@@ -31,7 +31,7 @@ from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
 from tests.support.round_bytes import bytes_of_a_round
 
 HELD_OUT = 32
-"""Sequences of each sample that the loss is taken on."""
+"""Number of sequences in each sample of the held-out text."""
 
 
 def finetuning_job(arguments: argparse.Namespace) -> Job:

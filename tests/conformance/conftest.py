@@ -16,10 +16,10 @@ import pytest
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
@@ -38,7 +38,7 @@ Scenario = Callable[[Transport, Transport], Awaitable[None]]
 
 class Lab(Protocol):
     link: LinkLimiter
-    """Kept by the second of the two."""
+    """The limiter of the second peer's network link."""
 
     def run(self, scenario: Scenario) -> None:
         """Run ``scenario`` with two peers."""
@@ -114,7 +114,7 @@ class P2pdLab:
 
 
 class PyLibp2pLab(P2pdLab):
-    """Both peers over py-libp2p, or the one named."""
+    """Both peers over py-libp2p, or only the named one."""
 
     def __init__(self, loop: LoopThread, directory: Path, names: str = "ab") -> None:
         super().__init__(loop, directory)
@@ -259,7 +259,7 @@ def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab
 
 @pytest.fixture(scope="module")
 def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
-    """Its peers close one after the other, so that streams of the first wait for others to close them, too: here not for ten seconds."""
+    """Its peers close one after another. Streams of the first one wait until the others close them: in tests not for ten seconds."""
     prepare_libp2p()
     with LoopThread() as loop, pytest.MonkeyPatch.context() as patch:
         patch.setattr("swarmnet_protocols.net.pylibp2p.host.CLOSE_S", 0.5)

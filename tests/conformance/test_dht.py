@@ -12,7 +12,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
-from swarmnet_protocols.directory.dht_directory import DhtDirectory
+from swarmnet_protocols.directory.dht.directory import DhtDirectory
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, HostSample, hosts_topic
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Record, dht_keys, seal
 from swarmnet_protocols.errors import SwarmnetError
@@ -23,9 +23,9 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
@@ -73,7 +73,7 @@ async def join(
     rules: Rules = OPEN,
     roles: frozenset[Role] = ANY_ROLE,
 ) -> AsyncIterator[Peer]:
-    """A peer; where certificates are asked for, with one in these roles, if any."""
+    """A peer. In a private swarm it has a certificate for ``roles``, unless these are empty."""
     identity = Identity.load_or_create(path)
     membership = Membership(rules, identity.peer_id, wall_clock)
     if rules is PRIVATE and roles:
@@ -252,7 +252,7 @@ def test_a_peer_and_a_client_sample_the_hosts_of_a_model_and_those_of_some_block
 
 
 def test_a_sample_is_bounded_whatever_is_asked(five: Five, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarmnet_protocols.directory import dht_node
+    from swarmnet_protocols.directory.dht import node as dht_node
 
     monkeypatch.setattr(dht_node, "MAX_SAMPLE", 3)
     monkeypatch.setattr(dht_node, "MAX_SAMPLE_BYTES", 4000)
@@ -450,7 +450,7 @@ def test_lookups_go_on_when_the_only_bootstrap_peer_is_dead(tmp_path: Path) -> N
             for peer in peers:
                 assert await bodies(peer, "before") == {b"x"}
                 assert await bodies(peer, "after") == {b"y"}
-            # A newcomer needs any one peer that lives.
+            # A newcomer needs one live peer, whichever it is.
             through = (*bootstrap, *peers[2].transport.addresses())
             async with join(tmp_path / "new", through) as newcomer:
                 assert await bodies(newcomer, "before") == {b"x"}
@@ -473,7 +473,7 @@ def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
     (said,) = [
         each.getMessage()
         for each in caplog.records
-        if each.name == "swarmnet_protocols.directory.dht_directory"
+        if each.name == "swarmnet_protocols.directory.dht.directory"
     ]
     assert "does not answer" in said
     assert "\n" not in said
@@ -505,7 +505,7 @@ def fill(peer: Peer, keys: int) -> list[bytes]:
 def test_a_small_call_has_no_large_answer_and_leaves_no_state(five: Five) -> None:
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.directory.dht_node import MAX_ANSWER_BYTES
+    from swarmnet_protocols.directory.dht.node import MAX_ANSWER_BYTES
 
     async def scenario(peers: list[Peer]) -> None:
         victim, caller = peers[0], peers[1]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 GARBAGE = b"\xff" * 40
-"""No protobuf: who parses it fails on it, and says so."""
+"""Bytes that are no protobuf: a peer that parses them fails, and reports it."""
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ LIBP2P_GIVES_UP_S = 40.0
 MUCH = bytes(1 << 17)
 
 Silence = Callable[[Detour, Stream, asyncio.subprocess.Process], AbstractAsyncContextManager[None]]
-"""While it is open, nothing comes over the stream."""
+"""A context during which nothing comes over the stream."""
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +55,9 @@ def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolS
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
             detour.hold()
-            await asyncio.sleep(2 * Timing().alive_s)  # what was heard before says nothing of it
+            await asyncio.sleep(
+                2 * Timing().alive_s
+            )  # what was heard before the cut proves nothing about the connection now
             over_nothing = await a.open(
                 stream.peer, protocol, addresses=[detour.address], deadline_s=DEADLINE_S
             )
@@ -97,7 +99,7 @@ async def a_line_busy_with_what_we_sent(
 async def a_line_busy_with_what_others_send(
     detour: Detour, stream: Stream, process: asyncio.subprocess.Process
 ) -> AsyncIterator[None]:
-    """A slow uplink of the peer: what it says arrives 1.7 s late, and the answer to a ping with it."""
+    """A slow uplink of the peer: its messages arrive 1.7 s late, and so do its answers to pings."""
     held = detour.hold()
     asyncio.get_running_loop().call_later(1.7, held.set)
     await stream.send(Message(b"", b"late"))

@@ -19,7 +19,7 @@ from tests.support.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders
 from .conftest import LOOPBACK
 from .test_p2pd_limits import run
 
-prepare_libp2p()  # before its modules are imported: its protobufs are in a pool of their own
+prepare_libp2p()  # before modules of py-libp2p are imported: it gives their protobufs a pool of their own
 
 from swarmnet_protocols.net.pylibp2p import connection, host  # noqa: E402
 
@@ -35,7 +35,7 @@ DEADLINE_S = 5.0
 
 @contextlib.asynccontextmanager
 async def peer(folder: Path, **changes: Any) -> AsyncIterator[str]:
-    """The address of a peer that serves ECHO, and IDLE, of which it reads nothing."""
+    """The address of a peer that serves ECHO, and IDLE, on whose streams it reads nothing."""
 
     async def idle(_: Stream) -> None:
         await asyncio.Event().wait()
@@ -132,7 +132,7 @@ def test_a_silent_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_line_ends_a_negotiation_before_it_is_received(tmp_path: Path) -> None:
-    """In both places: of a connection that is not encrypted yet, and of a stream."""
+    """Both negotiations are tested: that of a connection before its encryption, and that of a stream."""
     long = line(MULTISTREAM) + varint(LONG_LINE_BYTES)
 
     async def main() -> None:

@@ -21,7 +21,9 @@ async def flood(stream: Stream) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_unknown_protocol(lab: Lab, protocol: ProtocolSpec) -> None:
+def test_a_protocol_that_the_peer_does_not_serve_is_an_incompatible_version(
+    lab: Lab, protocol: ProtocolSpec
+) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         with pytest.raises(IncompatibleVersion):
             await dial(a, b, protocol)
@@ -30,7 +32,9 @@ def test_unknown_protocol(lab: Lab, protocol: ProtocolSpec) -> None:
 
 
 @pytest.mark.parametrize("addresses", [(), ("/ip4/127.0.0.1/tcp/1",)])
-def test_unknown_peer(lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ...]) -> None:
+def test_a_peer_that_does_not_exist_is_unreachable(
+    lab: Lab, protocol: ProtocolSpec, addresses: tuple[str, ...]
+) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(PeerUnreachable):

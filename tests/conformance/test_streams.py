@@ -13,7 +13,7 @@ from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
 from .conftest import Lab
 
 
-def test_echo_in_order_with_authenticated_peers(lab: Lab, protocol: ProtocolSpec) -> None:
+def test_messages_arrive_in_order_from_an_authenticated_peer(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         callers = []
 
@@ -37,7 +37,7 @@ def test_echo_in_order_with_authenticated_peers(lab: Lab, protocol: ProtocolSpec
     lab.run(scenario)
 
 
-def test_empty_message(lab: Lab, protocol: ProtocolSpec) -> None:
+def test_an_empty_message_arrives(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         await b.serve(protocol, echo)
         stream = await dial(a, b, protocol)

@@ -28,7 +28,7 @@ def lab(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def warned(*nodes: NodeProcess) -> NodeProcess:
-    """The first of them that has something to warn its owner of."""
+    """The first of the nodes that has a warning for its owner."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for node in nodes:
@@ -38,7 +38,7 @@ def warned(*nodes: NodeProcess) -> NodeProcess:
     pytest.fail("no owner was warned: " + " ".join(node.log.read_text() for node in nodes))
 
 
-def test_the_owner_is_told_where_the_other_one_is_and_both_go_on(lab: Swarm) -> None:
+def test_the_owner_is_told_where_the_other_node_is_and_both_nodes_continue(lab: Swarm) -> None:
     lab.start((0, BLOCKS))
     one = lab.launch("one", "--blocks", f"0:{BLOCKS}")
     peer = one.ready["peer_id"]

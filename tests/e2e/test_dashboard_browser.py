@@ -230,7 +230,7 @@ def test_a_page_beyond_the_limit_of_viewers_polls(browser: Browser, sites: Sites
     site = sites["broken"]
     with (
         browser.new_context() as context
-    ):  # not ``looking``, which fails on console errors: a refused stream is one
+    ):  # not ``looking``, which fails on console errors: the browser logs a refused stream as an error
         page = context.new_page()
         page.clock.install()
         with site.full_of_viewers():
@@ -297,7 +297,7 @@ MERGES = [
 ]
 
 
-def test_pure_functions_of_the_modules(page: Page, sites: Sites) -> None:
+def test_the_modules_of_the_page_compute_what_they_promise(page: Page, sites: Sites) -> None:
     page.goto(sites["empty"].url)
 
     def call(module: str, function: str, *arguments: Any) -> Any:

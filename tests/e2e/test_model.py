@@ -71,7 +71,7 @@ def test_generate_gives_what_transformers_gives(
 def test_a_client_computes_between_forwards_of_nodes(
     tiny: TinySwarm, is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client holds the core lock from an output to the next step; with a streamer, which may be slow, only for lm_head."""
+    """The client holds the core lock from an output until the next step; with a streamer, which may be slow, only while it computes lm_head."""
     shared: list[tuple[str, bool]] = []
 
     def look(part: str, *_: object) -> None:
@@ -124,7 +124,7 @@ def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: st
     expected = generate(tiny.reference.model, prompts)
     before = tiny.status.forwards
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
-    if speculation == "assistant":  # which here is always right
+    if speculation == "assistant":  # every draft is right here
         assert tiny.status.forwards - before < TOKENS
 
 

@@ -116,7 +116,7 @@ def learning(model: Any) -> list[Any]:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To 1e-5 of its size."""
+    """Assert equality up to 1e-5 of the norm of ``expected``."""
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -148,7 +148,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model(calm: TinySwarm, method
 
 
 @methods
-def test_generation_is_that_of_the_saved_adapter(tiny: TinySwarm, method: str, tmp_path: Path) -> None:
+def test_generation_equals_that_of_the_saved_adapter(tiny: TinySwarm, method: str, tmp_path: Path) -> None:
     """Padding in a batch changes no row; plain PEFT is asked for rows alone, as it counts padding behind prompts."""
     with tuned(tiny, method) as ours:
         theirs = saved_twin(tiny, ours, tmp_path)
@@ -268,7 +268,7 @@ def test_requests_that_hosts_cannot_serve_are_refused_before_anything_is_sent(ti
     assert {delivery.protocol.id for delivery in said} <= {PING.id}
 
 
-def test_the_example_in_the_page_on_tuning(
+def test_the_example_in_the_page_on_tuning_runs(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
@@ -366,7 +366,7 @@ def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
         assert len(losses) == 6
 
         if method == "p-tuning":
-            return  # PEFT saves what its encoder gives, not the encoder
+            return  # PEFT saves the outputs of its encoder, not the encoder
         with torch.no_grad():
             for parameter, source in zip(learning(ours), begun, strict=True):
                 parameter.copy_(source)

@@ -127,11 +127,11 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: Pri
 
 _URLSAFE = bytes.maketrans(b"+/", b"-_")
 CANARY = [17, 93, 41, 88, 29, 64, 93, 17]
-"""Token ids of a prompt that stands nowhere else."""
+"""Token ids of a prompt that occurs nowhere else."""
 
 
 def encodings(secret: bytes) -> list[bytes]:
-    """The encodings in which a file might hold a secret. Of base64, the part that does not depend on the secret's offset."""
+    """The encodings in which a file might hold a secret. For base64, this is the part that does not depend on the offset of the secret."""
     shifted = [base64.b64encode(bytes(n) + secret)[(0, 2, 3)[n] : -4] for n in range(3)]
     return [secret, secret.hex().encode(), *shifted, *(each.translate(_URLSAFE) for each in shifted)]
 
@@ -218,7 +218,7 @@ def test_invited_peers_are_admitted_and_revoked_peers_are_not(private: PrivateSw
     before = private.clients()
     invite = private.invite("client")
     model = private.connect(invite, "alice")
-    # What is left of the session at its end has no owner.
+    # The end of the session raises, because its client is revoked by then.
     with contextlib.suppress(NotAuthorised), model.session(max_length=64):
         assert answer(model) == wanted
         assert [node.status.sessions for node in (private.issuer, private.host)] == [1, 1]
@@ -232,7 +232,7 @@ def test_invited_peers_are_admitted_and_revoked_peers_are_not(private: PrivateSw
     with pytest.raises(NotAuthorised, match="revoked"):
         private.connect(invite, "alice")
 
-    # Those who were not revoked go on; a revoked host stops by itself.
+    # Members that were not revoked continue; a revoked host stops by itself.
     other = private.connect(private.invite("client"), "bob")
     assert answer(other) == wanted
     private.revoke(private.host.ready["peer_id"])

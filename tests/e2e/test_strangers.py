@@ -30,10 +30,10 @@ from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.endpoint import MAX_LINGERING
 from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
@@ -126,7 +126,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 def attack(victim: Victim, scenario: Scenario, directory: Path) -> int:
-    """Run a stranger's scenario; by how many bytes the node has grown then."""
+    """Run a stranger's scenario; returns the bytes by which the memory of the node grew."""
     before = victim.rss_bytes
     run_stranger(victim.node.ready["addresses"], scenario, directory)
     growth = victim.rss_bytes - before
@@ -141,7 +141,7 @@ async def refusal(stream: Stream) -> Refused:
         return await final_refusal(stream)
 
 
-def test_a_host_is_no_scanner(victim: Victim, tmp_path: Path) -> None:
+def test_a_client_cannot_use_a_host_as_a_port_scanner(victim: Victim, tmp_path: Path) -> None:
     """A host dials few of many addresses that the next hop has signed, no address that it has not signed, and does not report what listens there."""
     answers: list[tuple[pb.SessionReply, float]] = []
 
@@ -202,7 +202,7 @@ def test_empty_sessions_keep_no_client_out(victim: Victim, tmp_path: Path) -> No
             print(f"served_s={time.monotonic() - began:.2f} goal=5")
 
     attack(victim, scenario, tmp_path)
-    assert sum(held) >= HostLimits().sessions - 1  # the fixture's client may have one
+    assert sum(held) >= HostLimits().sessions - 1  # the client of the fixture may have a session
 
 
 def serve_a_newcomer(victim: Victim) -> None:
@@ -247,7 +247,7 @@ def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: P
         ]
         for pipe in streams:
             pipe.writer.write(announced)
-        for pipe in streams:  # nor are they waited for longer than a first answer may take
+        for pipe in streams:  # a first message is not waited for longer than a first answer may take
             async with asyncio.timeout(DEADLINE_S):
                 await pipe.reader.read()
             pipe.writer.close()
@@ -361,7 +361,7 @@ def test_a_step_that_breaks_the_rules_is_not_computed(
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
 
-def test_another_version_of_a_protocol_is_called_that(victim: Victim, tmp_path: Path) -> None:
+def test_another_version_of_a_protocol_is_reported_as_not_supported(victim: Victim, tmp_path: Path) -> None:
     async def scenario(transport: P2pdTransport) -> None:
         newer = ProtocolSpec(SESSION.id.rpartition("/")[0] + "/999")
         with pytest.raises(IncompatibleVersion, match="not supported"):

@@ -89,7 +89,7 @@ def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Worker
     """A job and its only worker, anna. The last test that uses the worker ends it."""
     folder = tmp_path_factory.mktemp("anna")
     toml = write_job(folder, "diloco", "sync_every = 20", rounds=ROUNDS)
-    # She saves at her end, and not before.
+    # The worker saves when it ends, and not before.
     job = create_job(folder, toml.replace("every_rounds = 2", "every_rounds = 100000"))
     with workers(folder, job, "anna") as running:
         yield job, running["anna"]

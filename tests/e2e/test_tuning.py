@@ -45,7 +45,7 @@ def prompted(model: Any, prompts: torch.Tensor, texts: list[list[int]]) -> dict[
 
 
 def assert_near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    """To 1e-5 of its size."""
+    """Assert equality up to 1e-5 of the norm of ``expected``."""
     assert found is not None
     assert expected is not None
     assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -64,7 +64,7 @@ def trainable(*parameters: torch.Tensor) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("spans", HOPS.values(), ids=HOPS.keys())
-def test_prompts_learn_through_the_swarm_as_at_home(
+def test_prompts_train_through_the_swarm_as_on_the_local_model(
     calm_reference: Reference, spans: tuple[tuple[int, int], ...]
 ) -> None:
     """Some steps of Adam: at each the loss and the gradient are those of the local model with the same prompts."""
@@ -89,7 +89,7 @@ def test_prompts_learn_through_the_swarm_as_at_home(
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left padding", "right padding"])
-def test_gradients_at_the_inputs_of_padded_rows(calm: TinySwarm, left: bool) -> None:
+def test_gradients_at_padded_inputs_equal_those_of_the_local_model(calm: TinySwarm, left: bool) -> None:
     batch = padded(TEXTS, left=left)
     mask = batch["attention_mask"]
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
@@ -119,7 +119,7 @@ def test_a_batch_of_padding_only_is_not_sent(calm: TinySwarm) -> None:
     assert calm.model.traffic.sent - sent < leaf.nbytes  # pings
 
 
-def test_a_head_of_ones_own_learns(calm: TinySwarm) -> None:
+def test_the_clients_own_head_and_norm_get_their_gradients(calm: TinySwarm) -> None:
     gradients = []
     for model in (calm.model, calm.reference.model):
         with trainable(model.lm_head.weight, model.model.norm.weight):
@@ -191,7 +191,7 @@ def test_operations_without_gradients_are_named(calm: TinySwarm) -> None:
         model(inputs_embeds=embedded, past_key_values=cache)
 
 
-def test_the_example_in_the_page_on_tuning(
+def test_the_example_in_the_page_on_tuning_runs(
     calm_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()

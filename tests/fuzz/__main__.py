@@ -27,7 +27,7 @@ class Result:
     runs: int
     """Number of inputs tried."""
     failed: str
-    """The file with the input that the target failed on, or what the process said last; empty if it did not fail."""
+    """The file with the input that the target failed on, or the last output of the process; empty if the target did not fail."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ with atheris.instrument_imports(
 
 
 def main() -> None:
-    """Does not return."""
+    """Fuzz the target. The process ends with libFuzzer: this does not return."""
     name = sys.argv.pop(1)
     target = (TARGETS | PLANTED)[name]
     believe_signatures(setattr)

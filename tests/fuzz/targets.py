@@ -1,7 +1,7 @@
 """Every decoder of what other peers, files and callers send, with inputs to begin from.
 
 A decoder returns, or raises one of our own errors. Anything else is a finding: another exception, more memory than ``MAX_RSS_MIB``, or one input that
-takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that what comes behind them is reached.
+takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that the code behind their check is reached.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet_node.training import shared_state
 from swarmnet_protocols.directory import catalog, node_reports, records
-from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.fetching.pieces import PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models import gguf_file, safetensors_file
+from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
-from swarmnet_protocols.session import adapters, hop_times, steps
+from swarmnet_protocols.session import adapters, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction
@@ -170,10 +170,6 @@ def read_step(data: bytes) -> None:
     steps.decode_step(parse(session_pb2.Step, head), payload, hidden_size=HIDDEN)
 
 
-def read_times(data: bytes) -> None:
-    hop_times.decode_times(parse(session_pb2.Timed, data))
-
-
 def step_seeds() -> list[bytes]:
     rows = (steps.Row(0, 0, 2, 1, 0, False),)
     step = steps.Step(seq=1, rows=rows, values=torch.zeros(2, HIDDEN), acked=0, replay=False)
@@ -208,7 +204,7 @@ _PEER = Identity.from_seed(b"a peer").peer_id
 
 
 class AnyKey(dict[bytes, float]):
-    """Believes every key for ever."""
+    """A set of keys that contains every key, for ever."""
 
     def get(self, key: bytes, default: float | None = None) -> float:
         return float("inf")
@@ -428,9 +424,6 @@ TARGETS: dict[str, Target] = {
     "contacts": Target(read_contacts, contact_seeds, ()),
     "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
-    "times of a hop": Target(
-        read_times, examples(session_pb2.Timed), ("session.hop_times.decode_times",), max_bytes=256
-    ),
     "adapter": Target(adapters.read_part, adapter_seeds, ("session.adapters.read_part",)),
     "record": Target(
         read_record,
@@ -482,13 +475,13 @@ TARGETS: dict[str, Target] = {
     "gguf": Target(
         partial(from_file, gguf_file.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],
-        ("models.gguf_file.read_header",),
+        ("models.checkpoints.gguf_file.read_header",),
         max_bytes=1 << 19,
     ),
     "safetensors": Target(
         partial(from_file, safetensors_file.read_header, ".safetensors"),
         lambda: [tiny_model(".safetensors")],
-        ("models.safetensors_file.read_header",),
+        ("models.checkpoints.safetensors_file.read_header",),
         max_bytes=1 << 21,
     ),
 }

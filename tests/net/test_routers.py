@@ -25,7 +25,7 @@ TOKENS = 60
 FORWARDED_S = 60.0
 """Time in which a forwarded port must be found. p2pd looks for the router for about 10 s."""
 SEEN_S = 6.0
-"""Time after which the directory has a host's new addresses, which it announces within a second."""
+"""Time within which the directory has the new addresses of a host; the host announces them within a second."""
 
 
 def start_hosts(swarm: NatSwarm, places: Sequence[Place]) -> None:

@@ -14,7 +14,7 @@ from swarmnet_client.audit import verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import TOLERANCE, Verdict, judge, relative_errors
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
@@ -31,7 +31,7 @@ ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
-    """The outputs of an honest host of low precision: every position has its own relative error."""
+    """The outputs of an honest host with low precision: each position has a random relative error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (ERROR_LOG_MEAN + ERROR_LOG_STD * torch.randn(len(true), 1, generator=generator)).exp()
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))

@@ -12,14 +12,6 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.flow_control import (
-    CREDIT,
-    LIMIT,
-    NEEDS_CREDIT,
-    LimitedReader,
-    ReceiveWindow,
-    SendWindow,
-)
 from swarmnet_protocols.net.framing import (
     ENDED,
     MAX_REFUSAL_BYTES,
@@ -28,8 +20,16 @@ from swarmnet_protocols.net.framing import (
     encode,
     encode_refusal,
 )
+from swarmnet_protocols.net.limits.flow_control import (
+    CREDIT,
+    LIMIT,
+    NEEDS_CREDIT,
+    LimitedReader,
+    ReceiveWindow,
+    SendWindow,
+)
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.protocol_ids import ALL
-from swarmnet_protocols.net.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import (
     MAX_DETAIL_CHARS,
     MAX_RETRY_S,
@@ -99,7 +99,7 @@ def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
 
 
 @given(st.lists(messages, max_size=5), st.lists(st.integers(min_value=0), max_size=10))
-def test_round_trip_in_any_pieces(sent: list[Message], places: list[int]) -> None:
+def test_messages_cut_into_any_pieces_are_read_back(sent: list[Message], places: list[int]) -> None:
     received, end = read_all(cut(b"".join(map(encoded, sent)), places), SMALL)
     assert received == sent
     assert isinstance(end, StreamEnded)
@@ -124,7 +124,7 @@ def test_frames_with_any_announced_sizes_are_read_or_refused(first: int, second:
             assert isinstance(end, ProtocolViolation)
         elif second > len(rest) or second == 0:  # cut short, or no refusal at all: a plain end
             assert type(end) is StreamEnded
-        else:  # whether these bytes say why is for protobuf to tell
+        else:  # protobuf decides whether these bytes are a refusal
             assert isinstance(end, Refused | ProtocolViolation)
     elif first > SMALL.max_header_bytes or second > SMALL.max_payload_bytes:
         assert received == []

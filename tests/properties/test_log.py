@@ -1,4 +1,4 @@
-"""The activation log against a model that remembers every sequence whole: it rebuilds any hop and feeds any survivor."""
+"""The activation log against a model that keeps every sequence whole: the log rebuilds any hop, and feeds any surviving hop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""No change to anything an authority signed is accepted, and no garbage crashes who reads it.
+"""No change of a statement that an authority signed is accepted, and no garbage crashes its reader.
 
 Every single bit is flipped, and 100 other changes are tried; with ``--hypothesis-profile thorough`` 100,000 of each.
 """

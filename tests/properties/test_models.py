@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.models import Manifest, ManifestFile, gguf_file, safetensors_file
+from swarmnet_protocols.models import Manifest, ManifestFile
+from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import BlockKey
 from tests.support.tiny_models import save_tiny, write_gguf
 

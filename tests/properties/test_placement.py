@@ -36,7 +36,7 @@ def pieces(found: list[Claim]) -> int:
 
 @given(claims(10))
 def test_the_throughput_is_that_of_the_tightest_set_of_blocks(found: list[Claim]) -> None:
-    """Against all sets of blocks: by the min-cut theorem one of them bounds the throughput, and none is below it."""
+    """Compared with all sets of blocks: by the min-cut theorem the throughput is the lowest bound that a set gives."""
     ratios = []
     for chosen in range(1, 1 << BLOCKS):
         blocks = {block for block in range(BLOCKS) if chosen >> block & 1}

@@ -29,7 +29,7 @@ SEALED = seal(ALICE, Record(SWARM, "hosts/ab", ALICE.public_key, 7, NOW + 60, b"
 
 
 @given(records)
-def test_round_trip(record: Record) -> None:
+def test_a_sealed_record_is_opened_unchanged(record: Record) -> None:
     assert open_record(seal(ALICE, record), swarm=SWARM, now=NOW) == record
 
 

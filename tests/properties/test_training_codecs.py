@@ -111,7 +111,7 @@ def test_a_decoded_payload_of_floats_encodes_to_the_same_bytes(name: str, values
 
 @settings(max_examples=40)
 @given(values=vectors())
-def test_topk_keeps_the_largest_and_the_earlier_of_equals(values: torch.Tensor) -> None:
+def test_topk_keeps_the_largest_values_and_the_earlier_of_two_equal_ones(values: torch.Tensor) -> None:
     codec = get_codec("topk")
     decoded = codec.decode(codec.encode(values), len(values))
     for chunk, got in zip(torch.split(values, ALIGNMENT), torch.split(decoded, ALIGNMENT), strict=True):
@@ -142,7 +142,7 @@ def test_parts_cut_at_the_alignment_decode_as_the_whole_does(
 
 @settings(max_examples=100)
 @given(st.floats(-64, 64, width=32))
-def test_fp4_takes_the_nearest_level_and_of_two_the_even_code(value: float) -> None:
+def test_fp4_takes_the_nearest_level_and_on_a_tie_the_even_code(value: float) -> None:
     codec = get_codec("fp4")
     levels = [0.0, *(2.0**power for power in range(7))]
     # A block whose largest is 64 has the scale 1.

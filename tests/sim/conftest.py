@@ -14,5 +14,5 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """With a tokenizer."""
+    """The tiny model with a tokenizer."""
     return load_tiny(tmp_path_factory.mktemp("tiny"))

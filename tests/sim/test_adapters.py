@@ -22,7 +22,7 @@ from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, w
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.virtual_time import TimedExecutor
 
-# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+# PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 LAYOUTS = {

@@ -15,9 +15,9 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION
-from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.subnets import subnet_of
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_lab import World, address, redeem, run

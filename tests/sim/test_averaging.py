@@ -65,7 +65,7 @@ def test_a_result_is_not_requested_again_while_it_is_verified() -> None:
 
     async def scenario(lab: TrainingLab) -> Outcomes:
         for exchange in lab.exchanges.values():
-            exchange._executor = TimedExecutor(2.5)  # longer than one waits for a member that says nothing
+            exchange._executor = TimedExecutor(2.5)  # longer than a member waits for one that is silent
         return await lab.average(work)
 
     outcomes: Outcomes = simulate(scenario, lab)
@@ -157,7 +157,7 @@ def nth(kind: str, number: int) -> Callable[[Delivery], bool]:
 
 
 def random_fault(lab: TrainingLab, rng: random.Random) -> Callable[[Delivery], None]:
-    """Something that happens to a member, or a path, of the delivery it is injected at."""
+    """A fault of a member or of a path, injected at a delivery."""
 
     def fault(delivery: Delivery) -> None:
         loop = asyncio.get_running_loop()

@@ -85,7 +85,7 @@ def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Contribution)
     result = bundle([(0, forged), *PAYLOADS[1:]])
     with pytest.raises(ProtocolViolation, match="that it did not make"):
         reader(0).read(result)
-    reader(1).read(result)  # who is not the author cannot tell
+    reader(1).read(result)  # a member that is not the author cannot know
 
 
 def test_a_member_without_a_contribution_refuses_a_result_that_names_it() -> None:

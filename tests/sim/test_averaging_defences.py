@@ -8,9 +8,9 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, memory
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Member, Outcome, Rules
 from swarmnet_protocols.training.rounds.reduction import (

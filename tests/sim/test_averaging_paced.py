@@ -23,12 +23,12 @@ SPREAD_S = OVERLAP_STEPS * STEP_S
 COUNT = 1 << 20
 ROUNDS = 3
 GRAIN = 1.08
-"""Tolerance: parts have a size, and time is reserved for the last one to arrive."""
+"""Tolerance, because parts are sent whole, and time is reserved for the arrival of the last part."""
 FAST = LinkProfile(delay_s=0.02, bytes_per_s=1e9)
 
 
 class Meter:
-    """The most bytes that a worker sent in any window of ``seconds``, and what each sent in all."""
+    """The most bytes that a worker sent in any window of ``seconds``, and the bytes that each worker sent in all."""
 
     def __init__(self, lab: TrainingLab, seconds: float) -> None:
         self.peak_bytes = 0
@@ -171,7 +171,7 @@ def test_workers_spread_an_exchange_over_the_steps_that_it_overlaps(
     lab.network.observers.append(observe)
     run(train(lab, "anna", "boris"))
 
-    # In virtual time what is computed takes as long, however many steps; those of the first round are twice as many.
+    # In virtual time a call of the computing thread takes equally long for any number of steps; the first round has twice as many.
     overlap_s = 0.0 if method == "diloco" else COMPUTE_S
     later = list(sent.values())[len(sent) // ROUNDS :]
     assert later

@@ -174,7 +174,7 @@ def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) 
             assert (running.load.active, running.load.waiting) == (1, 0)
             assert await waiting == reference.greedy([1, 2], 3)
             assert running.load.active == 0
-            await asyncio.sleep(5)  # what had been sent has come home
+            await asyncio.sleep(5)  # the steps that were in flight have returned
             forwards = lab.nodes["a"].status().forwards
             await asyncio.sleep(20)
             assert lab.nodes["a"].status().forwards == forwards

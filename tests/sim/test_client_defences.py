@@ -176,7 +176,7 @@ def test_an_overloaded_host_is_left_for_another_one(reference: Reference) -> Non
     assert simulate(reference, scenario) == reference.greedy(PROMPT * 15, 12)
 
 
-def test_overloaded_hosts_everywhere_are_an_error_of_its_own(reference: Reference) -> None:
+def test_overload_of_all_hosts_has_its_own_error(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         await asyncio.sleep(1.0)
@@ -240,7 +240,7 @@ def test_an_invalid_record_is_ignored(reference: Reference, change: dict[str, An
     assert simulate(reference, scenario) == 0
 
 
-def test_a_host_that_announces_and_does_not_serve_costs_a_pause(reference: Reference) -> None:
+def test_a_host_that_is_announced_and_does_not_serve_is_skipped_after_a_pause(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
         record = records_pb2.HostRecord(

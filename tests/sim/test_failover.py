@@ -64,7 +64,7 @@ class Outcome:
 
 
 async def converse(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
-    """A prompt and its answer on nodes of ``layout``. Afterwards no live node holds anything of it."""
+    """Send a prompt and read its answer on nodes of ``layout``. Afterwards no live node holds anything for it."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)  # the directory shows them all
@@ -145,7 +145,7 @@ def test_a_replica_continues_when_a_hop_fails(
     outcome = simulate(reference, scenario)
     assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
     assert hit, "the fault was never injected"
-    # A hop cut off from the client alone serves on until the client misses its heartbeats.
+    # A hop that is cut off from the client only continues to serve until the client misses its heartbeats.
     assert fault == "cut from client" or hit[0].target not in outcome.route
     assert outcome.longest_s <= LIMIT_S[fault]
 
@@ -204,7 +204,7 @@ def test_of_two_separated_neighbours_the_one_with_a_replica_is_replaced(referenc
 
         return [lab.once(arrives_at({lab.peer_id("c")}, PHASES["middle"]), part)]
 
-    # The one that takes over is far away: opening it takes a while.
+    # The host that takes over is far away: opening a session there takes a while.
     assert run_with(reference, ONE_REPLICA, plan).longest_s <= SILENT_S + 1.2
 
 

@@ -301,7 +301,7 @@ def test_invalid_requests_are_refused_with_the_codes_of_openai(tiny: Reference) 
     served(tiny, scenario)
 
 
-def test_models_tokenize_version_and_metrics(tiny: Reference) -> None:
+def test_the_gateway_answers_for_models_tokenize_version_and_metrics(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         http = caller.http
         (model,) = (await http.get("/v1/models")).json()["data"]

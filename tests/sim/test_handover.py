@@ -24,7 +24,7 @@ LEAVES_AT = 8
 ONE_OF_EACH = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 TWO_OF_EACH = {**ONE_OF_EACH, "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
 STEP_S = 0.041
-"""A decode step: four links of 10 ms, on which computing takes no time."""
+"""Seconds of a decode step: four links of 10 ms each; computing takes no time here."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ async def answer(
     standby: bool = False,
     at: int = LEAVES_AT,
 ) -> Answer:
-    """An answer on nodes of ``layout``; ``act`` is called after ``at`` tokens. Afterwards no live node holds anything of it."""
+    """Generate an answer on nodes of ``layout``, and call ``act`` after ``at`` tokens. Afterwards no live node holds anything for it."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)  # the directory shows them all
@@ -103,7 +103,7 @@ def test_a_host_that_leaves_hands_over_without_a_pause(reference: Reference, blo
     assert got.longest_decode_s <= 2 * STEP_S
     whole = len(PROMPT) + TOKENS - 1
     others = [name for name in TWO_OF_EACH if TWO_OF_EACH[name] != TWO_OF_EACH[left[0]]]
-    survivors = sorted(got.computed[name] for name in others)[-2:]  # the others have computed for audits
+    survivors = sorted(got.computed[name] for name in others)[-2:]  # other nodes have computed for audits
     assert survivors == [whole, whole], "a survivor computed twice"
 
 
@@ -136,7 +136,7 @@ def test_a_standby_takes_over_within_two_steps_when_a_host_fails(reference: Refe
 
 
 def is_request(delivery: Delivery, kind: str) -> bool:
-    """Whether it is a request of this kind on a session."""
+    """Whether a delivery is a request of this kind on a session."""
     if delivery.protocol.id != SESSION.id:
         return False
     return pb.SessionRequest.FromString(delivery.message.header).WhichOneof("kind") == kind

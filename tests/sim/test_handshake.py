@@ -37,7 +37,7 @@ from tests.support.handshake_lab import (
 )
 from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
-# ---- who is refused -------------------------------------------------------------------------------------------
+# ---- peers that are refused -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
         victim = await world.member("bob")
         await victim.transport.serve(protocol, answer)
         certificate = world.swarm.certificate("mallory", *wrong)
-        # Our own software says so before it dials; others are refused by the other side.
+        # Our own software raises before it dials; another program is refused by the other side.
         honest = await world.peer("mallory", certificate)
         with pytest.raises(NotAuthorised, match="is for"):
             await hear(honest.transport, victim.raw, protocol)

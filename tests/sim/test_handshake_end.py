@@ -167,7 +167,7 @@ class Signers:
         return cls(*sorted((identity_of("one"), identity_of("other")), key=lambda each: each.public_key))
 
     def revoke(self, swarm: PrivateSwarm, name: str) -> tuple[bytes, bytes]:
-        """That list of each that puts ``name`` out."""
+        """The revocation lists of both signers; each revokes ``name``."""
         named = RevokedIds(peers=frozenset({identity_of(name).peer_id}))
         first, second = (
             sign_list(named, serial=1, swarm=swarm.rules.swarm, key=key)

@@ -8,9 +8,9 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import handshake as handshake_module
 from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net.limits.resources import RETRY_S, Resource
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import RETRY_S, Resource
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.support.handshake_lab import (
     DEADLINE_S,

@@ -10,8 +10,8 @@ import torch
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb

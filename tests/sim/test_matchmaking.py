@@ -120,7 +120,9 @@ def test_a_single_worker_gets_a_roster_of_one() -> None:
 def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         await asyncio.gather(*(worker.gather(workers[:3], round=1) for worker in workers[:3]))
-        late = asyncio.ensure_future(workers[3].gather(workers, round=2))  # they might be about to follow
+        late = asyncio.ensure_future(
+            workers[3].gather(workers, round=2)
+        )  # the other workers might be about to follow
         await asyncio.sleep(1)
         rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
         with pytest.raises(OutOfSync) as caught:

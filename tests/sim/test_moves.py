@@ -19,7 +19,7 @@ FOUND_S = CONFIRM_S + 20 * LOOK_S
 GAP_S = 120.0
 """A third of the hosts may leave without a word: within this time every block has a host again."""
 PAUSE_S = 2.0
-"""Between two tokens of a slow reader."""
+"""Seconds between two tokens of a slow reader."""
 
 
 async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s: float) -> None:

@@ -23,7 +23,7 @@ from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_
 from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
-# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+# PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 HIDDEN = 32

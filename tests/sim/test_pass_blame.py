@@ -24,7 +24,7 @@ from tests.support.tiny_models import save_tiny
 
 COUNTS = (20, 30)
 MANY = (256,) * 8
-"""In microbatches of one each."""
+"""Lengths of sequences, each of which fills a microbatch."""
 REPLICAS = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
 LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
     "one host": {"a": (0, 6)},
@@ -45,7 +45,7 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
 def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
     reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
-    # Of inputs times zero nothing comes, and their gradients are as large as what follows lets them be.
+    # The adapter multiplies its inputs by zero, and makes their gradients as large as the layers behind it allow.
     adapter = pair(0.0, HUGE) if backward else pair(HUGE, HUGE)
 
     async def scenario(lab: Lab) -> None:
@@ -84,7 +84,7 @@ class Lies:
 
 
 LARGEST = torch.finfo(torch.float32).max
-"""RMSNorm makes zero of it, LayerNorm NaN; gradients overflow at either."""
+"""RMSNorm turns it into zeros, LayerNorm into NaN; gradients overflow in both."""
 LIES = {
     "outputs": Lies("starcoder2", "a", "record_sequences", "forward"),
     "gradients": Lies("llama-tied", "c", "gradients", "backward"),
@@ -118,7 +118,7 @@ class _Liar:
 def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
     lies: Lies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts that cannot compute with its numbers refuse in turn: it was there each time, they were not."""
+    """Hosts that cannot compute with its numbers refuse, one after another. The liar took part each time, each of them only once."""
     directory = save_tiny(lies.family, tmp_path / "model", num_hidden_layers=6)
     reference = Reference(resolve(str(directory), cache_dir=tmp_path / "cache"))
     refused: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}

@@ -72,7 +72,7 @@ async def nothing(lab: Lab, batch: RemoteBatch) -> None:
 def train(
     reference: Reference, between: Between = nothing, *, keep_graphs: bool = True, **hosting: Any
 ) -> Watch:
-    """A forward, something ``between``, a backward: they give what one process gives, and nothing fails or is left."""
+    """Run a forward, ``between``, and a backward: the results equal those of one process, nothing fails, and nothing is left on hosts."""
 
     async def scenario(lab: Lab) -> Watch:
         for name, span in SPANS.items():
@@ -125,7 +125,7 @@ def test_each_missing_graph_costs_one_refusal(reference: Reference) -> None:
     watch = train(reference, drop)
     assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * len(COUNTS)
     assert watch.backwards.count(False) == len(COUNTS)
-    # The inputs of two hosts, the gradients of two, and the inputs of one again: who is refused has sent nothing.
+    # The inputs of two hosts, the gradients of two, and the inputs of one again: a client that is refused has sent nothing.
     assert watch.sent_bytes == 5 * states(0).nbytes
 
 

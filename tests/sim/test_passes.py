@@ -1,4 +1,4 @@
-"""Batches go forward and backward through hosts that fail, and come home as if nothing had happened."""
+"""Batches go forward and backward through hosts that fail, and give the same results as without failures."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ def test_the_result_is_the_same_when_a_host_fails_in_the_middle(
         candidates = {lab.peer_id(name) for name in layout if name.startswith("b")}
 
         def prepare() -> None:
-            """The first of the candidates to be asked for a second time has the fault when the tensors come."""
+            """The fault hits the first of the candidates that is asked for a second time, when the tensors arrive there."""
             asked: list[PeerId] = []
 
             def strike(delivery: Delivery) -> None:

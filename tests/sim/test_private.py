@@ -96,7 +96,7 @@ def test_after_the_first_contact_a_step_takes_as_many_messages_as_in_an_open_swa
     reference: Reference,
 ) -> None:
     def cost(private: PrivateSwarm | None) -> tuple[int, float]:
-        """Messages on links of the last ten tokens, and the virtual time they took."""
+        """The messages on links during the last ten tokens, and the virtual seconds that these took."""
 
         async def scenario(lab: Lab) -> tuple[int, float]:
             await start(lab, **SPANS)

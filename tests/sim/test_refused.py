@@ -3,7 +3,7 @@
 import pytest
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.limits.resources import Resource
 from tests.support.private_swarm import PrivateSwarm
 from tests.support.swarm_lab import Lab, Reference, simulate
 

@@ -14,11 +14,11 @@ from swarmnet_protocols.directory.relay_announcements import MAX_FOUND, TOPIC, c
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import RELAY
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability import detection
 from swarmnet_protocols.reachability.dial_back import Probed

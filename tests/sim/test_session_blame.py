@@ -15,7 +15,7 @@ from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.peft_oracle import prefix_tensors, with_prefix
 from tests.support.swarm_lab import Lab, Reference, simulate
 
-# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+# PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 PROMPT = [2, 7, 1, 8]

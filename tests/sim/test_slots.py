@@ -74,7 +74,7 @@ class Attacker:
 
 
 async def be_served(lab: Lab, name: str = "client") -> None:
-    """An honest client is, and soon."""
+    """Assert that an honest client is served, and soon."""
     clock = asyncio.get_running_loop().time
     async with lab.client(name) as swarm:
         await swarm.refresh()

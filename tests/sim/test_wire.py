@@ -95,7 +95,7 @@ def test_a_host_that_lies_behind_eight_bits_is_found(reference: Reference) -> No
     simulate(reference, scenario, wire=torch.int8)
 
 
-def test_what_a_host_sends_that_computes_with_sixteen_bits_has_sixteen() -> None:
+def test_a_host_that_computes_with_sixteen_bits_sends_sixteen_bits() -> None:
     spec = ChainSpec(6, 32, 512, torch.float32)
     assert [spec.wire_of(each) for each in ("bf16/bf16", "q4_1/f16", "q4_1", "bf16", "")] == [
         torch.bfloat16,

@@ -1,4 +1,4 @@
-"""A process that asks a swarm every few seconds: prints one JSON object for each answer.
+"""A client process that sends a prompt every few seconds, and prints one JSON object for each answer.
 
 python -m tests.support.asking_client SWARM_FILE CACHE_DIR PERIOD_S TOTAL_S BOOTSTRAP...
 """

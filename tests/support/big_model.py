@@ -13,11 +13,11 @@ from tests.support.tiny_models import save_tiny
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 BLOCKS = 80
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-"""Wide enough that headers are as small a part of the files as in real models."""
+"""Width of the model: with it, headers are as small a share of the files as in real models."""
 
 
 def save_big(folder: Path, shard: str = "330KB") -> Path:
-    """Save it, with a head of its own."""
+    """Save the model, whose head is not tied to its embeddings."""
     return save_tiny("mistral", folder, num_hidden_layers=BLOCKS, max_shard_size=shard, **WIDE)
 
 

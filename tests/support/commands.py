@@ -16,7 +16,7 @@ import typer
 
 SWARMNET = (sys.executable, "-m", "swarmnet")
 TIMEOUT_S = 120.0
-"""For what a process should do or print next: the machine may be busy."""
+"""Seconds to wait for the next output or action of a process: the machine may be busy."""
 LOG_TAIL_CHARS = 2000
 
 
@@ -87,7 +87,7 @@ class RunningCommand:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """The process ids of the command and its descendants; after its end, those that it was last seen with."""
+        """The process ids of the command and its descendants; after its end, the last ones that were seen."""
         if self.process.poll() is None:
             self._family = family(self.pid)
         return self._family
@@ -157,7 +157,7 @@ class RunningCommand:
 
 
 def every_command() -> list[list[str]]:
-    """The words of each command and command group: from none to ``swarm create``."""
+    """The words of each command and command group, such as ``swarm create``; none for the program itself."""
     from swarmnet.cli import app
 
     root: Any = typer.main.get_command(app)

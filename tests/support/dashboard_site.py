@@ -44,7 +44,7 @@ class Site:
 
     @contextmanager
     def full_of_viewers(self) -> Iterator[None]:
-        """With ``MAX_VIEWERS`` viewers connected."""
+        """Connect ``MAX_VIEWERS`` viewers for the duration of the context."""
         viewers = AsyncExitStack()
 
         async def connect() -> None:
@@ -88,7 +88,7 @@ class Sites:
         return self._sites[kind]
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the dashboards' loop."""
+        """Run ``coroutine`` on the event loop of the dashboards."""
         return self._loop.run(coroutine)
 
     async def _started(self, kind: str) -> Site:

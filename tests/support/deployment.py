@@ -18,7 +18,7 @@ COMPOSE_SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/data/compose-spec.jso
 
 
 class Unit(configparser.RawConfigParser):
-    """A systemd unit. Of a key that occurs several times, the last value counts."""
+    """A systemd unit. If a key occurs several times, its last value counts."""
 
     def __init__(self, name: str) -> None:
         super().__init__(strict=False)

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
+from swarmnet_node.engine.caches.kv_cache import KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.net.resources import ResourceManager
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 Rows = Sequence[tuple[SequenceCache, torch.Tensor]]

@@ -7,7 +7,7 @@ from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import ConfigError
 
 NO_CORES = 4096
-"""A limit that it cannot keep."""
+"""A limit on threads that this node refuses."""
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
 STATUS = NodeStatus(
     peer_id="12D3KooW",

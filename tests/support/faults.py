@@ -15,7 +15,7 @@ class At:
 
     def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self._actions = dict(actions)
-        self._tokens = -1  # the prompt is put first
+        self._tokens = -1  # the first call has the prompt
 
     def put(self, _: torch.Tensor) -> None:
         self._tokens += 1
@@ -27,7 +27,7 @@ class At:
 
 
 class Strike:
-    """Called, inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that had it."""
+    """A function that inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that it hit."""
 
     def __init__(
         self, lab: Swarm, model: Any, fault: Callable[[NodeProcess], object], block: int = 10

@@ -19,7 +19,7 @@ def padded(prompts: list[list[int]], *, left: bool = True) -> dict[str, torch.Te
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int, streamer: Any = None) -> list[list[int]]:
-    """Exactly ``count`` greedy tokens after each prompt: end tokens end no text. One token a trip, so that faults find a step to hit."""
+    """Exactly ``count`` greedy tokens after each prompt: end tokens end no text. Each trip brings one token, so that a fault has a step to hit."""
     batch = padded(prompts)
     plain = {"speculate": False} if isinstance(model, SwarmModel) else {}
     output = model.generate(

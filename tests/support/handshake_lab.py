@@ -67,7 +67,7 @@ def run(scenario: Callable[[World], Awaitable[None]], swarm: PrivateSwarm | None
 
 
 async def hear(transport: Transport, other: Transport, protocol: ProtocolSpec) -> Message:
-    """The answer of the other side. Raises the error that prevents it."""
+    """Exchange a message on a new stream; returns the answer of the other side. Raises the error that prevents it."""
     stream = await transport.open(other.peer_id, protocol, deadline_s=DEADLINE_S)
     try:
         with contextlib.suppress(StreamEnded):
@@ -98,7 +98,7 @@ async def refusal_of(stranger: MemoryTransport, victim: Someone, message: Messag
 
 
 async def converse(client: Someone, server: Someone, protocol: ProtocolSpec = SESSION) -> Stream:
-    """A stream in use."""
+    """Open a stream and exchange a message on it; the stream stays in use."""
     stream = await client.transport.open(server.peer_id, protocol, deadline_s=DEADLINE_S)
     await stream.send(Message(b"hello"))
     assert await stream.receive() == HEARD

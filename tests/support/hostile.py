@@ -100,7 +100,7 @@ class Attacker:
 
 async def attack(seconds: float, frames_per_s: float, identities: int, address: str) -> Counter[str]:
     """The number of frames that all attackers sent, by kind."""
-    os.nice(19)  # the victim's machine is not the attacker's
+    os.nice(19)  # on a real network the attacker has a machine of its own
     sent: Counter[str] = Counter()
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -726,7 +726,7 @@ def _mark(name: str) -> str:
 
 
 def page(reasons: dict[str, str]) -> str:
-    """docs/families.md; ``reasons`` says why each of ``REFUSED`` is refused."""
+    """The text of docs/families.md; ``reasons`` has, for each of ``REFUSED``, why it is refused."""
     lines = [
         "| `model_type` | models | among the 20 most used | recurrent state | |",
         "|---|---|---|---|---|",

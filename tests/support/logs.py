@@ -1,6 +1,6 @@
 """An activation log with its own memory account."""
 
-from swarmnet_protocols.net.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 
 

@@ -29,7 +29,7 @@ class LoopThread:
         self._thread.join()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, or its exception. It is cancelled if the test's timeout ends the wait."""
+        """The result of the coroutine, or its exception. The coroutine is cancelled if the test's timeout ends the wait."""
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return running.result()

@@ -31,7 +31,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def nat_lab(kinds: Sequence[str]) -> Iterator[list[Place]]:
-    """One host for each kind. What still runs on them at the end is killed."""
+    """One host behind a router of each kind. Processes that still run there at the end are killed."""
     _remove(len(kinds))
     try:
         _run("ip netns add lab-net")

@@ -19,7 +19,7 @@ LISTEN = ("--listen", "/ip4/0.0.0.0/tcp/4100", "--listen", "/ip4/0.0.0.0/udp/410
 
 @dataclass
 class NatSwarm:
-    """``places``: the bootstrap peers' first, all open."""
+    """``places``: first those of the bootstrap peers, which have no router."""
 
     lab: Swarm
     places: Sequence[Place]

@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 MULTISTREAM, NOISE, YAMUX = "/multistream/1.0.0", "/noise", "/yamux/1.0.0"
-_FRAME = struct.Struct(">BBHII")  # of yamux: version, kind, flags, stream, length
+_FRAME = struct.Struct(">BBHII")  # header of a yamux frame: version, kind, flags, stream, length
 _DATA, _WINDOW, _PING = 0, 1, 2
 _SYN, _ACK, _RST = 1, 2, 8
-_MOST_AT_ONCE = 60_000  # of plain text in a message of Noise
-_ED25519 = b"\x08\x01\x12\x20"  # how libp2p's protobuf of a key begins
+_MOST_AT_ONCE = 60_000  # largest plain text in a message of Noise
+_ED25519 = b"\x08\x01\x12\x20"  # the first bytes of libp2p's protobuf of a key
 
 
 def varint(number: int) -> bytes:
@@ -91,7 +91,7 @@ class Outsider:
         public = _ED25519 + self._key.public_key().public_bytes_raw()
         self._public = public
         self.id = b"\x00" + bytes([len(public)]) + public
-        """Packed."""
+        """Its peer id as bytes."""
         self.heard: dict[int, bytes] = {}
         """The bytes that arrived on each of its streams."""
         self.reset: set[int] = set()
@@ -133,7 +133,7 @@ class Outsider:
         await self._write(_FRAME.pack(0, _DATA, 0, stream, len(data)) + data)
 
     async def until_heard(self, stream: int, data: bytes) -> None:
-        """Raises ``ConnectionError`` if the connection ends before."""
+        """Wait until ``data`` has arrived on ``stream``. Raises ``ConnectionError`` if the connection ends before."""
         while data not in self.heard[stream]:
             if not self.is_connected:
                 raise ConnectionError

@@ -46,7 +46,7 @@ def lora_pass(
 def prefix_pass(
     plain: Any, positions: int, inputs: torch.Tensor, counts: Sequence[int], wanted: torch.Tensor
 ) -> LocalPass:
-    """Like ``lora_pass``, with a random prefix."""
+    """The same results as those of ``lora_pass``, with a random prefix in place of LoRA pairs."""
     stack, text = plain.model, plain.config
     stack.norm = nn.Identity()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

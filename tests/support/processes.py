@@ -23,7 +23,7 @@ class NodeProcess(RunningCommand):
         program: Sequence[str] = SWARMNET,
     ) -> None:
         self.data_dir = data_dir
-        # If this process is killed, the node sees its stdin end.
+        # If this process is killed, the stdin of the node ends, and the node with it.
         where = ("--data-dir", str(data_dir), "--listen", f"/ip4/{place.ip}/tcp/0", "--stop-on-eof")
         where += ("--priority", "normal")  # a node at low priority would be slow on a busy machine
         log = data_dir.with_suffix(".log")
@@ -84,7 +84,7 @@ class Swarm:
         return self.nodes[name]
 
     def relaunch(self, name: str) -> NodeProcess:
-        """Start a node again that ``start`` had started, with the same identity, after killing what is left of it."""
+        """Kill what is left of a node that ``start`` had started, and start it once more with the same identity."""
         self.nodes[name].kill()
         start, end, _ = name.split("-")
         return self.launch(name, "--blocks", f"{start}:{end}")

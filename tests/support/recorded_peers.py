@@ -49,7 +49,7 @@ class Host:
     newest: TimedReport | None = None
 
     def report(self, now_s: float) -> None:
-        """Make a report of the present counters."""
+        """Make a report with the present values of the counters."""
         host = report_pb2.HostReport(
             manifest=self.model.manifest,
             model=self.model.name,

@@ -241,7 +241,7 @@ class RecordedSwarm:
 
 @contextmanager
 def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterator[History]:
-    """A month of history of that swarm."""
+    """A month of history of a swarm."""
     rng = random.Random(7)
     with History.open(folder) as history:
         snapshot = swarm.snapshot()

@@ -9,7 +9,7 @@ from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 
 
 class FakeRecorder:
-    """``Recorder`` that counts. ``broken`` changes what a replay computes; ``error`` is raised instead of recording."""
+    """A ``Recorder`` that counts recordings and replays. ``broken`` changes what a replay computes; ``error`` is raised instead of recording."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0

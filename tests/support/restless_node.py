@@ -1,4 +1,4 @@
-"""``swarmnet join`` whose node moves to other blocks every few seconds, in place of when the swarm needs it. Everything else is as it is.
+"""``swarmnet join`` whose node moves to other blocks every few seconds, and not only when the swarm needs it. It is unchanged otherwise.
 
 python -m tests.support.restless_node PERIOD_S join SWARM --num-blocks N ...
 """
@@ -13,7 +13,7 @@ from swarmnet_protocols.routing.throughput import Claim
 
 
 def next_blocks(outlook: Outlook, mine: Claim, looks: Looks, **_: Any) -> tuple[Move, Looks]:
-    """A move to the blocks behind those of ``mine``, or after the last ones to the first."""
+    """A move to the blocks that follow those of ``mine``; from the last blocks to the first."""
     length = mine.end - mine.start
     start = mine.end if mine.end + length <= outlook.blocks else 0
     return Move(start, start + length, "every look moves it"), looks

@@ -13,7 +13,7 @@ from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
 ROUNDS = 3
-"""The first is not counted: workers come, and learn where the others are."""
+"""The first round is not counted: in it workers join, and learn the addresses of the others."""
 
 
 class CountingNetwork(MemoryNetwork):

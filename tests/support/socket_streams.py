@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.framed_stream import FramedStream
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.protocol_ids import LINK
-from swarmnet_protocols.net.rate_limit import LinkLimiter
-from swarmnet_protocols.net.resources import Resource, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
 from tests.support.stream_scopes import new_scope
 

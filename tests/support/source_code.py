@@ -35,7 +35,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` of such an expression; of another expression, the part of it that has names."""
+    """The text ``a.b.c`` of an expression of attributes; for another expression, the attributes at its end."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

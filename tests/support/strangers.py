@@ -15,7 +15,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 
 DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20
-"""Growth of a process's memory under an attack: less than one of the announced messages."""
+"""Limit on the growth of a process's memory under an attack: less than one of the announced messages."""
 
 Scenario = Callable[[P2pdTransport], Awaitable[None]]
 

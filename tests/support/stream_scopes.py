@@ -1,8 +1,8 @@
 """Stream scopes for tests of the layers below a transport."""
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope
+from swarmnet_protocols.net.limits.resources import ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.timing import Timing
 
 

@@ -251,7 +251,7 @@ class Lab:
 
 
 def load_reference(directory: Path, cache_dir: Path, **options: float) -> Reference:
-    """The tiny Llama; ``options`` are those of ``save_tiny_llama``."""
+    """Save and load the tiny Llama; ``options`` are those of ``save_tiny_llama``."""
     from swarmnet_protocols.models import resolve
     from tests.support.tiny import save_tiny_llama
 

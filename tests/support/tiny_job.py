@@ -39,7 +39,7 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
 
 
 def for_others(job: Job, manifest: bytes | None = None) -> Job:
-    """``job`` as published, with data that no machine has."""
+    """``job`` as it is published, with the digest of data that no machine has."""
     return job.about("00" * 32, 1, manifest)
 
 

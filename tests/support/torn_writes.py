@@ -92,12 +92,15 @@ def main() -> None:
     root, kills = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)  # a forked child has no other threads
     checkpoints = CheckpointStore(root)
-    for number in (1, 2):  # the first imports, the second removes an old checkpoint: later calls are alike
+    for number in (
+        1,
+        2,
+    ):  # the first write imports modules, the second removes an old checkpoint: later writes make equal calls
         checkpoints.save(checkpoint_of(number), plain_model)
     calls = _count_calls(lambda: checkpoints.save(checkpoint_of(3), plain_model))
     chance = random.Random(0)
     newest, killed, torn, rounds = 3, 0, 0, []
-    while killed < kills:  # a child that makes fewer calls finishes alive
+    while killed < kills:  # a child that makes fewer calls ends without a kill
         killed += _killed_while_saving(root, checkpoint_of(newest + 1), chance.randrange(1, calls))
         torn += any(path.name.startswith(".new-") for path in root.iterdir())
         found = checkpoints.load_newest(JOB)

@@ -92,7 +92,7 @@ UNCHECKED = Unchecked("float32", torch.float32, biased=False)
 
 @dataclass(frozen=True)
 class Trained:
-    """The result. ``excluded`` names, for every round, the workers that the others left out, and why."""
+    """The result of a run. ``excluded``: for every round, the workers that the others left out, with the reasons."""
 
     loss: float
     excluded: tuple[Mapping[PeerId, str], ...]

@@ -34,7 +34,7 @@ Outcomes = dict[PeerId, Outcome]
 
 @dataclass
 class TrainingLab:
-    """``count`` workers with open exchanges, until ``crash``; ``average`` runs one round of them all."""
+    """``count`` workers whose exchanges are open until ``crash``; ``average`` runs one round of all."""
 
     count: int
     seed: int = 0

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits for another one and no timer is pending."""
+    """Raised if every task waits for another one and no timer is pending."""
 
 
 class _VirtualSelector(selectors.SelectSelector):

@@ -79,7 +79,7 @@ class WeightSwarm:
 
 @contextmanager
 def weight_swarm(link: LinkProfile = LinkProfile()) -> Iterator[WeightSwarm]:  # noqa: B008 - it is frozen
-    """Without hosts yet; each two of its members are connected by ``link``."""
+    """A swarm without hosts; any two members are connected by ``link``."""
     with LoopThread() as loop:
         swarm = WeightSwarm(loop, MemoryNetwork(random.Random(0), link))
 

@@ -26,7 +26,7 @@ class WorkerProcess(RunningCommand):
         super().__init__(arguments, folder / f"{name}.log", place)
 
     def rounds(self, *, committed: bool = True) -> dict[int, dict[str, Any]]:
-        """The worker's committed rounds, or its discarded ones."""
+        """The committed rounds of the worker, or the discarded ones."""
         return {
             event["round"]: event
             for event in list(self.events)

@@ -1,4 +1,4 @@
-"""The quotas of the store of adapters, and who makes way for whom."""
+"""The quotas of the adapter store, and which adapters are evicted for others."""
 
 import asyncio
 import hashlib
@@ -12,8 +12,8 @@ from swarmnet_node.engine.kernels.backend import LoraLayers
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager, Scope
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource, ResourceManager, Scope
 from swarmnet_protocols.wire import refusal_pb2
 from tests.support.virtual_time import run
 
@@ -66,7 +66,7 @@ def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> No
     assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
 
-def test_the_least_recently_used_of_an_owner_makes_way() -> None:
+def test_the_least_recently_used_adapter_of_an_owner_is_evicted() -> None:
     async def talk(store: BoundedStore) -> None:
         put(store, BOB, 9)
         for number in range(4):

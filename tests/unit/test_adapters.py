@@ -18,7 +18,7 @@ from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
 from tests.support.tiny_models import FAMILIES, save_tiny
 
-# PEFT 0.21 asks transformers 5.23 by a name that is to go.
+# PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 CPU = torch.device("cpu")

@@ -100,7 +100,7 @@ def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_columns_worked_on_at_a_time_change_no_bit_of_a_median_and_threads_none_at_all(
+def test_a_median_has_the_same_bits_in_chunks_and_every_rule_with_any_number_of_threads(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contributions, weights = random_contributions(500), torch.ones(16)
@@ -118,7 +118,7 @@ def test_columns_worked_on_at_a_time_change_no_bit_of_a_median_and_threads_none_
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 @pytest.mark.parametrize("scale", [1e-20, 1e15])
-def test_aggregates_are_free_of_scale(name: str, scale: float) -> None:
+def test_the_aggregate_of_scaled_contributions_is_the_scaled_aggregate(name: str, scale: float) -> None:
     contributions, weights = random_contributions(), torch.ones(16)
     torch.testing.assert_close(
         aggregate(name, contributions * scale, weights) / scale, aggregate(name, contributions, weights)
@@ -126,7 +126,7 @@ def test_aggregates_are_free_of_scale(name: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_equal_contributions_and_a_single_one_come_back(name: str) -> None:
+def test_the_aggregate_of_equal_contributions_or_of_one_is_that_contribution(name: str) -> None:
     row = random_contributions()[1]
     torch.testing.assert_close(aggregate(name, row.expand(5, -1), torch.ones(5)), row, rtol=1e-6, atol=0)
     assert torch.equal(aggregate(name, row[None], torch.ones(1)), row)
@@ -139,7 +139,7 @@ def test_a_weighted_median_has_half_of_the_weight_on_either_side() -> None:
     assert aggregate("median", column, torch.tensor([2.0, 1.0, 1.0])).item() == 4.0
 
 
-def test_norms_above_the_median_are_brought_to_it() -> None:
+def test_norms_above_the_median_are_clipped_to_the_median() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.6, 0.8], [300.0, 400.0], [0.0, 0.0]])
     clipped = clip_to_median_norm_(rows, torch.ones(4))
     torch.testing.assert_close(clipped, torch.tensor([[1.8, 2.4], [0.6, 0.8], [1.8, 2.4], [0.0, 0.0]]))
@@ -155,7 +155,7 @@ def test_a_row_far_longer_than_the_median_is_named() -> None:
     )
 
 
-def test_values_that_do_not_fit_are_refused() -> None:
+def test_an_unknown_rule_and_invalid_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="krum"):
         aggregate("krum", random_contributions(), torch.ones(16))
     for weights in (torch.ones(15), torch.zeros(16), torch.full((16,), math.nan)):

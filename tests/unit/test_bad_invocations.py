@@ -21,7 +21,7 @@ TUNE = "tune --swarm open --data rows.jsonl --out out"
 JOIN = "join open --yes"
 HELP = "--help"
 
-# What is typed, the exit code, a word of the message, a word of the next step.
+# The command, its exit code, a word of the message, a word of the next step.
 BAD = [
     ("bogus", 2, "bogus", HELP),
     ("rnu", 2, "Did you mean 'run'", HELP),
@@ -29,7 +29,7 @@ BAD = [
     ("--log-level loud status", 2, "--log-level", HELP),
     ("swarm", 2, "command", "swarm --help"),
     ("swarm creat lab", 2, "Did you mean 'create'", "swarm --help"),
-    # How others use a model
+    # Commands that use a model
     ("run --swarm open", 2, "'M'", "run --help"),
     ("run m hi", 2, "--swarm", "run --help"),
     ("run m hi --swarm", 2, "--swarm", "run --help"),
@@ -66,7 +66,7 @@ BAD = [
     ("model show nosuchmodel", 3, "nosuchmodel", "org/name"),
     ("model pull org/name@", 3, "org/name@", "org/name"),
     ("model verify ./model", 3, "safetensors", "gguf"),
-    # How a machine is shared
+    # Commands that share a machine
     ("join", 2, "'SWARM'", "join --help"),
     ("serve --swarn open", 2, "Did you mean '--swarm'?", "serve --help"),
     (f"{JOIN} extra", 2, "extra", "join --help"),
@@ -109,7 +109,7 @@ BAD = [
     ("limits --clear upload --data-dir nowhere", 2, "--clear", "limits --help"),
     ("demo --nodes 0", 2, "--nodes", "demo --help"),
     ("demo --nodes two", 2, "--nodes", "demo --help"),
-    # Swarms
+    # Commands about swarms
     ("dashboard --swarm open --port 0", 5, "no bootstrap peer", "--bootstrap"),
     ("dashboard --swarm open --api-key-file file", 3, "file can be read by every user", "chmod 600"),
     ("dashboard --swarm open --api-key-file blank", 3, "no key in blank", "write one"),
@@ -136,7 +136,7 @@ BAD = [
     ("swarm new-key file", 3, "already exists", "another file"),
     ("swarm rotate-key open", 3, "no authority", "--open"),
     ("swarm rotate-key lab --overlap soon", 2, "--overlap", "rotate-key --help"),
-    # Training
+    # Commands about training
     (f"{TUNE} --method magic", 2, "--method", "tune --help"),
     (f"{TUNE} --learning-rate nan", 2, "--learning-rate", "tune --help"),
     (f"{TUNE} --learning-rate 0", 2, "--learning-rate", "tune --help"),
@@ -196,7 +196,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with empty data directories: files that a command leaves behind are noticed."""
+    """The working directory, with empty data directories, so that a test sees files that a command leaves behind."""
     for variable in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.chdir(place)
@@ -231,7 +231,7 @@ def test_a_missing_bootstrap_peer_is_reported_before_heavy_imports(monkeypatch: 
 
 
 @pytest.mark.parametrize(("typed", "code", "wrong"), [each[:3] for each in BAD[7::6]])
-def test_programs_are_told_the_same(
+def test_an_error_is_reported_in_json_too(
     typed: str, code: int, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.execute([*shlex.split(typed), "--json"]) == code

@@ -60,13 +60,13 @@ def test_the_sequence_that_holds_most_of_a_prompt_is_reused() -> None:
     assert pick_sequence(sequences, wanted).number == 1
     sequences[1].answer = Answer(wanted)
     assert pick_sequence(sequences, wanted).number == 2
-    assert pick_sequence(sequences, Request((1, 2, 3), 5)).number == 2  # the longest without use
+    assert pick_sequence(sequences, Request((1, 2, 3), 5)).number == 2  # the sequence unused for longest
     assert pick_sequence(sequences, Request((*LONG, 99), 5, owner="another")).number == 2
     assert sequences[2].shared(Request((*LONG, 99), 5, owner="another")) == 0
-    assert sequences[1].shared(Request(LONG, 5)) == len(LONG) - 1  # something must be sent
+    assert sequences[1].shared(Request(LONG, 5)) == len(LONG) - 1  # at least one position must be sent
 
 
-def test_prompts_share_the_way_short_ones_first() -> None:
+def test_prompts_share_a_step_and_short_prompts_are_served_first() -> None:
     assert share(100, [10, 200, 30]) == [10, 60, 30]
     assert share(100, [200, 300]) == [50, 50]
     assert share(1, [5, 5, 5]) == [0, 0, 1]
@@ -84,7 +84,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_samples_come_as_often_as_they_should(top_p: float) -> None:
+def test_tokens_are_sampled_with_their_probabilities(top_p: float) -> None:
     """Against transformers' own warpers."""
     from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -102,7 +102,7 @@ def test_samples_come_as_often_as_they_should(top_p: float) -> None:
     assert torch.all((seen - expected).abs() < 4 / math.sqrt(draws))
 
 
-def test_a_flat_nucleus_reaches_beyond_the_sorted_part() -> None:
+def test_a_nucleus_larger_than_the_sorted_part_is_sampled_whole() -> None:
     row = torch.zeros(1, 4 * NUCLEUS)
     tokens = {choose(row, [Draw(Sampling(1.0, 0.99, seed), 0)])[0].id // NUCLEUS for seed in range(60)}
     assert tokens == {0, 1, 2, 3}
@@ -118,8 +118,8 @@ def test_a_draw_follows_from_seed_and_position_alone() -> None:
     assert len(drawn) > 3
 
 
-def test_penalties_and_biases_are_openais() -> None:
-    """mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j], for a choice and never for its neighbours."""
+def test_penalties_and_biases_follow_the_formula_of_openai() -> None:
+    """The score becomes mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j]; other rows of the batch keep theirs."""
     scores = rows(3, 12)
     counts = {3: 2, 7: 1}
     rules = Sampling(
@@ -142,7 +142,7 @@ def test_penalties_and_biases_are_openais() -> None:
     assert torch.equal(scores, before)
 
 
-def test_parts_of_an_answer_are_counted_only_where_requested() -> None:
+def test_tokens_of_an_answer_are_counted_only_for_penalties() -> None:
     for sampling, counted in ((Sampling(), {}), (Sampling(presence_penalty=0.1), {5: 2, 6: 1})):
         answer = Answer(Request((1,), 9, sampling))
         for token in (5, 6, 5):
@@ -150,7 +150,7 @@ def test_parts_of_an_answer_are_counted_only_where_requested() -> None:
         assert answer.counts == counted
 
 
-def test_log_probabilities_are_of_the_scores_as_they_are() -> None:
+def test_log_probabilities_do_not_depend_on_temperature_nucleus_or_biases() -> None:
     scores = rows(1)
     (token,) = choose(scores, [Draw(Sampling(0.5, 0.1, 1, top_logprobs=3), 0)])
     expected = torch.log_softmax(scores[0], -1)

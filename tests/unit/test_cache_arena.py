@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.engine.cache_arena import SPARE_ROWS, CacheArena
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
+from swarmnet_node.engine.caches.cache_arena import SPARE_ROWS, CacheArena
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
 
 CPU = torch.device("cpu")
 SHAPES = (LayerShape(2, 4, 4), LayerShape(1, 4, 8))

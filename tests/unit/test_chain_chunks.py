@@ -28,7 +28,7 @@ def test_chunks_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None
     lengths = dict.fromkeys(range(len(rows)), 100)
     taken, wanted = [0] * len(rows), [0] * len(rows)
     if len(rows) > MAX_ROWS and any(row.source != row.sequence for row in rows):
-        return  # such rows must start in one step, which no host takes
+        return  # these rows must start in the same step, which exceeds what hosts take
     for part in cut(rows):
         pieces = tuple(piece for _, piece in part)
         assert sum(piece.count for piece in pieces) <= max(CHUNK, len(pieces))
@@ -38,7 +38,7 @@ def test_chunks_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None
             row = rows[index]
             assert (piece.sequence, piece.start) == (row.sequence, row.start + taken[index])
             taken[index] += piece.count
-            # The wanted outputs are the last ones, so once they begin they go on.
+            # The wanted outputs are those of the last positions, so all chunks after the first with wanted outputs have some.
             left = row.count - taken[index]
             assert piece.outputs == max(0, min(piece.count, row.outputs - left))
             wanted[index] += piece.outputs

@@ -176,7 +176,9 @@ def test_an_answer_that_was_stopped_or_failed_is_tried_again_in_its_own_place(
         assert questions() == ["w20", "w30"]
 
 
-def test_undo_retry_and_clear(tiny: TinySwarm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undo_retry_and_clear_change_the_conversation(
+    tiny: TinySwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
     with chatting(tiny) as chat:
         for text in ("w20", "w30", "/retry", "/undo"):
             chat.take(text)
@@ -203,7 +205,7 @@ def test_route_stats_help_and_settings_are_told(tiny: TinySwarm, capsys: pytest.
         assert words in told
 
 
-def test_a_conversation_is_saved_once(tiny: TinySwarm, tmp_path: Path) -> None:
+def test_saving_a_conversation_does_not_overwrite_a_file(tiny: TinySwarm, tmp_path: Path) -> None:
     with chatting(tiny) as chat:
         chat.conversation.turns = [Turn("hello", "hi")]
         chat.take(f"/save {tmp_path}/talk.json")
@@ -240,7 +242,9 @@ def test_settings_change_one_at_a_time() -> None:
     assert changed(Sampling(seed=3), "seed", "default") == Sampling()
 
 
-def test_an_unknown_command_is_no_message(tiny: TinySwarm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_not_sent_as_a_message(
+    tiny: TinySwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
     with chatting(tiny) as chat:
         with pytest.raises(typer.BadParameter, match="/bogus"):
             chat.take("/bogus")

@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages with a next step, and nothing done when something is wrong."""
+"""The command line: exit codes, messages with a next step, and commands that do nothing when something is wrong."""
 
 import errno
 import io
@@ -64,7 +64,7 @@ def test_every_argument_and_option_is_explained() -> None:
     assert [each for each in shown if not each[2]] == []
 
 
-def test_a_shell_is_told_commands_and_options(
+def test_a_shell_completes_commands_and_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("_SWARMNET_COMPLETE", "complete_bash")
@@ -248,7 +248,7 @@ def test_a_prompt_of_any_size_is_not_read_into_memory(
     assert stdin.tell() == 11
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_stdout_is_no_error(tmp_path: Path) -> None:
     program = "import sys; from swarmnet import cli; sys.exit(cli.execute(['join', '--help']))"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -44,7 +44,7 @@ def config(**options: Any) -> LoraConfig:
 
 
 def randomised(peft_model: Any) -> Any:
-    """Adapters as they are after some training: not the identity."""
+    """Set the parameters of an adapter as after some training, so that it is not the identity."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():

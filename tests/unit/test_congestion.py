@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.net.congestion import (
+from swarmnet_protocols.net.limits.congestion import (
     CONFIRMED_BYTES,
     FIRST_WINDOW_BYTES,
     MAX_WINDOW_BYTES,

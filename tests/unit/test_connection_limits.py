@@ -5,10 +5,10 @@ import random
 import pytest
 
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
-from swarmnet_protocols.net.subnets import subnet_of
 
 PEER = Identity.from_seed(b"peer").peer_id
 LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)
@@ -22,7 +22,7 @@ def connections(host: str, number: int, since: float = 0.0) -> list[Connection]:
 
 
 def kept(there: list[Connection], known: list[Connection] | None = None) -> set[bytes]:
-    """The peers that stay, of those in any order."""
+    """The peers whose connections stay. Their order is random and does not matter."""
     shuffled = random.Random(0).sample(there, len(there))
 
     def use(each: Connection) -> Use:
@@ -42,17 +42,17 @@ def test_within_the_limits_nothing_is_closed() -> None:
     assert kept(there) == peers(there)
 
 
-def test_of_one_address_the_newest_go() -> None:
+def test_the_newest_connections_of_one_address_are_closed_first() -> None:
     there = connections("198.51.100.1", 9)
     assert kept(there) == peers(there[:4])
 
 
-def test_connections_at_work_behind_the_address_of_an_attacker_stay() -> None:
+def test_connections_in_use_stay_although_an_attacker_has_the_same_address() -> None:
     attacker, honest = connections("198.51.100.1", 9), connections("198.51.100.1", 4, since=100.0)
     assert kept([*attacker, *honest], known=honest) == peers(honest)
 
 
-def test_a_subnet_has_its_share() -> None:
+def test_a_subnet_keeps_no_more_connections_than_its_share() -> None:
     strangers = [each for host in range(9) for each in connections(f"198.51.100.{host}", 3)]
     alone = connections("203.0.113.1", 2, since=100.0)
     left = kept([*strangers, *alone])
@@ -60,7 +60,7 @@ def test_a_subnet_has_its_share() -> None:
     assert len(left) == 8 + 2
 
 
-def test_in_all_those_from_where_most_come_from_go_first() -> None:
+def test_over_the_limit_of_all_the_subnets_with_the_most_connections_lose_some_first() -> None:
     strangerss = [
         each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)
     ]
@@ -85,7 +85,7 @@ def test_connections_of_peers_at_work_stay_when_strangers_exceed_the_limit_of_al
         ("/ip6/::/tcp/0", "/ip6/::/tcp/0"),
     ],
 )
-def test_a_port_that_was_chosen_is_taken_again(listen: str, expected: str) -> None:
+def test_a_restarted_peer_listens_on_the_port_that_it_had_chosen(listen: str, expected: str) -> None:
     addresses = [
         "/ip4/198.51.100.1/tcp/9/p2p/RELAY/p2p-circuit",
         "/ip4/127.0.0.1/tcp/4001/p2p/ME",

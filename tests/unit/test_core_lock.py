@@ -31,7 +31,7 @@ def test_exclusive_holders_do_not_overlap_and_alternate(tmp_path: Path) -> None:
     order: list[str] = []
 
     async def is_waited_for() -> None:
-        """Return when the other one waits: it holds the queue."""
+        """Return when the other holder waits: it then holds the queue."""
         with (tmp_path / "t" / "queue").open("w") as queue:
             while True:
                 try:
@@ -47,7 +47,7 @@ def test_exclusive_holders_do_not_overlap_and_alternate(tmp_path: Path) -> None:
                 busy.add(name)
                 assert busy == {name}
                 order.append(name)
-                if len(order) - order.count(name) < 5:  # the other one has not ended
+                if len(order) - order.count(name) < 5:  # the other holder has not ended
                     await is_waited_for()
                 busy.remove(name)
 
@@ -89,7 +89,7 @@ def test_exclusive_waits_for_all_shared_holders(tmp_path: Path) -> None:
             group.create_task(shared(mine[1], "b"))
             await met.wait()
             group.create_task(alone(mine[2]))
-            await asyncio.sleep(0)  # it waits in the queue
+            await asyncio.sleep(0)  # the exclusive holder waits in the queue
             group.create_task(shared(mine[3], "late"))
 
     with ExitStack() as stack:
@@ -183,7 +183,9 @@ def test_a_stopped_holder_is_waited_for_once(tmp_path: Path, monkeypatch: pytest
             began = loop.time()
             async with mine.exclusive():
                 assert loop.time() - began >= stopped_s
-            monkeypatch.setattr(core_lock, "STOPPED_S", 1000.0)  # for a wait that should not happen
+            monkeypatch.setattr(
+                core_lock, "STOPPED_S", 1000.0
+            )  # a wait, which should not happen, fails the test
             async with asyncio.timeout(50):
                 for _ in range(2):
                     async with mine.exclusive():
@@ -302,7 +304,7 @@ def test_a_holder_that_computes_is_waited_for(tmp_path: Path) -> None:
                 held -= 1
 
         async with asyncio.TaskGroup() as group:
-            for mine in (first, second, third):  # one computes, one is next, one is in the queue
+            for mine in (first, second, third):  # one holder computes, one is next, one waits in the queue
                 group.create_task(compute(mine))
 
     with ExitStack() as stack:

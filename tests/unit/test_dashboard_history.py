@@ -188,7 +188,7 @@ def test_events_peers_and_jobs_are_bounded(tmp_path: Path, monkeypatch: pytest.M
         assert kept.job_points("a")[-1].round == 29 if kept.job_points("a") else True
 
 
-def test_the_peak_of_sessions_of_a_day(tmp_path: Path) -> None:
+def test_the_history_gives_the_peak_of_sessions_of_a_day(tmp_path: Path) -> None:
     with History.open(tmp_path) as kept:
         assert kept.peak_sessions("m", 0) is None
         kept.add(

@@ -108,5 +108,5 @@ def test_the_selection_is_stable_and_depends_on_the_salt() -> None:
         ("", ""),
     ],
 )
-def test_subnets_of_addresses(address: str, subnet: str) -> None:
+def test_an_address_belongs_to_its_subnet(address: str, subnet: str) -> None:
     assert subnets_of([address]) == {subnet}

@@ -16,10 +16,10 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from swarmnet_node.engine.attention import RangedBatch
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.kernels import ranged_attention, torch_backend
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import random_tensors
@@ -39,7 +39,7 @@ def load(family: str, tmp_path: Path) -> LocalModel:
 def two_stages(
     family: str, tmp_path: Path, backend: TorchBackend, *, positions: int = 1024
 ) -> tuple[Stage, Stage]:
-    """The same blocks with caches in an arena, and with contiguous ones."""
+    """Two stages of the same blocks: with caches in an arena, and with contiguous caches."""
     model = load(family, tmp_path)
     mine, theirs = (Stage.load(model, 0, 5, backend=backend, **FLOAT32) for _ in range(2))
     mine.preallocate(positions * mine.geometry.bytes_per_position)
@@ -47,7 +47,7 @@ def two_stages(
 
 
 class Both:
-    """Sequences of both stages, which are given the same rows; those of the second alone."""
+    """Sequences on both stages, which get the same rows; on the second stage each sequence is computed alone."""
 
     def __init__(self, mine: Stage, theirs: Stage, count: int, adapter: Any = None) -> None:
         self.stages = mine, theirs
@@ -104,8 +104,8 @@ def test_recorded_steps_give_what_steps_give(family: str, tmp_path: Path) -> Non
     assert mine.has_recordings
     graphs: Any = mine._graphs
     assert [rows for rows, _ in graphs.sizes] == [1, 2, 4, 8]
-    assert backend.fake.recorded == 4  # each size once
-    assert backend.fake.replayed == 4 + 5  # once to compare, and for each later step
+    assert backend.fake.recorded == 4  # one recording for each size
+    assert backend.fake.replayed == 4 + 5  # one replay for the comparison, and one for each later step
 
 
 def test_a_recording_for_longer_sequences_is_made_when_they_grow(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_steps_with_adapters_are_not_recorded(tmp_path: Path) -> None:
     assert mine.has_recordings
 
 
-def test_numbers_that_are_none_do_not_end_recording(tmp_path: Path) -> None:
-    """A client may send them in the first step of a size. Zeros, whose outputs are zeros, are recorded."""
+def test_nan_in_the_first_step_of_a_size_does_not_end_recording(tmp_path: Path) -> None:
+    """A client may send NaN in the first step of a size. Zeros, whose outputs are zeros, are recorded."""
     backend = RecordingBackend()
     both = Both(*two_stages("llama-tied", tmp_path, backend), 2)
     mine = both.stages[0]
@@ -195,7 +195,7 @@ def test_a_recording_that_fails_or_differs_is_not_used(
 
 
 def test_other_sequences_do_not_reach_a_sequence_through_padding(tmp_path: Path) -> None:
-    """A client that sends numbers that are none spoils its own sequence only."""
+    """A client that sends NaN spoils only its own sequence."""
     mine, theirs = two_stages("llama-tied", tmp_path, TorchBackend())
     both = Both(mine, theirs, 3)
     both.forward({0: 40})
@@ -268,7 +268,10 @@ def test_the_fused_kernel_is_asked_for_the_whole_batch(
         both.forward(dict.fromkeys(random.Random(size).sample(range(7), size), 1))
     graphs: Any = both.stages[0]._graphs
     assert both.stages[0].has_recordings
-    assert graphs.sizes == [(4, 1024), (8, 1024)]  # one for each number of rows, whatever the lengths
+    assert graphs.sizes == [
+        (4, 1024),
+        (8, 1024),
+    ]  # one recording for each number of rows, whatever the lengths
 
 
 def raise_no_image(*_: Any, **__: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ LICENCES = {
     "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)", "Unlicense",
     "Zlib",
 }  # fmt: skip
-"""Permissive ones, and the MPL and the LGPL, which ask nothing of code beside their own that imports it unchanged."""
+"""Permissive licences, and the MPL and the LGPL, which ask nothing of other code that imports the library unchanged."""
 NOT_SAID = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT"}
 """Licences named on the project's own site, for distributions that name none."""
 
@@ -65,7 +65,7 @@ def _needed(asked: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
         try:
             found = distribution(name)
         except PackageNotFoundError:
-            continue  # an extra that is not installed here
+            continue  # a dependency of an extra that is not installed here
         yield name, found
         if name not in WITHOUT_DEPENDENCIES:
             waiting += [(Requirement(each), wanted | {""}) for each in found.requires or ()]

@@ -24,7 +24,7 @@ from tests.support.deployment import (
 )
 
 MAX_EXPOSURE = 20
-"""In tenths, as systemd-analyze counts it: below this a unit is OK, from 51 on EXPOSED."""
+"""Exposure in tenths, as systemd-analyze counts it: below this a unit is OK, from 51 on EXPOSED."""
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (Debian: systemd)"
 )
@@ -35,7 +35,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def installed(unit: Unit, directory: Path) -> Path:
-    """A copy of the unit whose program exists."""
+    """A copy of the unit that names a program on this machine."""
     program = directory / "swarmnet"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -82,7 +82,7 @@ def test_a_unit_without_its_hardening_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_memory_is_held_back_before_it_is_cut_off(name: str) -> None:
+def test_the_soft_memory_limit_of_a_unit_is_below_the_hard_one(name: str) -> None:
     service = Unit(name)["Service"]
     sizes = [
         int(service[key].rstrip("GM")) * (1024 if service[key][-1] == "G" else 1)
@@ -92,8 +92,8 @@ def test_memory_is_held_back_before_it_is_cut_off(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_wait_for_the_word_that_it_serves(name: str) -> None:
-    """`Type=notify` and a command that never says so would be a start that fails after its timeout."""
+def test_a_unit_has_started_when_its_command_says_that_it_is_ready(name: str) -> None:
+    """With `Type=notify`, the start of a command that never says so fails after a timeout."""
     unit = Unit(name)
     assert unit["Service"]["Type"] == "notify"
     command = unit.command[1]
@@ -120,7 +120,7 @@ def test_commands_of_compose_are_understood(name: str, service: dict[str, Any]) 
         check_arguments(command)
 
 
-def test_compose_is_the_whole_swarm() -> None:
+def test_compose_has_every_service_of_a_swarm() -> None:
     commands = [service["command"][0] for service in own_services().values() if "command" in service]
     assert sorted(commands) == ["bootstrap", "dashboard", "join", "join", "join", "serve"]
     assert {"prometheus", "grafana"} < set(compose()["services"])
@@ -161,7 +161,7 @@ def test_files_and_services_that_compose_refers_to_exist() -> None:
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (DEPLOY / "swarms").glob("*.toml")))
-def test_the_example_swarms_are_made_as_they_say(
+def test_a_swarm_is_created_from_each_example_as_its_comments_say(
     example: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
@@ -189,7 +189,7 @@ def test_the_example_swarms_are_made_as_they_say(
     assert all(comment in written for comment in comments)
 
 
-def test_the_readme_names_everything() -> None:
+def test_the_readme_of_deploy_names_every_file() -> None:
     readme = (DEPLOY / "README.md").read_text()
     files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.name != "README.md"]
     unnamed = [

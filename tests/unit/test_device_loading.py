@@ -57,13 +57,13 @@ def test_a_span_of_safetensors_is_never_whole_in_the_memory_of_the_cpu(
         return {name: Watched(each, alive) for name, each in real(*args, **options).items()}
 
     monkeypatch.setattr(checkpoint, "state_dict", watched)
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # else some threads read ahead
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # otherwise threads read ahead
     span = model.load_span(0, 5, packed=packed, **META)
     assert {each.device.type for each in (*span.parameters(), *span.buffers())} == {"meta"}
     assert alive.read == 5 * 9
     assert build_span(model.config, 0, 5).weight_bytes(torch.float32) == weight_bytes(
         span
-    )  # read from nowhere
+    )  # a size that is computed without reading the file
     assert alive.most <= 2
 
 

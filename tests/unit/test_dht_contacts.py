@@ -1,9 +1,9 @@
-"""Whose word on where a peer is counts, and how many are kept."""
+"""Whose statements about the addresses of a peer count, and how many contacts are kept."""
 
 import pytest
 
-from swarmnet_protocols.directory import dht_contacts
-from swarmnet_protocols.directory.dht_contacts import (
+from swarmnet_protocols.directory.dht import contacts as dht_contacts
+from swarmnet_protocols.directory.dht.contacts import (
     LIFETIME_S,
     MAX_CONTACT_BYTES,
     MAX_CONTACTS,
@@ -74,7 +74,7 @@ def test_a_peer_signs_its_own_addresses() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
-def test_a_caller_speaks_for_itself_only() -> None:
+def test_a_caller_can_give_only_its_own_contact() -> None:
     world = World()
     bob = world.contacts(BOB)
     bob.learn([world.contacts(ALICE).mine()], only=MALLORY.peer_id)
@@ -90,7 +90,7 @@ def test_a_record_of_something_else_is_no_contact() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
-def test_of_an_answer_a_limited_number_of_contacts_is_learned_and_none_that_is_too_large() -> None:
+def test_an_answer_teaches_a_limited_number_of_contacts_of_limited_size() -> None:
     world = World()
     bob = world.contacts(BOB)
     many = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]

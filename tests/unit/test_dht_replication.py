@@ -1,4 +1,4 @@
-"""Whom a record is stored with: the nearest that answer, in one call to each, looked for no more often than needed."""
+"""The peers that store a record: the nearest that answer, in one call to each, and looked up no more often than needed."""
 
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
@@ -71,7 +71,7 @@ class Keeping:
     """Alice's records and her neighbourhood."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht_replication import Replicator
+        from swarmnet_protocols.directory.dht.replication import Replicator
 
         self.near = Neighbourhood(size)
         self.now = EPOCH
@@ -82,7 +82,7 @@ class Keeping:
         await self._replicator.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
 
     def wanted(self, replicas: int = 5) -> dict[Any, set[int]]:
-        """The nearest to each key that answer."""
+        """For each key, the nearest peers that answer."""
         from hivemind.dht.routing import DHTID
 
         keys = [DHTID.generate(source=key) for key in dht_keys(SWARM, "topic")]
@@ -144,7 +144,7 @@ def test_the_next_nearest_peers_replace_silent_ones() -> None:
 
 
 def test_replicas_are_looked_up_once_a_minute_while_all_answer() -> None:
-    from swarmnet_protocols.directory.dht_replication import FOUND_S
+    from swarmnet_protocols.directory.dht.replication import FOUND_S
 
     async def scenario(keeping: Keeping) -> None:
         kept, searches = [], []

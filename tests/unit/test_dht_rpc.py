@@ -6,15 +6,13 @@ from typing import Any, Protocol, cast
 
 import pytest
 
-from swarmnet_protocols.directory.dht_contacts import Contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.protocol_ids import DHT_FIND
-from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import (
+from swarmnet_protocols.net.limits.resources import (
     PEER_LIMITS,
     SYSTEM_LIMITS,
     Resource,
@@ -22,6 +20,8 @@ from swarmnet_protocols.net.resources import (
     ResourceManager,
     Scope,
 )
+from swarmnet_protocols.net.protocol_ids import DHT_FIND
+from swarmnet_protocols.net.refusal import Refusal
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -60,7 +60,7 @@ class OneCall:
         self.reply = message.header
 
     def refuse(self, refusal: Refusal) -> None:
-        """The handler raises the reason too."""
+        """Do nothing: the handler raises the reason, too."""
 
 
 class SlowHandshakes:
@@ -79,7 +79,7 @@ class SlowHandshakes:
 
 
 def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable[None]]) -> None:
-    """In virtual time: however slow the machine is, calls of one moment are many a second."""
+    """Run in virtual time, in which calls of one moment are many a second, however slow the machine is."""
 
     async def main() -> None:
         from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -87,7 +87,7 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
         prepare_hivemind()
         from hivemind.proto import dht_pb2
 
-        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
+        from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
         transport, handshakes = HandlersOnly(), SlowHandshakes()
         resources = transport.resources
@@ -126,7 +126,7 @@ def test_calls_that_wait_for_a_handshake_are_few() -> None:
     with_guard(talk)
 
 
-def test_however_many_strangers_call_those_we_know_are_answered() -> None:
+def test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id
@@ -194,7 +194,7 @@ def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> Non
     prepare_hivemind()
     from hivemind.proto import dht_pb2
 
-    from swarmnet_protocols.directory.dht_rpc import _check_found
+    from swarmnet_protocols.directory.dht.rpc import _check_found
 
     _check_found(dht_pb2.FindResponse(results=[dht_pb2.FindResult(nearest_peer_ids=[b"x"] * 20)] * 16))
     with pytest.raises(ProtocolViolation):

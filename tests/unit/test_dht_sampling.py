@@ -17,7 +17,7 @@ class Reading:
     """A reader among ``size`` peers, each of which answers every key with one record: its number and the key."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht_sampling import Sampler
+        from swarmnet_protocols.directory.dht.sampling import Sampler
 
         self.near = Neighbourhood(size)
         self.near.p2p = SimpleNamespace(call_protobuf_handler=self._answer)  # type: ignore[attr-defined]
@@ -131,8 +131,8 @@ def sampled(size_bytes: int) -> list[bytes]:
     from hivemind.dht.routing import DHTID
     from hivemind.utils import MSGPackSerializer
 
-    from swarmnet_protocols.directory.dht_node import SwarmDirectoryV1
-    from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+    from swarmnet_protocols.directory.dht.node import SwarmDirectoryV1
+    from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 
     protocol = SwarmDirectoryV1.__new__(SwarmDirectoryV1)
     protocol.storage = BoundedStorage(StorageLimits(), lambda: EPOCH)

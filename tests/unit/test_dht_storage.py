@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
 
 class Time:
@@ -196,7 +196,7 @@ def test_records_that_live_long_do_not_drive_out_those_of_other_subnets(clock: T
     assert store.total_bytes <= 1000
 
 
-def test_only_what_is_to_be_shown_is_found(clock: Time) -> None:
+def test_a_storage_that_shows_some_keys_finds_only_those(clock: Time) -> None:
     store = storage(clock)
     for key in (1, 2):
         store.store_subkey(key, b"alice", b"x", 1010.0)
@@ -205,7 +205,7 @@ def test_only_what_is_to_be_shown_is_found(clock: Time) -> None:
     assert held(store, 1) == {b"alice": b"x"}
 
 
-def test_queues_do_not_grow_with_what_is_replaced(clock: Time) -> None:
+def test_replacing_records_does_not_grow_the_queues(clock: Time) -> None:
     store = storage(clock)
     for number in range(1000):
         from_origin(store, "alice", range(1), size=10, expires_at=1010.0 + number)

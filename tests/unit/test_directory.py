@@ -44,7 +44,7 @@ def test_records_live_for_their_lifetime() -> None:
     run(scenario)
 
 
-def test_the_newest_counts_even_if_it_was_to_live_shorter() -> None:
+def test_the_newest_record_counts_even_if_it_expires_earlier() -> None:
     async def scenario(network: MemoryNetwork, alice: MemoryDirectory, bob: MemoryDirectory) -> None:
         await alice.publish("topic", b"online", lifetime_s=60.0)
         await alice.publish("topic", b"leaving", lifetime_s=5.0)

@@ -142,7 +142,7 @@ def test_one_peer_with_a_wrong_clock_gives_no_finding() -> None:
     assert problems(replace(HEALTHY, peers=[peer(), peer(), peer(behind_s=5000.0)])) == []
 
 
-def test_the_direction_of_a_clock_error() -> None:
+def test_the_finding_of_a_wrong_clock_says_whether_it_is_ahead_or_behind() -> None:
     for behind_s, text in ((600.0, "10 minutes behind"), (-600.0, "10 minutes ahead of")):
         (finding,) = problems(replace(HEALTHY, peers=[peer(behind_s=behind_s)]))
         assert text in finding.text
@@ -164,7 +164,7 @@ def test_tested_versions_begin_where_the_requirements_do() -> None:
     assert project["requires-python"] == f">={PYTHON[0][0]}.{PYTHON[0][1]}"
 
 
-def test_modes_of_key_files_and_the_disk_of_a_directory_to_be_made(tmp_path: Path) -> None:
+def test_modes_of_key_files_and_the_disk_of_a_missing_directory_are_examined(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o755)
     (data_dir / "identity.key").touch(mode=0o644)
@@ -177,7 +177,7 @@ def test_modes_of_key_files_and_the_disk_of_a_directory_to_be_made(tmp_path: Pat
     assert examine_disk("models", tmp_path / "a" / "b" / "c").path == tmp_path
 
 
-def test_ports_of_relays_and_of_udp_are_left_out() -> None:
+def test_only_tcp_ports_of_this_peer_are_examined() -> None:
     addresses = [
         "/ip4/10.0.0.1/tcp/4001/p2p/X",
         "/ip4/127.0.0.1/tcp/4001/p2p/X",

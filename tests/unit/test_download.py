@@ -88,7 +88,7 @@ def flipped() -> bytes:
     return DATA[:5000] + bytes([DATA[5000] ^ 1]) + DATA[5001:]
 
 
-def test_pieces_cover_a_file_and_are_short() -> None:
+def test_pieces_cover_a_file_and_have_a_largest_size() -> None:
     starts = cut(len(DATA), EDGES)
     assert starts[0] == 0
     assert starts[-1] == len(DATA)
@@ -273,7 +273,7 @@ def test_a_request_for_too_much_is_refused(request_: pb.WeightsRequest) -> None:
         run(server._answer(request_))
 
 
-def test_a_listing_counts_if_the_swarm_files_pieces_hash_is_its_own(tmp_path: Path) -> None:
+def test_a_listing_counts_only_if_the_swarm_file_has_its_hash(tmp_path: Path) -> None:
     model, tables = bytes(32), Tables(tmp_path)
     listing = listing_of({KEY.sha256: table().hash(KEY)})
     stream: Any = Replies((len(listing), listing))

@@ -120,7 +120,7 @@ def test_both_owners_are_told_soon_after_the_second_has_started(alone_s: float) 
     run(scenario)
 
 
-def test_a_peer_without_a_duplicate_soon_looks_seldom() -> None:
+def test_a_peer_without_a_duplicate_soon_searches_less_often() -> None:
     async def scenario(machines: Machines) -> None:
         looked: list[float] = []
 
@@ -175,7 +175,7 @@ def test_a_peer_with_another_key_proves_no_duplicate() -> None:
     run(scenario)
 
 
-def test_one_word_of_a_process_that_may_be_gone_is_not_enough() -> None:
+def test_one_announcement_of_a_process_that_may_have_ended_is_no_evidence() -> None:
     double = Duplicate(b"ours", TIMING.identity_announce_s, 0.0)
     for now in range(100):
         double.look(ProcessAnnouncement(b"theirs", (), 7), float(now))

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import MAX_BATCH_TOKENS, RECENT_S, Engine
-from swarmnet_node.engine.kv_cache import SequenceCache
 from swarmnet_node.engine.scheduler import batching_delay_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.net.resources import ResourceManager
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
 
@@ -65,7 +65,7 @@ def test_sequences_that_arrive_closely_share_a_forward() -> None:
         async def step(number: int) -> None:
             for _ in range(5):
                 await engine.compute(real, [(sequences[number], torch.zeros(1, 3))])
-                await asyncio.sleep(0.001 * number)  # one message after the other
+                await asyncio.sleep(0.001 * number)  # messages arrive one after another
 
         await asyncio.gather(*(step(number) for number in range(4)))
 

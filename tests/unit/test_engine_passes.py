@@ -1,4 +1,4 @@
-"""Passes in the engine: they go behind sessions, not for ever, and the graphs that they leave make way for sessions."""
+"""Passes in the engine: sessions go first, for a limited time, and the graphs of passes are dropped for sessions."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.doubling import GEOMETRY, Doubling, sequence_of, with_engine
 from tests.support.virtual_time import TimedExecutor, run
@@ -150,7 +150,9 @@ def test_the_oldest_graphs_are_dropped_for_sessions() -> None:
         await engine.compute(real, works[2:3])
         assert [name_of(number) in engine.graph_cache for number in range(3)] == [False, True, True]
         with pytest.raises(OutOfResources):
-            await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])  # what is refused drops nothing
+            await engine.compute(
+                real, [(works[3][0], torch.zeros(65, 3))]
+            )  # a refused request drops no graph
         assert engine.graph_cache.nbytes == sequence_bytes
 
     with_engine(Doubling(), use, max_cache_bytes=4 * sequence_bytes)
@@ -239,7 +241,7 @@ def test_passes_count_in_the_queue_time() -> None:
 
 @pytest.mark.parametrize("forward_s", [0.01, 0.5, 4.0])
 def test_sessions_overtake_a_pass_for_a_limited_time(forward_s: float) -> None:
-    """However long one of their forwards takes: that which has begun is finished."""
+    """However long one forward of a session takes: a forward that has begun is finished."""
     passes = 3
 
     async def main() -> None:
@@ -313,7 +315,7 @@ def test_a_full_device_is_reported_and_its_graphs_are_dropped() -> None:
                 await ask()
             assert caught.value.retry_after_s > 0
             assert engine.graph_cache.nbytes == 0
-        await engine.run_on_torch_thread(lambda: None)  # the thread is done with what failed
+        await engine.run_on_torch_thread(lambda: None)  # the thread has dropped what failed
         assert [reference() for reference in held] == [None] * 3
 
     with_engine(Doubling(before=fill), use)

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec loses is sent later, what a round loses is as before, and nothing is sent twice."""
+"""Error feedback: values that a codec loses are sent later, a round that fails changes nothing, and nothing is sent twice."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_only_the_slices_that_were_delivered_count() -> None:
     assert torch.equal(feedback.residual(), after)
 
 
-def test_of_two_rounds_under_way_only_one_has_the_error() -> None:
+def test_the_residual_is_sent_in_only_one_of_two_rounds_under_way() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, vector(0))
     feedback.acknowledge(0, whole(vector(0)))
@@ -74,7 +74,7 @@ def test_of_two_rounds_under_way_only_one_has_the_error() -> None:
     torch.testing.assert_close(feedback.residual(), lost[0] + lost[1])
 
 
-def test_a_round_that_begins_again_was_not_delivered() -> None:
+def test_a_round_that_begins_again_takes_the_residual_back() -> None:
     feedback = ErrorFeedback(CODEC, SIZE)
     feedback.send(0, 0, vector(0))
     feedback.acknowledge(0, whole(vector(0)))
@@ -86,7 +86,7 @@ def test_a_round_that_begins_again_was_not_delivered() -> None:
     assert torch.equal(feedback.residual(), before), "a later round than the one that begins again is over"
 
 
-def test_fragments_have_parts_of_one_error() -> None:
+def test_each_fragment_has_its_part_of_the_residual() -> None:
     feedback = ErrorFeedback(CODEC, 2 * SIZE)
     for number, start in enumerate((0, SIZE)):
         feedback.send(number, start, vector(number))
@@ -112,14 +112,14 @@ def test_a_round_that_nothing_was_sent_to_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(SIZE + 1), torch.zeros(SIZE, dtype=torch.float64), torch.full((SIZE,), torch.inf)]
 )
-def test_a_foreign_error_is_refused(wrong: torch.Tensor) -> None:
+def test_a_residual_of_another_model_is_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(IntegrityError, match="not a residual of this model"):
         ErrorFeedback(CODEC, SIZE).restore(wrong)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp4"])
 def test_a_mean_of_four_bits_travels_finer_so_that_what_was_fed_back_is_in_it(name: str) -> None:
-    """Fifty rounds of eight workers: how far the sum of the means that travelled is off, by its own size."""
+    """The relative error of the sum of all transmitted means, after fifty rounds of eight workers."""
     codec, workers, size = get_codec(name), 8, 4096
     common = vector(0, size) * vector(1, size).exp()
     feedback = [ErrorFeedback(codec, size) for _ in range(workers)]

@@ -5,8 +5,8 @@ import pytest
 from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, Suspects, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.wire import refusal_pb2
 
 ONE, TWO, THREE = PeerId("one"), PeerId("two"), PeerId("three")
@@ -42,7 +42,7 @@ def test_a_chain_is_given_up_after_many_attempts_and_recover_s() -> None:
     assert retries.is_given_up(12.1, idle=False)
 
 
-def test_an_answer_begins_the_count_anew() -> None:
+def test_an_answer_resets_the_count_of_attempts() -> None:
     retries = RetryPolicy(recover_s=1.0)
     for number in range(100):
         assert not retries.is_given_up(float(number), idle=False)

@@ -52,7 +52,7 @@ class Case:
     texts: list[torch.Tensor]
     """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
     stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
-    """Those loaded so far, by their spans. A stage keeps nothing of a sequence, so all tests of a family share them."""
+    """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a family share the stages."""
 
     def hops(self, *cuts: int) -> Hops:
         """Hops that host the blocks between ``cuts``, with new sequences."""
@@ -109,7 +109,7 @@ def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: 
     hops = case.hops(1)
     text, other = case.texts[1], case.texts[2]
     hops.step({1: text[:length]} if length else {2: other})
-    for token in other[:9]:  # what is forgotten
+    for token in other[:9]:  # the positions to forget
         hops.step({1: token[None]})
     hops.rewind(1, length)
     chosen = hops.step({1: text[length:-1]})[1]

@@ -234,7 +234,7 @@ def test_a_config_that_was_read_from_gguf_is_read_again(tmp_path: Path) -> None:
     config = resolve(str(path), cache_dir=tmp_path / "cache").config
     (kept,) = (tmp_path / "cache" / "gguf").glob("*/config-*/config.json")
     made = kept.read_bytes()
-    for _, _ in zip(flipped(kept), range(3), strict=False):  # it takes transformers long
+    for _, _ in zip(flipped(kept), range(3), strict=False):  # transformers needs a long time for it
         again = resolve(str(path), cache_dir=tmp_path / "cache").config
         assert again.to_dict() == config.to_dict()
         assert kept.read_bytes() == made

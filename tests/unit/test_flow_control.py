@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.flow_control import (
+from swarmnet_protocols.net.limits.flow_control import (
     CREDIT,
     CREDIT_S,
     IN_FLIGHT_S,
@@ -22,8 +22,8 @@ from swarmnet_protocols.net.flow_control import (
     SendWindow,
     due_bytes,
 )
+from swarmnet_protocols.net.limits.rate_limit import BURST_S, WIRE_FACTOR, RateLimiter
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
-from swarmnet_protocols.net.rate_limit import BURST_S, WIRE_FACTOR, RateLimiter
 from tests.support.virtual_time import run
 
 RATE = 5e5

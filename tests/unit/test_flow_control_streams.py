@@ -8,10 +8,10 @@ import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.congestion import CONFIRMED_BYTES, FIRST_WINDOW_BYTES
-from swarmnet_protocols.net.flow_control import CONFIRMED, MIN_BYTES
 from swarmnet_protocols.net.framing import SIZES
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES, FIRST_WINDOW_BYTES
+from swarmnet_protocols.net.limits.flow_control import CONFIRMED, MIN_BYTES
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
 from tests.support.socket_streams import End, connect, inbound_stream, two_ends
 from tests.support.virtual_time import run

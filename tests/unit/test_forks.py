@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 SEQUENCE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)

@@ -6,8 +6,8 @@ import pytest
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.pipe import LINGER_BYTES
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
@@ -17,7 +17,7 @@ from tests.support.virtual_time import run
 TIMEOUT_S = 60.0
 SOON_S = 0.5
 SOCKET_BYTES = 1 << 20
-"""More than a socket and one read of it ever hold."""
+"""More bytes than a socket and one read of it ever hold."""
 
 
 def test_a_stream_closes_when_its_messages_have_been_received() -> None:
@@ -58,7 +58,7 @@ def test_a_refused_peer_gets_the_reason_although_it_goes_on_sending() -> None:
     run(main())
 
 
-def test_two_who_end_it_at_the_same_time_do_not_wait_for_each_other() -> None:
+def test_two_peers_that_close_at_the_same_time_do_not_wait_for_each_other() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):
             for end in (one, other):
@@ -96,7 +96,7 @@ def test_a_pending_receive_ends_at_once_when_the_stream_is_closed() -> None:
     run(main())
 
 
-def test_half_a_message_is_followed_by_nothing() -> None:
+def test_after_half_a_message_no_refusal_is_sent() -> None:
     async def main() -> None:
         link = LinkLimiter()
         link.up.set_rate(100_000.0)

@@ -23,7 +23,7 @@ class _Bytes:
 
 
 class _Model:
-    """Answers with ``reply`` and remembers how it was asked."""
+    """A model that answers with ``reply`` and keeps the arguments of each call."""
 
     tokenizer = _Bytes()
     config = SimpleNamespace(max_position_embeddings=20)
@@ -80,7 +80,7 @@ def test_text_is_shown_in_whole_letters_and_completely() -> None:
     assert shown == ["é", "\n", "ß", "!"]
 
 
-def test_the_rest_is_shown_when_the_answer_stops_inside_a_letter() -> None:
+def test_an_incomplete_letter_is_shown_when_the_answer_ends() -> None:
     _, shown = _ask(_Model("aé"), Sampling(2, 0.0, None))
     assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
 

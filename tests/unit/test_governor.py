@@ -10,7 +10,7 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.node import Hosting
 from swarmnet_node.supervisor import Governor
 from swarmnet_protocols.models.partial_model import LayerWidths
-from swarmnet_protocols.net.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
 GIB = 1 << 30
 

@@ -1,4 +1,4 @@
-"""The bench of a GPU runs where there is none: its part for exactness on the CPU, and otherwise it says that it is skipped."""
+"""The GPU bench on a machine without a GPU: its exactness part runs on the CPU, and the rest says that it is skipped."""
 
 import json
 import sys

@@ -98,7 +98,7 @@ def test_a_coordinate_is_read_if_it_is_plausible() -> None:
 @pytest.mark.parametrize(
     ("announced", "read_as"), [("q4_1", "q4_1"), ("bf16/bf16", "bf16/bf16"), ("\x1b[2J", ""), ("f" * 99, "")]
 )
-def test_only_the_name_of_a_precision_is_read_as_one(announced: str, read_as: str) -> None:
+def test_an_announced_precision_that_is_no_name_is_ignored(announced: str, read_as: str) -> None:
     host = read(announcement(precision=announced))
     assert host is not None
     assert host.precision == read_as

@@ -25,7 +25,7 @@ BLOCKS, LENGTH = 80, 10
 
 
 class Shelves:
-    """A directory that counts what is read. Its samples are honest."""
+    """A directory that counts the records that are read. Its samples are honest."""
 
     swarm = SWARM
     refused = 0
@@ -130,7 +130,7 @@ def test_one_of_a_few_hosts_of_a_block_is_found_in_a_large_swarm() -> None:
     assert shelves.read_records == 1
 
 
-def test_hosts_are_known_until_their_announcements_expire_and_the_newest_counts() -> None:
+def test_a_host_is_known_by_its_newest_announcement_until_that_expires() -> None:
     signer = Identity.from_seed(b"0")
     shelves = Shelves([announcement(signer, 0, 10)])
     sample = HostSample(shelves, MANIFEST, random.Random(0))
@@ -169,7 +169,7 @@ def test_other_shards_are_read_after_a_while() -> None:
     assert len(set(shelves.read_topics)) == SHARDS
 
 
-def test_a_shard_is_no_larger_than_its_share() -> None:
+def test_hosts_are_spread_evenly_over_the_shards() -> None:
     sizes = Counter(hosts_topic(MANIFEST, each.peer_id) for each in hosts(3000))
     assert len(sizes) == SHARDS
     assert max(sizes.values()) < 1.5 * 3000 / SHARDS

@@ -11,11 +11,11 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, typed_stream
-from swarmnet_protocols.net.flow_control import LimitedReader
 from swarmnet_protocols.net.framing import FrameReader
-from swarmnet_protocols.net.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
-from swarmnet_protocols.net.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
+from swarmnet_protocols.net.limits.flow_control import LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
+from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.timing import Timing
@@ -111,7 +111,7 @@ def test_a_first_message_that_drips_in_is_not_waited_for() -> None:
     with_frames(talk)
 
 
-def test_nor_is_any_later_one_for_long() -> None:
+def test_a_later_message_that_drips_in_is_waited_for_only_a_limited_time() -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
@@ -203,7 +203,7 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> Non
             scope.close()
 
         await asyncio.gather(*(read_all(100) for _ in range(3)))
-        # 300 frames and 3 openings, of which 60 are a burst; the last of each stream is not waited for.
+        # 300 frames and 3 openings, 60 of them in a burst; the last frame of each stream is not waited for.
         assert loop.time() == pytest.approx((300 + 3 * OPEN_FRAMES - 60) / 100.0, abs=0.1)
 
     run(main())

@@ -16,7 +16,7 @@ from tests.support.fake_node import ADDRESS, STATUS, FakeNode
 
 
 class _Node(FakeNode):
-    """Calls ``serving`` once a caller waits for its end, and ends only when ``may_end`` is set."""
+    """A node that calls ``serving`` once a caller waits for its end, and ends only when ``may_end`` is set."""
 
     def __init__(self, serving: Callable[[], None], *, ends: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_the_first_signal_lets_the_node_finish(
 
 
 def test_the_second_signal_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    node = _Node(_signal(signal.SIGINT), ends=False)  # the second one is sent by `finish`
+    node = _Node(_signal(signal.SIGINT), ends=False)  # the second signal arrives during `finish`
     with pytest.raises(KeyboardInterrupt):
         Foreground(node.start, tmp_path, as_json=True).run()
 
@@ -100,7 +100,7 @@ def test_a_signal_while_the_node_starts_stops_it(tmp_path: Path, capsys: pytest.
     assert _events(capsys) == []
 
 
-def test_a_node_goes_with_the_process_that_started_it(
+def test_a_node_ends_with_the_process_that_started_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.pipe()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
-from swarmnet_protocols.models import LocalModel, hub_files, resolve
+from swarmnet_protocols.fetching import hub_files
+from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.model_hub import COMMIT, NAME, ModelHub, model_hub
 from tests.support.tiny_models import save_tiny
 
@@ -100,7 +101,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_refused_before_it_is_fetched(
     assert not [name for name in hub.sent if name.endswith(".safetensors")]
 
 
-def test_everything_can_be_fetched(hub: ModelHub, tmp_path: Path) -> None:
+def test_a_whole_model_can_be_fetched(hub: ModelHub, tmp_path: Path) -> None:
     model = load(tmp_path)
     model.fetch()
     assert model.present_files == model.manifest.files

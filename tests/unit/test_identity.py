@@ -7,13 +7,13 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
 
 
-def test_peer_id_as_libp2p_derives_it() -> None:
+def test_a_peer_id_is_derived_as_libp2p_derives_it() -> None:
     # The Ed25519 test vector of libp2p's peer id specification.
     encoded = bytes.fromhex("080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e")
     assert peer_id_of(encoded[4:]) == "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
 
 
-def test_peer_id_agrees_with_base58_of_another_implementation() -> None:
+def test_a_peer_id_agrees_with_another_implementation_of_base58() -> None:
     import base58
 
     for number in range(50):
@@ -22,7 +22,7 @@ def test_peer_id_agrees_with_base58_of_another_implementation() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 31, 33])
-def test_peer_id_of_a_key_of_another_size(size: int) -> None:
+def test_a_key_of_another_size_has_no_peer_id(size: int) -> None:
     with pytest.raises(ValueError, match="32"):
         peer_id_of(bytes(size))
 
@@ -43,7 +43,7 @@ def test_a_signature_is_valid_for_its_key_and_data_only() -> None:
     assert not verify(identity.public_key, bytes(64), b"data")
 
 
-def test_the_file_is_made_once_and_private(tmp_path: Path) -> None:
+def test_the_identity_file_is_created_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "new" / "identity"
     identity = Identity.load_or_create(path)
     assert Identity.load_or_create(path).peer_id == identity.peer_id
@@ -79,7 +79,7 @@ def test_a_corrupt_file_is_refused(tmp_path: Path, damage: str) -> None:
     assert info.value.hint
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_identity_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError) as info:
         Identity.load_or_create(tmp_path / "file" / "identity")

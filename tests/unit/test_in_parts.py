@@ -1,4 +1,4 @@
-"""A run in parts: what has passed is not run again, what has not is."""
+"""A run in parts: tests that passed are not run again, the others are."""
 
 from pathlib import Path
 

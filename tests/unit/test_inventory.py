@@ -1,4 +1,4 @@
-"""Room on disk: what is here of models, its limit, and its removal."""
+"""Model files on this machine: their list, the limit on their size, and their removal."""
 
 import os
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def test_a_limit_on_the_disk_is_kept(hub: ModelHub, tables: Path, tmp_path: Path
         small.load_span(0, 80, **FLOAT32)
 
 
-def test_what_is_here_of_a_model_is_listed_and_removed(hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+def test_the_files_of_a_model_are_listed_and_removed(hub: ModelHub, tables: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     model = load(cache, tables)
     model.load_span(0, 3, **FLOAT32)

@@ -102,14 +102,14 @@ def test_invites_with_impossible_content_are_not_made(terms: Terms) -> None:
         make_invite(terms, swarm=SWARM, key=AUTHORITY, bootstrap=[])
 
 
-def test_a_newcomer_becomes_what_the_invite_says(issuer: Issuer) -> None:
+def test_a_newcomer_gets_the_roles_and_lifetime_of_its_invite(issuer: Issuer) -> None:
     shown = invite()
     certificate = admitted(issuer, shown, ALICE)
     assert (certificate.peer, certificate.roles, certificate.invite) == (ALICE, TERMS.roles, shown.grant.id)
     assert certificate.not_after == NOW + 24 * HOUR_S
 
 
-def test_an_invite_lets_in_as_many_peers_as_it_says_and_each_as_often_as_it_asks(issuer: Issuer) -> None:
+def test_an_invite_admits_its_number_of_peers_and_each_of_them_again_at_any_time(issuer: Issuer) -> None:
     shown = invite()
     for peer in (ALICE, BOB, ALICE, BOB, ALICE):
         assert admitted(issuer, shown, peer).peer == peer
@@ -260,7 +260,7 @@ def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal
         renewed_by(HONEST, renewed, tmp_path, rules=without, now=NOW + 5 * HOUR_S)
 
 
-def test_so_does_one_whose_invite_it_signed(tmp_path: Path) -> None:
+def test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key(tmp_path: Path) -> None:
     with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(HONEST, BOTH, ledger, now=NOW)
         sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NO_REVOCATIONS, NOW)
@@ -298,7 +298,7 @@ def renewal_by_hand() -> bytes:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_renewal_says_nothing_that_the_first_certificate_did_not(changed: dict[str, object]) -> None:
+def test_a_renewal_that_differs_from_the_first_certificate_is_refused(changed: dict[str, object]) -> None:
     honest = Admittance(ALICE, TERMS.roles, first=certificate_by(HONEST))
     sealed = issue(
         replace(honest, **changed),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 
 from swarmnet.cli.chat.keyboard import Keyboard
 
-# A session of its own takes the terminal it opens: so Ctrl-C reaches it.
+# The process is in a session of its own, so the terminal that it opens controls it, and Ctrl-C reaches it.
 READER = """
 import os, sys
 from pathlib import Path
@@ -30,7 +30,7 @@ CTRL_C, CTRL_D, UP = b"\x03", b"\x04", b"\x1b[A"
 
 
 class Typist:
-    """Types into a reader of its own, and watches the screen."""
+    """A typist at a pseudo-terminal: types into a reader, and watches the screen."""
 
     def __init__(self, leader: int, process: subprocess.Popen[bytes]) -> None:
         self._leader = leader
@@ -41,14 +41,14 @@ class Typist:
         os.write(self._leader, keys)
 
     def see(self, wanted: str) -> None:
-        """Wait for these words, after those that were waited for before."""
+        """Wait until the screen shows ``wanted``, after the text that was waited for before."""
         while wanted.encode() not in self._screen:
             self._screen += os.read(self._leader, 4096)
         self._screen = self._screen.split(wanted.encode(), 1)[1]
 
     def interrupt(self) -> None:
-        """Ctrl-C for a reader that waits. CPython's readline forgets one that comes between its prompt and its
-        ``select``, until the next key: no hand is that fast, a test is.
+        """Ctrl-C for a reader that waits. CPython's readline ignores a Ctrl-C between its prompt and its ``select`` until the next key. A
+        person is never that fast, a test is.
         """
         while self._process.status() != psutil.STATUS_SLEEPING:
             time.sleep(0.001)
@@ -91,7 +91,7 @@ def test_messages_of_one_line_and_of_several(tmp_path: Path) -> None:
         assert process.wait(timeout=30) == 0
 
 
-def test_typed_lines_come_back_in_the_next_chat(tmp_path: Path) -> None:
+def test_the_history_of_a_chat_is_private_and_read_by_the_next_chat(tmp_path: Path) -> None:
     history = tmp_path / "state" / "history"
     with reader(history) as (typist, process):
         typist.see("> ")
@@ -121,7 +121,7 @@ def test_without_a_history_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_leaves_only_right_after_another(tmp_path: Path) -> None:
+def test_only_a_second_ctrl_c_right_after_the_first_leaves_the_chat(tmp_path: Path) -> None:
     with reader(tmp_path / "history") as (typist, process):
         typist.see("> ")
         typist.type(b"half a messa")

@@ -86,7 +86,7 @@ DHT = """
 import sys
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 prepare_hivemind()
-import swarmnet_protocols.directory.dht_directory, swarmnet_protocols.directory.dht_node, swarmnet_protocols.joining.network
+import swarmnet_protocols.directory.dht.directory, swarmnet_protocols.directory.dht.node, swarmnet_protocols.joining.network
 assert "torch" not in sys.modules
 from hivemind.dht import DHT
 from hivemind.utils import MPFuture

@@ -10,7 +10,7 @@ from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, deci
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.partial_model import LayerWidths
-from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.limits.resources import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
 """In November 2026."""
@@ -30,8 +30,8 @@ def at(day: int, clock: str) -> datetime:
         ("19:00-07:00", TUESDAY, "00:00", True),
         ("19:00-07:00", TUESDAY, "06:59", True),
         ("19:00-07:00", TUESDAY, "07:00", False),
-        ("mon-fri 19:00-07:00", MONDAY, "06:00", False),  # that would be Sunday's night
-        ("mon-fri 19:00-07:00", SATURDAY, "06:00", True),  # Friday's
+        ("mon-fri 19:00-07:00", MONDAY, "06:00", False),  # this would be the night of Sunday
+        ("mon-fri 19:00-07:00", SATURDAY, "06:00", True),  # the night of Friday
         ("mon-fri 19:00-07:00", SATURDAY, "19:00", False),
         ("fri-mon 08:00-09:00", SUNDAY, "08:30", True),
         ("fri-mon 08:00-09:00", TUESDAY, "08:30", False),
@@ -43,7 +43,9 @@ def at(day: int, clock: str) -> datetime:
         ("22:00-00:00", TUESDAY, "00:00", False),
     ],
 )
-def test_a_schedule_is_read_as_people_mean_it(schedule: str, day: int, clock: str, allowed: bool) -> None:
+def test_a_schedule_with_nights_and_weekends_is_followed(
+    schedule: str, day: int, clock: str, allowed: bool
+) -> None:
     assert Schedule.parse(schedule).allows(at(day, clock)) is allowed
 
 
@@ -51,7 +53,7 @@ def test_a_schedule_is_read_as_people_mean_it(schedule: str, day: int, clock: st
     "hour", ["2026-03-29 00:30", "2026-03-29 01:30", "2026-10-25 00:30", "2026-10-25 01:30"]
 )
 def test_a_schedule_follows_the_clock_on_the_wall_when_it_changes(hour: str) -> None:
-    """In Berlin, 2:00 to 3:00 is left out in March, and comes twice in October."""
+    """In Berlin, the hour from 2:00 to 3:00 is skipped in March, and occurs twice in October."""
     local = datetime.fromisoformat(f"{hour}+00:00").astimezone(ZoneInfo("Europe/Berlin"))
     assert Schedule.parse("00:00-05:00").allows(local)
     assert not Schedule.parse("05:00-23:00").allows(local)

@@ -49,7 +49,7 @@ def test_json_is_one_object_a_line_with_fields_and_traceback(capsys: pytest.Capt
     assert (foreign["logger"], foreign["event"]) == ("hivemind.dht", "from a library")
 
 
-def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_log_has_level_message_and_fields_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure(log_format="text", level="info")
     _log.warning("link lost", extra={"peer": "12D3KooW"})
     (line,) = capsys.readouterr().err.splitlines()
@@ -95,7 +95,7 @@ def test_only_warnings_are_logged_by_default(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == ""
 
 
-def test_libraries_do_not_tell_their_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_messages_of_libraries_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     configure(log_format="text", level="debug")
     logging.getLogger("httpx").debug("HTTP Request: GET https://hub/private")
     logging.getLogger("asyncio").debug("Using selector")
@@ -104,7 +104,7 @@ def test_libraries_do_not_tell_their_details(capsys: pytest.CaptureFixture[str])
     assert "ours" in line
 
 
-def test_one_place_cannot_fill_the_disk() -> None:
+def test_one_place_in_the_code_cannot_fill_the_disk_with_logs() -> None:
     throttle = Throttle()
     passed = [throttle.filter(record(1, 100.0)) for _ in range(10_000)]
     assert sum(passed) == BURST

@@ -15,7 +15,7 @@ from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import Limits, Usage
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 NOVEMBER = 1_795_000_000.0
 

@@ -151,7 +151,7 @@ def test_certificates_with_impossible_content_are_not_issued(
         issue(Admittance(ALICE, roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=lifetime_s)
 
 
-def test_an_open_swarm_is_the_same_rules_with_another_admission() -> None:
+def test_in_an_open_swarm_every_peer_is_a_client_and_other_roles_need_a_certificate() -> None:
     public = replace(RULES, admission=Admission.OPEN, anyone=CLIENT)
     assert admit(public, None, ALICE, CLIENT, NO_REVOCATIONS, NOW).until == math.inf
     with pytest.raises(NotAuthorised, match="takes the role host"):
@@ -167,7 +167,7 @@ def test_an_allow_list_names_its_members() -> None:
 
 
 @pytest.mark.parametrize("admission", [Admission.OPEN, Admission.ALLOW_LIST])
-def test_a_certificate_that_ended_takes_nothing_from_who_needs_none(admission: Admission) -> None:
+def test_an_ended_certificate_does_not_take_away_roles_that_need_no_certificate(admission: Admission) -> None:
     rules = replace(RULES, admission=admission, anyone=CLIENT, allow={ALICE: CLIENT})
     ended = certificate(roles=HOST)
     later = ended.not_after + 1.0
@@ -188,7 +188,7 @@ def revoke(named: RevokedIds, *, serial: int = 1, key: Identity = AUTHORITY, swa
 
 
 @pytest.mark.parametrize("admission", Admission)
-def test_the_revoked_are_out_whatever_the_admission(admission: Admission) -> None:
+def test_a_revoked_peer_is_refused_under_every_admission_rule(admission: Admission) -> None:
     rules = replace(RULES, admission=admission, anyone=ANY_ROLE, allow={ALICE: ANY_ROLE})
     shown = certificate(invite=bytes(16))
     for named in (
@@ -202,7 +202,7 @@ def test_the_revoked_are_out_whatever_the_admission(admission: Admission) -> Non
     assert admit(rules, shown, ALICE, CLIENT, others, NOW)
 
 
-def test_of_one_signer_the_newest_list_counts_and_of_all_signers_all() -> None:
+def test_the_newest_revocation_list_of_each_signer_counts() -> None:
     old, new = (
         revoke(RevokedIds(frozenset({ALICE})), serial=1),
         revoke(RevokedIds(frozenset({BOB})), serial=2),
@@ -225,7 +225,7 @@ def test_of_one_signer_the_newest_list_counts_and_of_all_signers_all() -> None:
     assert both.trusted(rules=later, now=NOW).find_revocation(ALICE, None) is None
 
 
-def test_lists_that_are_not_as_they_should_be_are_refused() -> None:
+def test_invalid_revocation_lists_are_refused() -> None:
     good = revoke(RevokedIds(frozenset({ALICE})))
     with pytest.raises(NotAuthorised, match="another swarm"):
         learned(revoke(RevokedIds(), swarm=bytes(32)))
@@ -255,7 +255,7 @@ def test_the_longest_list_there_can_be_fits() -> None:
     ],
     ids=["not sorted", "twice", "too many dates", "a date of nothing"],
 )
-def test_a_list_says_everything_once_and_dates_all_of_it_or_nothing(change: dict[str, Any]) -> None:
+def test_a_revocation_list_with_repetitions_or_missing_dates_is_refused(change: dict[str, Any]) -> None:
     message = pb.RevocationList(swarm=SWARM, serial=1, **change)
     with pytest.raises(IntegrityError, match="sorted"):
         learned(seal(b"swarmnet-revocations-1", message, AUTHORITY))

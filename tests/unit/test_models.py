@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.pieces import Hasher
 from swarmnet_protocols.models import LocalModel, Manifest, Progress, local_model, resolve
-from swarmnet_protocols.models.safetensors_file import read_header
+from swarmnet_protocols.models.checkpoints.safetensors_file import read_header
 from tests.support.tiny_models import FAMILIES, flip_last_byte, save_tiny
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.models.gguf_file import read_header
+from swarmnet_protocols.models.checkpoints.gguf_file import read_header
 from tests.support.tiny_models import write_gguf
 
 CPU = torch.device("cpu")

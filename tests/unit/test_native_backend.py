@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
 from swarmnet_node.engine.kernels.native_backend import MAX_POSITIONS, NativeBackend
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve

@@ -14,12 +14,12 @@ from swarmnet_protocols.quantization.products import HEADERS
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> None:
-    """In place of that of all other tests: here code is compiled as on a machine of a user."""
+    """Replaces the fixture of all other tests: here code is compiled, as on the machine of a user."""
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With what was compiled there."""
+    """A cache directory with the native code that was compiled there."""
     path = tmp_path_factory.mktemp("native")
     if NativeBackend.load(path) is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")

@@ -18,10 +18,10 @@ from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import PEER_LIMITS, Resource, ResourceManager
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
 from tests.support.virtual_time import run
@@ -39,7 +39,7 @@ def worker_report() -> report_pb2.NodeReport:
     return [message for message in report_messages() if isinstance(message, report_pb2.NodeReport)][1]
 
 
-def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
+def test_a_report_has_a_bounded_number_of_pairs_those_with_sessions_first() -> None:
     numbers = HostCounters()
     for number in range(2 * MAX_PAIRS):
         numbers.passed(Pair("", f"{number}"), number)
@@ -54,7 +54,7 @@ def test_the_busiest_pairs_are_told_and_all_are_bounded() -> None:
 
 
 def steps(*rows: tuple[float, int, int, int]) -> HostCounters:
-    """Steps of one sequence: when, start, count, outputs."""
+    """The counters after some steps of one sequence, each given as time, start, count and outputs."""
     numbers = HostCounters()
     times = TokenTimes(numbers)
     for at_s, start, count, outputs in rows:
@@ -171,7 +171,7 @@ def test_a_worker_names_a_job_and_peers() -> None:
             check(report)
 
 
-def test_a_text_is_made_fit_to_be_told() -> None:
+def test_a_text_from_a_peer_loses_control_characters_and_paths_and_is_cut() -> None:
     assert clean("/home/\x00me/" + "m" * 200) == "m" * 128
 
 
@@ -180,7 +180,7 @@ def catalog_entry(manifest: int, name: str = "org/name", blocks: int = 4) -> byt
     return records_pb2.CatalogRecord(model=model).SerializeToString()
 
 
-def test_a_model_has_the_name_that_most_give_it() -> None:
+def test_a_model_has_the_name_that_most_hosts_give_it() -> None:
     found = merge(
         [catalog_entry(1, "evil"), catalog_entry(1), catalog_entry(1), catalog_entry(2, "other", 9)]
     )
@@ -199,7 +199,7 @@ def test_a_model_has_the_name_that_most_give_it() -> None:
         catalog_entry(1, "a", 1 << 31),
     ],
 )
-def test_an_entry_without_sense_is_left_out(body: bytes) -> None:
+def test_an_invalid_catalog_entry_is_left_out(body: bytes) -> None:
     assert merge([body, catalog_entry(7)]).models == (CatalogModel(b"\x07" * 32, "org/name", 4),)
 
 
@@ -216,7 +216,7 @@ def test_jobs_are_listed_by_their_ids() -> None:
 
 
 class Unread:
-    """The stream of a peer that asks, and never reads the report."""
+    """The stream of a peer that requests a report and never reads it."""
 
     peer = ASKER
 

@@ -73,7 +73,7 @@ HOSTILE = "a\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b2J\r\u202eb\tc\nd"
 
 
 def print_everywhere(text: str) -> None:
-    """Through everything that prints what peers may have written."""
+    """Print ``text`` through every function that may print text of peers."""
     Screen().show(text)
     explain(SwarmnetError(text, hint=text)).show(as_json=False)
     explain(SwarmnetError(text, hint=text)).show(as_json=True)
@@ -88,7 +88,7 @@ def print_everywhere(text: str) -> None:
     logging.getLogger("peer").warning("%s", text)
 
 
-def test_nothing_that_a_peer_wrote_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_a_peer_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_everywhere(HOSTILE)
     out, err = capsys.readouterr()
     assert not re.findall(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\u2065\u206a-\U0010ffff]", out + err)

@@ -148,7 +148,7 @@ def test_a_weight_without_a_version_is_left_as_it_is(cache: Path) -> None:
     assert type(model.head) is nn.Linear
 
 
-def test_a_head_with_a_bias_and_no_head_are_left_as_they_are(cache: Path) -> None:
+def test_a_head_with_a_bias_and_a_model_without_a_head_are_not_packed(cache: Path) -> None:
     model = Tied(bfloat16(0))
     model.head.bias = nn.Parameter(torch.ones(OUTPUTS))
     pack_head(model, cache)
@@ -239,7 +239,7 @@ def test_a_copy_is_a_plain_layer_of_its_own(cache: Path) -> None:
     assert model.head(rows(1)).any()
 
 
-def test_the_model_is_what_it_was_in_names_and_weights(cache: Path) -> None:
+def test_packing_the_head_keeps_names_and_weights_of_the_model(cache: Path) -> None:
     weight = q8_0(6)
     model, plain = packed(weight.clone(), cache), Tied(weight)
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == [

@@ -15,7 +15,7 @@ from swarmnet_protocols.quantization.unpack import unpack
 
 HALVES = {Format.F16: [0], Format.Q4_0: [0], Format.Q4_1: [0, 2], Format.Q5_0: [0], Format.Q5_1: [0, 2]}
 HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6_K: [208]}
-"""Where a block has numbers of 16 bits, which must be finite."""
+"""Offsets of the 16-bit numbers in a block, which must be finite."""
 
 
 def random_matrix(format: Format, rows: int, columns: int, seed: int = 0) -> PackedTensor:
@@ -34,7 +34,7 @@ def random_matrix(format: Format, rows: int, columns: int, seed: int = 0) -> Pac
         scales = rng.normal(size=blocks.shape[:2]).astype(np.float32)
         blocks[:, :, :4] = scales[..., None].view(np.uint8)
     if format == Format.FP8:
-        blocks[:, :, 4:][(blocks[:, :, 4:] & 127) == 127] = 0  # codes that are no number
+        blocks[:, :, 4:][(blocks[:, :, 4:] & 127) == 127] = 0  # these codes are NaN
     if format == Format.MXFP4:
         blocks[:, :, 0] = rng.integers(118, 132, blocks.shape[:2])
     return PackedTensor.of(format, torch.from_numpy(blocks.reshape(rows, -1)))

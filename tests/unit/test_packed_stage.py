@@ -16,7 +16,7 @@ from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint
+from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_experts import experts_modules
 from swarmnet_protocols.quantization.packed_linear import PackedLinear, install, packed_bytes

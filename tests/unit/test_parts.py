@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
-from swarmnet_protocols.fetching import download, hub_ranges
-from swarmnet_protocols.models import LocalModel, hub_files, parts, resolve
+from swarmnet_protocols.fetching import download, hub_files, hub_ranges
+from swarmnet_protocols.models import LocalModel, parts, resolve
 from tests.support import big_model
 from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
 from tests.support.model_hub import NAME, ModelHub, model_hub
@@ -182,7 +182,7 @@ def test_a_killed_download_is_resumed(big: Path, hub: ModelHub, tables: Path, tm
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert sent(hub) > 0.01
     assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
-    assert sent(hub) < 0.15  # what was marked is not fetched again; only what was under way
+    assert sent(hub) < 0.15  # pieces that were marked are not fetched again, only those that were under way
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(

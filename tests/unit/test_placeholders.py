@@ -66,7 +66,7 @@ def test_eighty_large_layers_take_no_memory() -> None:
     )  # KB; the layers alone would be 275 GB
 
 
-def test_a_state_holds_what_is_here_and_loads_again(llama: Any) -> None:
+def test_a_state_dict_has_only_local_weights_and_is_loaded_again(llama: Any) -> None:
     state = llama.state_dict()
     assert set(state) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert llama.load_state_dict(state).missing_keys == []
@@ -75,7 +75,7 @@ def test_a_state_holds_what_is_here_and_loads_again(llama: Any) -> None:
         llama.load_state_dict(state)
 
 
-def test_moving_and_casting_keep_a_weight_what_it_is(llama: Any) -> None:
+def test_a_placeholder_weight_survives_moving_and_casting(llama: Any) -> None:
     weight = llama.model.layers[2].mlp.up_proj.weight
     llama.to(torch.bfloat16).train().eval()
     assert llama.model.layers[2].mlp.up_proj.weight is weight
@@ -87,7 +87,7 @@ def test_moving_and_casting_keep_a_weight_what_it_is(llama: Any) -> None:
     assert not weight.requires_grad
 
 
-def test_weights_that_are_elsewhere_cannot_be_read_changed_or_copied(llama: Any) -> None:
+def test_placeholder_weights_cannot_be_read_changed_or_copied(llama: Any) -> None:
     weight = llama.model.layers[0].self_attn.q_proj.weight
     with pytest.raises(ConfigError, match="hosts"):
         weight.data += 1

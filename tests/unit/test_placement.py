@@ -95,7 +95,7 @@ def test_the_choices_that_a_host_computes_for_others_are_bounded() -> None:
 
 def test_an_announced_speed_counts_as_ten_medians_at_most() -> None:
     def later_hosts(speed: float) -> float:
-        """The mean number of later hosts, of 100, on the blocks of a host that announces ``speed`` where all others announce 1."""
+        """The mean number of the 100 later hosts on the blocks of a host that announces ``speed``. All others announce 1."""
         claims = [Claim(B, 0, 2), Claim(B, 2, 4), Claim(B, 4, 6), Claim(A, 6, 8, speed)]
         for seed in range(100):
             choice = choose_span(claims, blocks=8, length=2, rng=random.Random(seed))

@@ -157,7 +157,7 @@ def test_every_module_is_imported_without_what_only_posix_has() -> None:
         ("shared", "shared", False),
     ],
 )
-def test_windows_locks_of_bytes_are_alone_or_shared(
+def test_windows_locks_of_bytes_are_exclusive_or_shared(
     tmp_path: Path, first: str, second: str, is_held: bool
 ) -> None:
     path = tmp_path / "file"
@@ -186,7 +186,7 @@ def test_keys_folders_and_locks_work_without_modes_and_owners(tmp_path: Path) ->
         assert line(started) == ".lock data file"
 
 
-def test_signals_reach_an_event_loop_that_handles_none(tmp_path: Path) -> None:
+def test_signals_are_handled_under_an_event_loop_without_signal_handlers(tmp_path: Path) -> None:
     with process(STOP) as started:
         assert line(started) == "asyncio"
         started.terminate()

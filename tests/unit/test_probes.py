@@ -10,9 +10,9 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.net.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.reachability.dial_back import (
     HELLO,
     MAX_PORTS,
@@ -46,7 +46,7 @@ def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0
 
 
 def listening(first: bytes, use: Callable[[int], Awaitable[Any]]) -> Any:
-    """With a server on this machine that sends ``first`` on every connection."""
+    """Call ``use`` while a server on this machine sends ``first`` on every connection."""
 
     async def main() -> Any:
         def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,9 @@ def test_through_a_relay_no_address_is_dialled_but_clocks_are_compared() -> None
     assert said.behind_s == pytest.approx(600.0)
 
 
-def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_ports_that_answer_as_libp2p_are_reported_as_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dialled = []
 
     async def speaks(host: str, port: int) -> bool:
@@ -111,7 +113,7 @@ def test_the_asker_sends_no_more_ports_than_are_allowed() -> None:
     assert probed([], list(range(1, 20))).reached == ()
 
 
-def test_one_asker_and_all_of_them_are_dialled_so_often_at_once() -> None:
+def test_probes_at_once_are_limited_for_one_asker_and_for_all() -> None:
     dialling, dialled = asyncio.Event(), 0
 
     async def addresses_of(_peer: PeerId) -> Sequence[str]:
@@ -142,7 +144,9 @@ def test_one_asker_and_all_of_them_are_dialled_so_often_at_once() -> None:
 
 
 @pytest.mark.parametrize("ports", [[0], [70_000], list(range(1, MAX_PORTS + 2))])
-def test_a_request_that_cannot_be_is_not_answered(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_with_impossible_ports_is_not_answered(
+    ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from swarmnet_protocols.net import Message
     from swarmnet_protocols.wire import probe_pb2
 

@@ -21,7 +21,7 @@ SECRET = "PRIVATEKEYLINE"
 
 
 def publish(folder: Path, **changes: dict[str, Any]) -> Path:
-    """A tiny model with a tokenizer; ``changes`` by the name of the JSON file that they are made in."""
+    """A tiny model with a tokenizer. ``changes`` has new settings by the name of their JSON file."""
     model = save_tiny("llama-tied", folder / "model")
     words = WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>")
     PreTrainedTokenizerFast(

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
 FORMATS = (Format.Q8_0, Format.Q5_0, Format.Q4_K, Format.Q5_K, Format.Q6_K)
 STEPS = {Format.Q8_0: 254, Format.Q5_0: 31, Format.Q4_K: 15, Format.Q5_K: 31, Format.Q6_K: 63}
-"""Steps from the smallest code of a format to the largest."""
+"""Number of steps from the smallest code of a format to the largest."""
 
 
 def matrix(values: torch.Tensor) -> PackedTensor:
@@ -158,7 +158,7 @@ def test_what_is_quantised_already_is_refused_with_the_reason() -> None:
         _check_quantizable(model)
 
 
-def test_int4_keeps_more_bits_of_what_costs_the_most() -> None:
+def test_int4_stores_the_most_sensitive_tensors_in_more_bits() -> None:
     int4 = PRECISIONS["int4"]
     assert int4.format_of("model.layers.3.self_attn.v_proj.weight", 512) == Format.Q6_K
     assert int4.format_of("layers.0.mlp.experts.up_proj", 512) == Format.Q5_K

@@ -16,7 +16,7 @@ from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.quantized_weights import scheme_of
+from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from tests.support.tiny_models import save_tiny

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net.flow_control import READ_AHEAD_BYTES, LimitedReader
-from swarmnet_protocols.net.rate_limit import (
+from swarmnet_protocols.net.limits.flow_control import READ_AHEAD_BYTES, LimitedReader
+from swarmnet_protocols.net.limits.rate_limit import (
     BURST_S,
     PIECE_BYTES,
     TINY_BYTES,
@@ -26,7 +26,7 @@ TOLERANCE = 1.05
 
 
 def most_within(sent: Sequence[tuple[float, float]], window_s: float) -> float:
-    """The most that went within any ``window_s``, of (time, bytes) in order."""
+    """The most bytes within any ``window_s`` seconds, from (time, bytes) in order of time."""
     most = total = 0.0
     first = 0
     for at, size in sent:
@@ -175,7 +175,9 @@ def test_measured_bytes_beyond_those_charged_are_charged(*, is_complete: bool) -
     async def main() -> float:
         limiter, loop = RateLimiter(), asyncio.get_running_loop()
         limiter.set_rate(RATE)
-        limiter.reconcile(5 * RATE, is_complete=is_complete)  # the directory, say
+        limiter.reconcile(
+            5 * RATE, is_complete=is_complete
+        )  # bytes that were not charged, such as those of the directory
         assert limiter.total_bytes == 5 * RATE
         before = loop.time()
         await _send(limiter, 2 * PIECE_BYTES, [])
@@ -223,7 +225,7 @@ def test_a_complete_measurement_replaces_the_estimate() -> None:
     async def main() -> float:
         limiter = RateLimiter()
         limiter.set_rate(1e7)
-        limiter.reconcile(5000, is_complete=True)  # arrived, not read yet
+        limiter.reconcile(5000, is_complete=True)  # these bytes have arrived and are not read yet
         limiter.count(5000)
         limiter.reconcile(0, is_complete=True)
         limiter.count(2000)
@@ -269,7 +271,7 @@ def test_the_deadline_of_the_sender_is_suspended_while_the_limiter_waits() -> No
 
     async def main() -> tuple[float, float]:
         reader, limiter, loop = asyncio.StreamReader(), RateLimiter(), asyncio.get_running_loop()
-        limiter.set_rate(PIECE_BYTES * WIRE_FACTOR)  # a piece a second
+        limiter.set_rate(PIECE_BYTES * WIRE_FACTOR)  # one piece a second
         limited = LimitedReader(reader, limiter)
         reader.feed_data(bytes(10 * PIECE_BYTES))
         async with asyncio.timeout(2.0) as deadline:

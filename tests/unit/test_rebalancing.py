@@ -22,7 +22,7 @@ from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
 A, B, C, D = (PeerId(name) for name in "abcd")
 BLOCKS = 8
 SHORT = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 0, 4), Claim(D, 4, 8)]
-"""Blocks 4 to 8 have one host, the others three: a host of these raises the throughput from a quarter to a half."""
+"""Blocks 4 to 8 have one host, the other blocks three. One of these three hosts can raise the throughput from a quarter to a half."""
 
 
 def look(
@@ -34,7 +34,7 @@ def look(
 
 
 def moves(claims: list[Claim], peer: PeerId, looks: Looks = Looks(), seeds: int = 100) -> list[Move]:  # noqa: B008 - it is frozen
-    """The moves of 100 hosts that found a shortage long enough ago."""
+    """The moves of 100 hosts, each at its second look, long enough after the first."""
     found = []
     for seed in range(seeds):
         _, seen = look(claims, peer, looks, 0.0, seed)
@@ -44,7 +44,7 @@ def moves(claims: list[Claim], peer: PeerId, looks: Looks = Looks(), seeds: int 
     return found
 
 
-def test_a_host_with_time_to_spare_moves_where_hosts_are_missing_after_a_second_look() -> None:
+def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> None:
     move, looks = look(SHORT, A, Looks(), 0.0)
     assert move is None
     assert looks.target is not None

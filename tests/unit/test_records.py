@@ -20,12 +20,12 @@ def opened(data: bytes) -> Record:
     return open_record(data, swarm=SWARM, now=NOW)
 
 
-def test_round_trip() -> None:
+def test_a_sealed_record_is_opened_unchanged() -> None:
     assert opened(seal(ALICE, RECORD)) == RECORD
     assert RECORD.peer_id == ALICE.peer_id
 
 
-def test_another_swarm() -> None:
+def test_a_record_of_another_swarm_is_refused() -> None:
     with pytest.raises(NotAuthorised):
         opened(seal(ALICE, replace(RECORD, swarm=bytes(32))))
 
@@ -114,7 +114,7 @@ def test_records_published_together_are_smaller(topic: str, monkeypatch: pytest.
         opened(data)
 
 
-def test_topic_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_has_a_largest_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened(seal(ALICE, replace(RECORD, topic="t" * 128)))
     too_long = replace(RECORD, topic="t" * 129)
     with pytest.raises(ValueError, match="128"):
@@ -126,26 +126,26 @@ def test_topic_length(monkeypatch: pytest.MonkeyPatch) -> None:
         opened(data)
 
 
-def test_only_the_signer_seals() -> None:
+def test_a_record_is_sealed_only_by_its_signer() -> None:
     with pytest.raises(ValueError, match="signer"):
         seal(MALLORY, RECORD)
     with pytest.raises(ValueError, match="32"):
         seal(ALICE, replace(RECORD, swarm=b"short"))
 
 
-def test_not_a_record_at_all() -> None:
+def test_bytes_that_are_no_record_are_refused() -> None:
     for data in (b"", b"\xff" * 40, b"\x0a\x7fabc"):
         with pytest.raises((IntegrityError, NotAuthorised)):
             opened(data)
 
 
-def test_open_valid_skips_what_is_not() -> None:
+def test_open_valid_skips_invalid_records() -> None:
     good = seal(ALICE, RECORD)
     foreign = seal(ALICE, replace(RECORD, swarm=bytes(32)))
     assert list(open_valid([b"junk", good, foreign], swarm=SWARM, now=NOW)) == [RECORD]
 
 
-def test_newest_of_every_signer() -> None:
+def test_only_the_newest_record_of_each_signer_is_kept() -> None:
     older, other = replace(RECORD, sequence=6), replace(RECORD, signer=MALLORY.public_key, sequence=1)
     assert set(newest([RECORD, older, other])) == {RECORD, other}
     assert newest([older, RECORD, other]) == newest([other, RECORD, older])

@@ -10,9 +10,8 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 
 from swarmnet_node.engine import engine as engine_module
-from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.kv_cache import SequenceCache
-from swarmnet_node.engine.recurrent_state import (
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.caches.recurrent_state import (
     SNAPSHOT_POSITIONS,
     SNAPSHOTS,
     MixerCache,
@@ -21,10 +20,11 @@ from swarmnet_node.engine.recurrent_state import (
     StateShape,
     dispensable,
 )
+from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.net.resources import ResourceManager
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.support.hub_families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -221,11 +221,12 @@ def test_layers_that_ask_their_cache_for_something_else_are_refused(
 
 
 def test_positions_that_are_computed_again_share_forwards_with_others(stage: Stage) -> None:
-    """A client that goes back must not make others wait for all that its layers with recurrent states compute again."""
+    """A client that goes back must not make other clients wait until its layers with recurrent states have computed all positions again."""
     rows = inputs(300)
 
     async def go_back(engine: Engine) -> list[int]:
-        """Positions to compute again, and all computed when another client's step was done and when this one was."""
+        """The number of positions to compute again; and the positions computed until the other client's step was done, and until this
+        client's was."""
         going_back, other = (
             engine.register(stage.new_sequence(), ResourceManager().system) for _ in range(2)
         )

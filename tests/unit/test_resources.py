@@ -1,4 +1,4 @@
-"""The account of what others hold and use."""
+"""The resource manager: its account of the resources that peers hold and use."""
 
 import asyncio
 import gc
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net.rate_limit import RateLimit
-from swarmnet_protocols.net.resources import (
+from swarmnet_protocols.net.limits.rate_limit import RateLimit
+from swarmnet_protocols.net.limits.resources import (
     MIN_SWEEP,
     Rate,
     Reservation,
@@ -72,7 +72,7 @@ def test_one_peer_at_its_limit_leaves_room_for_others() -> None:
     assert bob.available(Resource.PASSES) == math.inf
 
 
-def test_limits_change_under_what_is_held() -> None:
+def test_a_lowered_limit_leaves_what_is_held_and_refuses_more() -> None:
     resources = limited(9, 9)
     alice = resources.peer("alice", 0.0)
     hold = alice.reserve(Resource.SESSIONS, 5)
@@ -86,7 +86,7 @@ def test_limits_change_under_what_is_held() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=40))
-def test_no_sequence_passes_a_limit_or_loses_count(steps: list[tuple[int, int, bool]]) -> None:
+def test_no_sequence_of_reservations_exceeds_a_limit_or_miscounts(steps: list[tuple[int, int, bool]]) -> None:
     resources = limited(8, 5)
     peers = [resources.peer(name, 0.0) for name in ("alice", "bob", "carol")]
     held: list[list[Reservation]] = [[] for _ in peers]
@@ -107,7 +107,7 @@ def test_no_sequence_passes_a_limit_or_loses_count(steps: list[tuple[int, int, b
         assert max(sums) <= 5
 
 
-def test_a_burst_is_free_and_what_is_owed_is_waited_for() -> None:
+def test_use_within_the_burst_is_free_and_use_beyond_it_waits() -> None:
     alice = paced(None, RateLimit(per_s=10.0, burst=20.0)).peer("alice", 0.0)
     assert alice.charge(Rate.BYTES_IN, 20, 0.0) == 0.0
     assert alice.charge(Rate.BYTES_IN, 5, 0.0) == pytest.approx(0.5)
@@ -141,7 +141,7 @@ def test_modest_peers_do_not_wait_for_greedy_ones() -> None:
     assert modest.charge(Rate.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
 
 
-def test_without_limits_of_their_own_all_wait_for_what_all_used() -> None:
+def test_without_limits_of_their_own_all_peers_wait_for_the_common_rate() -> None:
     resources = paced(RateLimit(100.0, 100.0), None)
     assert resources.peer("alice", 0.0).charge(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
     assert resources.peer("bob", 0.0).charge(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
@@ -163,7 +163,7 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
     assert resources.snapshot().peers <= 2 * MIN_SWEEP
 
 
-def test_however_many_strangers_there_are_some_room_is_left_to_those_we_know() -> None:
+def test_unknown_peers_together_leave_room_for_known_peers() -> None:
     resources = ResourceManager()
     resources.limit(Resource.MEMORY, system=100, per_peer=20)
     known, link = resources.peer("known", 0.0), resources.peer("link", 0.0)
@@ -201,7 +201,7 @@ def test_waiting_reservations_continue_when_the_limit_is_raised(whose: str) -> N
     run(main())
 
 
-def test_only_those_are_woken_for_whom_there_is_room() -> None:
+def test_only_reservations_that_fit_are_woken() -> None:
     """A peer with thousands of waiting reservations must not have them all checked at each message of others."""
 
     async def main() -> None:

@@ -55,7 +55,7 @@ class Net:
         self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._missed: dict[int, list[Callable[[], None]]] = {}
-        """Actions that a sleeping member performs when it wakes, in order."""
+        """By member: the actions, in order, that it performs when it wakes."""
         self._arrival: dict[tuple[int, int], float] = {}
         for me in order:
             for other in order:
@@ -164,7 +164,7 @@ class Net:
                 action()
 
     def check(self) -> None:
-        """One decision; one proposal an attempt; nothing after the deadline but what a sleeper missed."""
+        """Assert that there is one decision and one proposal an attempt, and that after the deadline only members that slept act."""
         decided = {finish.hashes for finish in self.finishes.values() if finish.hashes is not None}
         decisions = decided | {each.decision for each in self.rounds if each.decision is not None}
         assert len(decisions) <= 1
@@ -209,7 +209,7 @@ def test_a_member_that_has_not_begun_is_awaited_only_until_contribution_s(seed: 
     rng = random.Random(f"{seed}/absent")
     net = Net(rng.randint(3, 7), rng)
     absent = rng.randrange(len(net.rounds))
-    net.asleep = {absent}  # its links stay up, as of a worker that is still at its inner steps
+    net.asleep = {absent}  # its links stay up, like those of a worker that still computes its inner steps
     early: list[int] = []
 
     def wake() -> None:

@@ -1,4 +1,4 @@
-"""Routing: who is taken, who is not, and for how long a failure counts."""
+"""Routing: which hosts are chosen, which are not, and for how long a failure counts."""
 
 import random
 from collections import Counter
@@ -146,7 +146,7 @@ def test_a_host_that_fails_again_is_banned_twice_as_long_until_it_serves() -> No
 
 
 def test_failures_during_a_ban_do_not_double_it() -> None:
-    """A dead host is tried, and pinged, as long as it is announced. It may be started again."""
+    """A dead host is tried and pinged as long as it is announced, because it may be started again."""
     bans = Bans()
     for number in range(20):
         bans.failed(A, number)

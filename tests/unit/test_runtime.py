@@ -1,4 +1,4 @@
-"""The client's own loop: what its callers get when it ends."""
+"""The client's event loop: the errors that its callers get when it ends."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_client_whose_transport_dies_says_so_at_once_and_what_to_do(reference: Reference) -> None:
+def test_a_client_whose_transport_dies_raises_at_once_and_says_what_to_do(reference: Reference) -> None:
     with tiny_swarm(reference) as tiny:
         assert greedy(tiny.model, [PROMPT], 4) == [reference.greedy(PROMPT, 4)]
         network, me = tiny.lab.network, tiny.lab.peer_id("client")
@@ -37,7 +37,7 @@ def test_a_client_whose_transport_dies_says_so_at_once_and_what_to_do(reference:
             assert type(caught.value) is SwarmnetError
 
 
-def test_a_closed_client_ends_what_runs_and_refuses_what_comes(reference: Reference) -> None:
+def test_a_closed_client_ends_running_calls_and_refuses_new_ones(reference: Reference) -> None:
     with tiny_swarm(reference) as tiny:
         begun = threading.Event()
 

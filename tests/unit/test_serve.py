@@ -53,7 +53,7 @@ def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_gateway_goes_with_the_process_that_started_it(
+def test_a_gateway_ends_with_the_process_that_started_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.pipe()
@@ -97,7 +97,7 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="every user") as caught:
         serve._keys([file])
     assert "chmod 600" in caught.value.hint
-    file.chmod(0o640)  # as systemd shows the credentials of a service
+    file.chmod(0o640)  # the mode of credentials that systemd gives to a service
     assert serve._keys([file]).name_of("correct-horse") == "keys:1"
 
 

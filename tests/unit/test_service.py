@@ -1,4 +1,4 @@
-"""Under systemd: the unit holds the command as typed, is one systemd takes, and hears when we are ready."""
+"""A node under systemd: the unit has the command as typed, systemd accepts the unit, and is told when the node is ready."""
 
 import os
 import shlex
@@ -51,7 +51,9 @@ def test_uninstall_stops_it_and_leaves_nothing(systemctl: Callable[[], list[str]
     assert cli.execute(["service", "uninstall"]) == 5
 
 
-def test_units_of_others_are_left_alone(systemctl: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_a_unit_that_swarmnet_did_not_install_is_left_as_it_is(
+    systemctl: Callable[[], list[str]], tmp_path: Path
+) -> None:
     path = tmp_path / "config/systemd/user/nginx.service"
     path.parent.mkdir(parents=True)
     path.write_text("[Unit]\n")
@@ -122,7 +124,7 @@ def test_systemd_takes_the_unit(is_system: bool, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_where_there_is_no_systemd_that_is_said(
+def test_a_machine_without_systemd_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -139,7 +141,7 @@ def test_a_refusal_of_systemd_is_passed_on(
 
 
 @pytest.mark.parametrize("address", ["{tmp}/notify", "@swarmnet-test-{pid}"])
-def test_systemd_hears_when_we_are_ready(
+def test_systemd_is_told_that_the_node_is_ready_paused_and_stopping(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = address.format(tmp=tmp_path, pid=os.getpid())
@@ -168,6 +170,8 @@ def test_names_of_units_are_checked() -> None:
             Service(name, is_system=False)
 
 
-def test_a_node_goes_on_when_systemd_hears_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_continues_when_systemd_no_longer_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     notify_ready("online")

@@ -38,7 +38,7 @@ class Moves(TorchFunctionMode):
 
 
 def two_stages(family: str, folder: Path, *, arena: bool) -> tuple[Stage, Stage]:
-    """The same blocks, spread and on one device."""
+    """Two stages of the same blocks: spread over two devices, and on one."""
     model: LocalModel = resolve(str(save_tiny(family, folder / "model")), cache_dir=folder / "cache")
     options: dict[str, Any] = {"dtype": torch.float32, "device": FIRST, "backend": TorchBackend()}
     mine, theirs = (Stage.load(model, 0, 5, devices=each, **options) for each in (SPREAD, ()))

@@ -8,7 +8,7 @@ from swarmnet_client.model.speculation import MAX_DRAFT, Draft, PromptLookup, Sp
 
 
 def times(step_s: float, position_s: float) -> StepTimes:
-    """Times of a chain, measured on steps of one to nine positions."""
+    """The step times of a chain, measured on steps of one to nine positions."""
     measured = StepTimes()
     for number in range(60):
         positions = 1 + number % 9
@@ -52,7 +52,7 @@ def test_a_draft_is_never_longer_than_allowed() -> None:
     assert Speculator([5] * 40).draft(times(0.4, 0.0), most=-1) == ()
 
 
-def test_steps_of_many_sequences_carry_shorter_drafts() -> None:
+def test_drafts_are_shorter_in_steps_with_many_sequences() -> None:
     alone, beside = (
         len(Speculator([4, 5] * 5).draft(times(0.1, 0.005), positions=count)) for count in (1, 16)
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, SequenceCache
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
@@ -250,7 +250,7 @@ SEQUENCES = {"of one length": (9, 9, 9), "of several lengths": (3, 29, 11, 1)}
 def local_gradients(
     model: LocalModel, rows: torch.Tensor, counts: tuple[int, ...], wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of all layers of plain transformers, and gradients at their inputs, a sequence at a time."""
+    """The outputs of transformers' own layers, and the gradients at their inputs, computed for one sequence after another."""
     reference = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager"
     ).requires_grad_(False)
@@ -295,7 +295,7 @@ def test_weights_get_no_gradients_and_stay_unchanged(tmp_path: Path) -> None:
 
 
 def saved_storages(node: Any) -> dict[int, int]:
-    """Bytes of the memory that autograd has saved behind ``node``, by address, as its nodes tell themselves."""
+    """The memory that autograd has saved behind ``node``: bytes by address, read from its nodes."""
     found: dict[int, int] = {}
     seen, waiting = set(), [node]
     while waiting:

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope
-from swarmnet_protocols.net.subnets import SubnetLimits, host_of
+from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
+from swarmnet_protocols.net.limits.subnets import SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing
 from tests.support.virtual_time import run
 

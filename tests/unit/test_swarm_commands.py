@@ -10,11 +10,11 @@ import pytest
 from swarmnet import cli, swarm_file
 from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import load_key
+from swarmnet_protocols.fetching.hub_files import HEAD_BYTES
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
-from swarmnet_protocols.models.hub_files import HEAD_BYTES
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from tests.support.model_hub import NAME, model_hub
@@ -250,8 +250,8 @@ def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path
     data = ("--data-dir", str(tmp_path / "data"))
     new = str(
         shutil.copy("swarm.toml", tmp_path / "new.toml")
-    )  # away from the key, with which the peer would certify itself
-    # Refused for lack of a certificate, after the file was stored.
+    )  # in a folder without the key, with which the peer would certify itself
+    # The command is refused for lack of a certificate, after it has stored the file.
     assert owner.run("train", "status", "0" * 64, "--swarm", new, *data, code=4)["error"] == "not_authorised"
     (tmp_path / "old.toml").write_bytes(old)
     arguments = ("train", "status", "0" * 64, "--swarm", str(tmp_path / "old.toml"), *data)

@@ -199,7 +199,7 @@ def test_a_bitmap_has_a_bit_for_every_kept_value(bitmap: int) -> None:
         get_codec("topk").decode(topk_payload(places(0, 1, 2), bitmap), 3)
 
 
-def test_bits_of_one_chunk_do_not_make_up_for_those_of_another() -> None:
+def test_a_missing_bit_of_one_chunk_is_not_made_up_for_by_another_chunk() -> None:
     codec = get_codec("topk")
     payload = bytearray(codec.encode(fixed_vector(2 * ALIGNMENT)))
     first, second = 8 + 48, 88 + 8 + 48
@@ -251,7 +251,7 @@ def test_topk_sends_bucket_means_as_published() -> None:
 
 
 def drifting(name: str) -> torch.Tensor:
-    """Values that the codec alone loses for good: most of them small beside a few."""
+    """Values that the codec loses for good without error feedback: most are small beside a few large ones."""
     if name == "float16":
         return torch.full((640,), 1e-8)
     if name == "topk":
@@ -273,10 +273,10 @@ def delivered(feedback: ErrorFeedback, codec: Codec, round: int, values: torch.T
     [("float16", 2.0**-24), ("int8", 1 / 127), ("int4", 1 / 7), ("fp4", 1 / 64), ("topk", 64 * 2.0)],
 )
 def test_error_feedback_transmits_what_the_codec_alone_loses(name: str, step: float) -> None:
-    """The same values in 200 rounds: the sum received is off by the error of one step, not of two hundred.
+    """The same values are sent in 200 rounds: the error of the sum received is that of one step, not of two hundred.
 
-    A step is the distance between two levels. Of top-k it is what gathers in a place until its turn comes: one value in
-    64 is sent in a round, and none is over 2.
+    A step is the distance between two levels. For top-k it is the sum that gathers in a place until that is sent: a round sends one value
+    in 64, and no value is over 2.
     """
     rounds, values = 200, drifting(name)
     codec = get_codec(name)

@@ -66,7 +66,7 @@ class Swarm:
         return torch.stack(self.parameters).numpy()
 
     def restart(self) -> None:
-        """Every worker's method is replaced by a new one with its agreed weights and outer state."""
+        """Replace the method of every worker by a new one with the same agreed weights and outer state."""
         fresh = []
         for method in self.methods:
             restored = get_method(self._name, SETTINGS[self._name])

@@ -1,4 +1,4 @@
-"""Rates measured by receivers: what one measures, and what many reports become when some of them lie."""
+"""Rates that receivers measure: the measurement of one, and the agreed rates when some reports are false."""
 
 import statistics
 
@@ -59,7 +59,7 @@ def test_no_more_peers_are_remembered_than_there_may_be() -> None:
     assert list(rates.bytes_per_s()) == all_peers[5:]
 
 
-def test_without_reports_all_are_alike_and_an_unknown_one_is_in_the_middle() -> None:
+def test_without_reports_all_rates_are_equal_and_an_unmeasured_worker_has_the_median() -> None:
     *known, new = peers(6)
     assert agreed_rates(known, {}) == dict.fromkeys(known, UNMEASURED_BYTES_PER_S)
     reports = truthful(dict(zip(known, [1e6, 2e6, 2e6, 2e6, 9e6], strict=True)))

@@ -120,7 +120,9 @@ def test_a_history_is_thinned_before_it_grows_large(tmp_path: Path, monkeypatch:
     assert [point["time"] for point in points] == sorted(point["time"] for point in points)
 
 
-def test_peers_that_are_told_apart_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_worker_names_a_limited_number_of_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_record, "MAX_PEERS", 3)
     record = TrainingRecord(tmp_path, "job", every_second())
     for round in range(10):
@@ -141,7 +143,7 @@ def test_a_worker_that_only_listened_has_no_loss(tmp_path: Path) -> None:
     assert list(read_history(tmp_path)) == []
 
 
-def test_a_warning_changes_nothing_else_and_is_not_of_the_next_worker(tmp_path: Path) -> None:
+def test_a_warning_changes_no_other_field_and_ends_with_the_worker(tmp_path: Path) -> None:
     record = TrainingRecord(tmp_path, "job", every_second())
     for event in (READY, {"event": "waiting", "round": 0, "workers": 1}):
         record.take(event)
@@ -186,7 +188,7 @@ def test_a_worker_ends_as_done_or_as_left(tmp_path: Path, left_at: int, state: s
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10_000])
-def test_a_status_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+def test_a_missing_or_invalid_status_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="no worker of this job"):
         read_status(tmp_path)
     (tmp_path / training_record.STATUS_FILE).write_text(text)
@@ -217,7 +219,9 @@ def test_curves_are_drawn_against_tokens_bytes_and_time(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_an_axis_counts_in_what_there_are_two_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_axis_has_the_largest_unit_of_which_its_values_have_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     labels: list[str] = []
     monkeypatch.setattr(
         training_plots, "save_panels", lambda panels, path: labels.extend(panel.x_label for panel in panels)

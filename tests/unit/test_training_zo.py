@@ -125,7 +125,7 @@ class TestWorker:
         one_round(tmp_path, heard.append)
         assert list(dict.fromkeys(heard)) == [0, 1, 2, 3]
 
-    def test_leaving_is_heard_in_the_middle_of_a_round(self, tmp_path: Path) -> None:
+    def test_a_worker_may_leave_in_the_middle_of_a_round(self, tmp_path: Path) -> None:
         class Left(Exception):
             pass
 

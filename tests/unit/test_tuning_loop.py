@@ -61,7 +61,7 @@ def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_loss_falls_and_an_adapter_comes_out(
     place: Path, dataset: Dataset, tmp_path: Path, method: Method
 ) -> None:
-    """That of the rows it learns from: what a model of random weights makes of others is a matter of luck."""
+    """The loss is that of the training rows: with random weights, the loss on other rows may rise or fall."""
     chosen = settings(method, steps=12, learning_rate=0.03 if method is Method.PROMPT else 0.05)
     model = attach(plain(place), "tiny", chosen)
     run = Tuner(model, replace(dataset, held_out=dataset.train), chosen)
@@ -285,7 +285,7 @@ def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
     ],
     ids=str,
 )
-def test_a_config_makes_no_room_for_what_is_not_in_the_file(
+def test_a_config_cannot_make_the_loader_allocate_more_than_the_file_has(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method, change: dict[str, Any]
 ) -> None:
     """On systems that overcommit memory and kill a process that uses it."""
@@ -316,7 +316,7 @@ def test_modules_that_are_not_there_are_refused(place: Path) -> None:
     assert "q_proj" in caught.value.hint
 
 
-def test_without_peft_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     require_peft()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="peft") as caught:

@@ -42,19 +42,19 @@ def learned(row: Example) -> list[int]:
     return [int(token) for token in row.ids[row.learned]]
 
 
-def test_a_text_is_learned_to_its_end(tokenizer: Any) -> None:
+def test_a_row_of_text_trains_on_all_its_tokens_and_the_end_token(tokenizer: Any) -> None:
     row = encoded(tokenizer, {"text": "w5 w6 w7", "id": 17})
     assert row.ids.tolist() == learned(row) == [5, 6, 7, END]
 
 
-def test_of_a_prompt_and_its_completion_the_completion_is_learned(tokenizer: Any) -> None:
+def test_a_row_with_prompt_and_completion_trains_on_the_completion(tokenizer: Any) -> None:
     row = encoded(tokenizer, {"prompt": "w5 w6", "completion": "w7 w8"})
     assert row.ids.tolist() == [5, 6, 7, 8, END]
     assert learned(row) == [7, 8, END]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKS_IN_THE_LAST_TURN], ids=["plain", "thinks"])
-def test_of_messages_the_assistants_are_learned(
+def test_a_row_of_messages_trains_on_those_of_the_assistant(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -135,7 +135,7 @@ def test_a_bad_label_is_named(tokenizer: Any, label: object) -> None:
         encoded(tokenizer, {"text": "w5 w6"}, labelled=True)
 
 
-def test_of_many_bad_rows_some_are_named_and_all_counted(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_error_for_many_bad_rows_names_some_and_counts_all(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff\n" * 9 + b'{"text": "w5 w6"}\n')
     with pytest.raises(ConfigError) as caught:

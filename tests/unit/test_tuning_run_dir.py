@@ -1,4 +1,4 @@
-"""The directory of a run: begun, gone on with, done, and not mistaken for another's."""
+"""The directory of a run, which is begun, resumed and finished, and never taken for that of another run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
 
 
 class Standing:
-    """A run that stands after three steps."""
+    """A run that has made three steps."""
 
     def checkpoint(self, about: Mapping[str, object]) -> TuneCheckpoint:
         return TuneCheckpoint(3, about, {"history": torch.zeros(0, 4)})
@@ -33,7 +33,7 @@ def begun(path: Path) -> RunDir:
     return folder
 
 
-def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_until_it_is_done(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     with locked(out):
         assert RunDir(out, ABOUT, force=False).unfinished is None
@@ -50,7 +50,7 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"data": ["cd"]}, {"rank": 4}], ids=str)
-def test_other_settings_or_data_do_not_go_on_with_it(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_run_with_other_settings_or_data_is_not_resumed(tmp_path: Path, change: dict[str, object]) -> None:
     begun(tmp_path)
     (name,) = change
     with pytest.raises(ConfigError, match=f"{name} was .* and is "):
@@ -59,7 +59,7 @@ def test_other_settings_or_data_do_not_go_on_with_it(tmp_path: Path, change: dic
     assert (tmp_path / CHECKPOINT_FILE).exists()
 
 
-def test_two_runs_are_not_at_work_in_one_directory(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(ConfigError, match="another run is at work"), locked(tmp_path):
         pass
     with locked(tmp_path):

@@ -17,7 +17,7 @@ TIMEOUT_S = 50.0
 
 
 class App:
-    """Answers ``/`` at once; on other paths it begins a stream and records when the client has gone."""
+    """An app that answers ``/`` at once; on other paths it begins a stream, and records when the client has disconnected."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

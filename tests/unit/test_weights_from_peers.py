@@ -51,9 +51,7 @@ def swarm() -> Iterator[WeightSwarm]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_ranges, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(download, "PAUSE_S", 0.01)
-    monkeypatch.setattr(
-        download, "HUB_WAIT_S", 60.0
-    )  # a busy machine must not make the hub look faster than peers
+    monkeypatch.setattr(download, "HUB_WAIT_S", 60.0)  # on a busy machine too, peers are faster than the hub
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 
 
 class KernelWithout:
-    """A netlink socket of a kernel that cannot tell of sockets."""
+    """A netlink socket of a kernel without socket statistics."""
 
     def __init__(self, *_: int) -> None:
         pass
@@ -33,7 +33,7 @@ class KernelWithout:
 
 
 @pytest.mark.skipif(not WireMeter.is_supported(), reason="sock_diag")
-def test_a_kernel_that_does_not_tell_is_not_taken_for_one_that_saw_nothing(
+def test_a_kernel_without_counters_is_an_error_and_not_zero_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "socket", KernelWithout)

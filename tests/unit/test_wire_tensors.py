@@ -28,7 +28,7 @@ def activations(positions: int, hidden_size: int, seed: int = 0) -> torch.Tensor
 
 
 def sent(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Values after the wire."""
+    """The values as the receiver decodes them."""
     header, payload = encode_tensor(values, wire)
     positions, hidden_size = values.shape
     assert len(payload) == positions * position_bytes(wire, hidden_size)
@@ -37,7 +37,7 @@ def sent(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("wire", TYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 33), (256, 4), (0, 64)])
-def test_the_receiver_has_what_as_received_says(wire: torch.dtype, shape: tuple[int, int]) -> None:
+def test_as_received_gives_what_the_receiver_decodes(wire: torch.dtype, shape: tuple[int, int]) -> None:
     values = activations(*shape)
     received = sent(values, wire)
     assert received.dtype == decoded_dtype(wire)

@@ -14,9 +14,9 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.membership import signed
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.flow_control import CREDIT, LIMIT
 from swarmnet_protocols.net.framing import ENDED, SIZES, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.flow_control import CREDIT, LIMIT
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import (
@@ -131,18 +131,6 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, standby=True))
     yield pb.SessionRequest(tee=pb.Tee(epoch=3, standby=_PEER))
     yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
-    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, timed=True))
-    yield pb.SessionReply(
-        timed=pb.Timed(
-            step=300,
-            received_s=10.5,
-            started_s=10.75,
-            computed_s=11.0,
-            taken_s=11.125,
-            encoded_s=11.25,
-            sent_s=11.5,
-        )
-    )
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
     yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)

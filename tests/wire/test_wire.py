@@ -21,10 +21,10 @@ from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.revocations import open_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, protocol_ids
-from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import SIZES, FrameReader, encode
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.rate_limit import RateLimiter
+from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import (
     membership_pb2,
@@ -148,7 +148,7 @@ def test_a_frame_is_that_of_the_golden_vector() -> None:
         asyncio.run(read(vector["end"]))
 
 
-def test_the_frames_of_flow_control() -> None:
+def test_frames_of_flow_control_are_those_of_the_golden_vectors() -> None:
     vector = {name: bytes.fromhex(digits) for name, digits in vectors("frame").items()}
     message = Message(vector["header"], vector["payload"])
 
@@ -217,7 +217,7 @@ def test_the_registry_names_messages_that_exist() -> None:
     prepare_package("hivemind")
     for entry in registry.values():
         if entry["schema"].startswith("hivemind/"):
-            # What hivemind has, as it generates it.
+            # The messages that hivemind has, in the code that it generates.
             dht_pb2 = importlib.import_module("hivemind.proto.dht_pb2")
             assert set(entry["messages"]) <= set(dht_pb2.DESCRIPTOR.message_types_by_name)
             continue

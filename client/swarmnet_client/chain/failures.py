@@ -17,8 +17,8 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.resources import ResourceLimitReached
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.wire import refusal_pb2
 

@@ -109,7 +109,8 @@ class PackedLinear(nn.Linear):
         self.weight = weight
         self._packed = packed
         self._seen = weight, weight._version
-        """In a tuple: a module takes every other weight for a parameter of its own."""
+        """The weight and its version when they were last compared. In a tuple, because a module would register the weight as a parameter
+        once more."""
 
     @property
     def is_packed(self) -> bool:

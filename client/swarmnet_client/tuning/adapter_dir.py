@@ -9,7 +9,7 @@ from typing import Any
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, replacing
 from swarmnet_client.tuning.methods import quiet_peft, require_peft
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import sha256_of
+from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -1,6 +1,6 @@
 """Adapters of clients on one stage: checks their tensors, and applies each one to its own rows of a packed batch.
 
-An adapter reaches a batch in two ways. Its prefix is written into the KV caches of its sequences (``kv_cache.py``). Its LoRA pairs are
+An adapter reaches a batch in two ways. Its prefix is written into the KV caches of its sequences (``caches/kv_cache.py``). Its LoRA pairs are
 joined for each product that the stage computes (:class:`LoraUpdate`), and added to the outputs of the rows that have the adapter.
 
 Shapes: T positions of a batch.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from swarmnet_node.engine.caches.kv_cache import LayerShape, Prefix
 from swarmnet_node.engine.kernels.backend import Backend, LoraLayers, LoraUpdate
-from swarmnet_node.engine.kv_cache import LayerShape, Prefix
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session.adapters import BlockTensors, by_block, prefix_positions
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import torch
 
-from swarmnet_node.engine.cache_arena import SPARE_ROWS, CacheArena
+from swarmnet_node.engine.caches.cache_arena import SPARE_ROWS, CacheArena
+from swarmnet_node.engine.caches.kv_cache import LayerShape, Prefix, SequenceCache
 from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, Ranges
 from swarmnet_node.engine.kernels.torch_backend import causal_mask
-from swarmnet_node.engine.kv_cache import LayerShape, Prefix, SequenceCache
 
 IMPLEMENTATION = "swarmnet_packed"
 """The name under which transformers knows this attention. No mask function is registered for it, so transformers makes no masks."""

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.resources import Reservation, Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import Reservation, Resource, ResourceManager
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from swarmnet_protocols.quantization.products import ACCELERATOR_PANEL_BYTES
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 
 LIBRARY_BYTES = 256 * MIB
-"""For workspaces of libraries, recorded graphs, and memory between allocations that is too small to be used."""
+"""Bytes for workspaces of libraries, recorded graphs, and gaps between allocations that are too small to be used."""
 UNPACKED_PANELS = 4
 """Panels of packed weights that are in memory at once while one is unpacked: digits, products, sums, and the panel in the dtype of a product."""
 
@@ -58,7 +58,7 @@ class Placement:
         return sum(self.blocks)
 
     def devices(self, blocks: int) -> list[torch.device]:
-        """The device of each of so many blocks, one card after the other, which is ``total`` or one to be measured."""
+        """The device of each of the first ``blocks`` blocks, card by card. ``blocks`` is ``total``, or 1 for a block to be measured."""
         spread_over = [
             card.device for card, count in zip(self.cards, self.blocks, strict=True) for _ in range(count)
         ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.models.partial_model import LayerWidths
-from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 P2PD_BYTES = 96 * MIB
 """Resident bytes of p2pd with some dozens of peers, measured."""
 MIN_CLIENT_BYTES = 64 * MIB
-"""With less memory for clients a node can serve no session of useful length."""
+"""Least memory for clients: with less, a node can serve no session of useful length."""
 MARGIN = 0.02
 """Share of the limit that is left free: memory comes and goes uncounted between two looks at the resident set size."""
 GRAPH_VALUES = 30
@@ -39,7 +39,7 @@ SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Reso
 
 
 DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
-"""The same for a node that computes on an accelerator: caches and adapters are in the accelerator's memory."""
+"""The shares of a node that computes on an accelerator, whose memory has the caches and adapters."""
 
 
 def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
@@ -68,12 +68,12 @@ class Footprint:
 
     @property
     def message_bytes(self) -> int:
-        """For messages that are being received: a few steps of the largest size, in float32."""
+        """Bytes for messages that are being received: a few steps of the largest size, in float32."""
         return max(MIN_MESSAGES_BYTES, MESSAGES * REPLAY_POSITIONS * self.widths.hidden * 4)
 
     @property
     def work_bytes(self) -> int:
-        """For messages and for the largest forward, which is a pass: steps of sessions are computed in smaller ones."""
+        """Bytes for messages and for the largest forward. That is a pass: steps of sessions are computed in smaller forwards."""
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         return self.message_bytes + forward
 
@@ -82,7 +82,7 @@ class Footprint:
         return MAX_POSITIONS * GRAPH_VALUES * self.widths.hidden * 4 * blocks
 
     def min_ram_bytes(self, blocks: int) -> int:
-        """The smallest limit with which so many blocks are useful."""
+        """The smallest memory limit with which a node can serve ``blocks`` blocks."""
         needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + MIN_CLIENT_BYTES
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
@@ -92,7 +92,7 @@ class Footprint:
         return int(free * (1 - MARGIN) // self.block_bytes)
 
     def check(self, max_ram_bytes: int, blocks: int) -> None:
-        """Raise ``OutOfResources`` if so many blocks do not fit."""
+        """Raise ``OutOfResources`` if ``blocks`` blocks do not fit."""
         needed = self.min_ram_bytes(blocks)
         if max_ram_bytes < needed:
             fewer = self.blocks_within(max_ram_bytes) if self.block_bytes else 0

@@ -54,7 +54,7 @@ def schedule(waiting: Sequence[Waiting], max_tokens: int) -> list[tuple[int, int
 def batching_delay_s(waiting: int, expected: int, forward_s: float) -> float:
     """Seconds that a forward of ``waiting`` sequences, which takes ``forward_s``, should wait for one more.
 
-    0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host computes together reach the next
-    host one message after the other; a forward that started with the first of them would separate them for good.
+    0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host computes together reach the next host
+    one message after another. A forward that started with only the first sequence would separate them for good.
     """
     return min(MAX_WAIT_S, MAX_WAIT_SHARE * forward_s) if 0 < waiting < expected else 0.0

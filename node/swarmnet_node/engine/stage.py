@@ -35,17 +35,23 @@ from swarmnet_node.engine.attention import (
     register,
 )
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, record_forward
-from swarmnet_node.engine.cache_arena import CacheArena
+from swarmnet_node.engine.caches.cache_arena import CacheArena
+from swarmnet_node.engine.caches.kv_cache import (
+    GROWTH_POSITIONS,
+    KVGeometry,
+    LayerShape,
+    Prefix,
+    SequenceCache,
+)
+from swarmnet_node.engine.caches.recurrent_state import BatchStates, StateGeometry, StateProbe, split_mixers
 from swarmnet_node.engine.decode_graphs import DecodeGraphs
 from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, Backend, DecodeRow, DecodeStep
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, Prefix, SequenceCache
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
-from swarmnet_node.engine.recurrent_state import BatchStates, StateGeometry, StateProbe, split_mixers
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
 from swarmnet_protocols.quantization.quantize import Precision
 

@@ -40,9 +40,9 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
+from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from swarmnet_node.owner.limits import ONE_CLIENT
-from swarmnet_protocols.net.rate_limit import RateLimit
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceManager
+from swarmnet_protocols.net.limits.rate_limit import RateLimit
+from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceManager
 
 MIN_MESSAGES_BYTES = 8 << 20
 """Bytes of received messages that one client may have in memory, if ``MESSAGES_PER_CLIENT`` steps are smaller."""

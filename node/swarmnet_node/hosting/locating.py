@@ -1,4 +1,4 @@
-"""A host's own network coordinate: it pings a few other hosts of its model, now and then."""
+"""A host's own network coordinate, which it corrects by pinging a few other hosts of its model from time to time."""
 
 import asyncio
 import contextlib

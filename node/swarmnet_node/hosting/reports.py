@@ -21,7 +21,7 @@ from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Reach, Stream
-from swarmnet_protocols.net.resources import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.resources import Reservation, Resource, Scope
-from swarmnet_protocols.net.subnets import Occupancy, Place, subnet_of
+from swarmnet_protocols.net.limits.resources import Reservation, Resource, Scope
+from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
 """Seconds within which the first work of a slot has to arrive; the hosts before this one compute it first."""

@@ -17,7 +17,7 @@ from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 LIMITS_NAME = "limits.json"
 USAGE_NAME = "usage.json"

@@ -29,7 +29,7 @@ from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.platform import sync
 from swarmnet_protocols.models import Progress, resolve
-from swarmnet_protocols.models.checkpoint import sha256_of
+from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.jobs import BYTES, is_published
 

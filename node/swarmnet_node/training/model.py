@@ -14,9 +14,9 @@ from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Progress, resolve
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, WeightForm
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
+from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.models.partial_model import build_whole, causal_class
-from swarmnet_protocols.models.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4

@@ -58,7 +58,7 @@ async def start(
         progress(description, done, total)
 
     async with AsyncExitStack() as stack:
-        from swarmnet_protocols.net.rate_limit import LinkLimiter
+        from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
         link = LinkLimiter()
         link.up.set_rate(config.up_bytes_per_s)

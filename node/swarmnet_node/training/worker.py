@@ -365,7 +365,7 @@ class Worker:
         await self._publish_state()
 
     async def _catch_up(self, out_of_sync: OutOfSync) -> None:
-        """Move to the round and state that most voters have, whatever the worker claims that reported us out of sync."""
+        """Move to the round and state that most voters have. The claim of the worker that reported this one out of sync does not count."""
         start_s = self._now()
         await self._workers.refresh(now=True)
         positions = await self._matchmaking.positions(self._workers.voters())

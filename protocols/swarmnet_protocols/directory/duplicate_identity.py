@@ -34,10 +34,10 @@ PROCESS_BYTES = 16
 REMEMBERED_S = 600.0
 """Seconds after the last announcement at which a duplicate counts as gone."""
 SUSPECTED_FACTOR = 12
-"""How many times more often a process looks and announces while it suspects a duplicate."""
+"""Factor by which a process looks and announces more often while it suspects a duplicate."""
 SUSPECTED_AT_START, SUSPECTED = 0.25, 1.5
-"""How long that lasts after the start and after a duplicate's announcement, in units of ``Timing.identity_announce_s``: until the other
-process, which started too or is running, has looked."""
+"""Time for which a process suspects a duplicate after its own start and after a duplicate's announcement, in units of
+``Timing.identity_announce_s``: long enough for the other process to look, whether that has just started or was running."""
 
 
 @dataclass(frozen=True)

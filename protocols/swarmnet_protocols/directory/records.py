@@ -141,7 +141,7 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
 
 
 def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator[Record]:
-    """Those of ``sealed`` that :func:`open_record` accepts."""
+    """The records in ``sealed`` that :func:`open_record` accepts."""
     for data in sealed:
         with contextlib.suppress(IntegrityError, NotAuthorised):
             yield open_record(data, swarm=swarm, now=now)

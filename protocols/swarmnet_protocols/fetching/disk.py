@@ -1,4 +1,4 @@
-"""The room that partial files take on disk: what is used least recently is removed to keep it within a limit."""
+"""The limit on the disk space of partial files: the least recently used files are removed to keep within it."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +25,7 @@ def stored_files(parts: Path) -> list[StoredFile]:
 
 def _found(parts: Path) -> Iterator[StoredFile]:
     for folder in parts.iterdir() if parts.is_dir() else ():
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(FileNotFoundError):  # another process has removed it meanwhile
             if folder.is_dir():
                 yield StoredFile(folder, folder_bytes(folder), folder.stat().st_mtime)
 

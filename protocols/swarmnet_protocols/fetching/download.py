@@ -18,31 +18,31 @@ from swarmnet_protocols.fetching.pieces import PIECE_BYTES, FileKey
 from swarmnet_protocols.machine.aio import cancel
 
 HUB_WAIT_S = 3.0
-"""Head start of peers over the hub, whose traffic others pay for."""
+"""Head start of peers over the hub in seconds: others pay for the traffic of the hub."""
 REPEAT_S = 5.0
-"""A source without work repeats what another one has not brought after this long."""
+"""Seconds after which a source without work repeats a read that another source has not finished."""
 MAX_HOLDERS = 2
-"""Sources that fetch the same bytes at a time."""
+"""Most sources that fetch the same bytes at the same time."""
 ATTEMPTS = 4
-"""Times in a row that a source may fail to answer before it is given up."""
+"""Failures to answer in a row after which a source is given up."""
 PAUSE_S = 0.5
-"""Pause after the first failure of a source; it doubles with each."""
+"""Pause in seconds after the first failure of a source; it doubles with each further one."""
 
 
 class Source(Protocol):
-    """Where pieces come from."""
+    """A source of pieces: the hub, or a peer."""
 
     name: str
-    """For messages."""
+    """The name of the source in messages."""
     is_last: bool
-    """Others begin: the hub."""
+    """Whether other sources have a head start over this one, as they have over the hub."""
     connections: int
-    """Reads at a time."""
+    """Most reads at the same time."""
     max_bytes: int
     """Most bytes of one read."""
 
     def has(self, file: FileKey, piece: int) -> bool:
-        """Whether it may have a piece."""
+        """Whether the source may have a piece."""
 
     async def read(self, file: FileKey, start: int, end: int) -> bytes:
         """The bytes [start, end) of a file, or the first of them. Raises ``SwarmnetError``."""
@@ -71,7 +71,7 @@ class _Unit:
 
 
 def _units(file: PieceFile, pieces: Sequence[int]) -> list[_Unit]:
-    """The missing ones of ``pieces``, joined as far as they follow each other and are together no longer than one piece may be."""
+    """The missing pieces of ``pieces``. Neighbours are joined while they are together no longer than ``PIECE_BYTES``."""
     units: list[_Unit] = []
     for piece in sorted(set(pieces)):
         if file.has(piece):
@@ -168,7 +168,7 @@ class _Download:
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
     def _take(self, source: Source, began: float) -> list[_Unit] | None:
-        """Adjacent units for one read; empty: wait; None: there is nothing left for this source."""
+        """Adjacent units for one read. Empty if the source has to wait, None if nothing is left for it."""
         if not self._queue and not self._asked:
             return None
         others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
@@ -191,7 +191,7 @@ class _Download:
         return []
 
     def _with_adjacent(self, source: Source, unit: _Unit) -> list[_Unit]:
-        """``unit`` and those in the queue that follow it, up to a fair share of what is left."""
+        """``unit`` and the units in the queue that follow it, up to a fair share of the bytes that are left."""
         workers = sum(each.connections for each in self._sources if not self._is_out(each))
         left = sum(each.end - each.start for each in self._queue)
         limit = min(source.max_bytes, max(left // (2 * workers), unit.end - unit.start))
@@ -210,7 +210,7 @@ class _Download:
         return units
 
     def _release(self, source: Source, units: list[_Unit]) -> None:
-        """Return to the queue what a source has not brought, unless another one is asked for it."""
+        """Return units that a source has not brought to the queue, unless another source is fetching them."""
         for unit in units:
             unit.asked.pop(source.name, None)
             if unit in self._asked and not (unit.asked and unit.missing()):
@@ -220,7 +220,7 @@ class _Download:
         self._changed.set()
 
     async def _fetch(self, source: Source, units: list[_Unit]) -> SwarmnetError | None:
-        """Read and write adjacent units. Returns what is wrong with the source. Raises ``OutOfResources`` for a full disk."""
+        """Read and write adjacent units. Returns the fault of the source, if any. Raises ``OutOfResources`` for a full disk."""
         first, last = units[0], units[-1]
         try:
             data = await source.read(first.file.file, first.start, last.end)

@@ -12,14 +12,14 @@ from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.pieces import FileKey
 
 TIMEOUT_S = 20.0
-"""Longest time that the hub may send nothing."""
+"""Longest time in seconds for which the hub may send nothing."""
 MIN_BYTES_PER_S = 20_000
-"""An answer that is slower than this on average, after ``TIMEOUT_S``, is given up."""
+"""Least mean rate of an answer. A slower one is given up after ``TIMEOUT_S``."""
 _CHUNK_BYTES = 256 << 10
 
 
 def no_answer() -> tuple[type[Exception], ...]:
-    """Errors of a hub that cannot be reached or does not answer: the bases of its own error, which depend on its HTTP library."""
+    """The errors raised if the hub cannot be reached or does not answer: base classes that depend on the HTTP library of huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
@@ -37,7 +37,7 @@ class HubRanges:
     max_bytes: int = 16 << 20
 
     def has(self, file: FileKey, piece: int) -> bool:
-        """Always: the hub has whole files."""
+        """True: the hub has whole files."""
         return True
 
     async def read(self, file: FileKey, start: int, end: int) -> bytes:
@@ -54,7 +54,7 @@ class HubRanges:
     def read_now(
         self, file: FileKey, start: int, end: int, is_stopped: Callable[[], bool] = lambda: False
     ) -> bytes:
-        """As ``read``, for threads. ``is_stopped`` is asked between chunks."""
+        """The same as ``read``, for a thread without an event loop. ``is_stopped`` is called between chunks, and ends the read."""
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         found = bytearray()
@@ -82,7 +82,7 @@ class HubRanges:
         from huggingface_hub.utils._http import get_session
 
         url = hf_hub_url(self.repository, file.name, revision=self.commit)
-        # Each request asks the hub again: the addresses to which it sends readers on expire.
+        # Each request asks the hub again, because the addresses to which it redirects expire.
         headers = build_hf_headers() | {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
         with get_session().stream(
             "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True

@@ -27,11 +27,11 @@ from swarmnet_protocols.wire import weights_pb2 as pb
 
 T = TypeVar("T")
 MAX_PEERS = 8
-"""Peers that are asked at a time."""
+"""Most peers that are asked at the same time."""
 STREAMS = 2
-"""Streams with each, so that the next request is there when a piece has been sent."""
+"""Streams with each peer, so that it has the next request when it has sent a piece."""
 CONNECT_S = 60.0
-"""How long a download waits for the connection to the swarm, before it does without peers."""
+"""Seconds that a download waits for the connection to the swarm before it continues without peers."""
 MAX_LISTING_BYTES = 1 << 20
 
 WeightStream = TypedStream[pb.WeightsRequest, pb.WeightsReply]
@@ -102,14 +102,14 @@ class PeerSource:
     stream: WeightStream
     model: bytes
     held: Mapping[bytes, bytes]
-    """Bits of the pieces that it has, by the SHA-256 of the file."""
+    """One bit for each piece that the peer has, by the SHA-256 of the file."""
     is_last: bool = False
     connections: int = 1
     max_bytes: int = PIECE_BYTES
     sent: int = field(default=0, init=False)
 
     def has(self, file: FileKey, piece: int) -> bool:
-        """Whether it said that it has a piece."""
+        """Whether the peer reported that it has a piece."""
         return has_bit(self.held.get(file.sha256, b""), piece)
 
     async def read(self, file: FileKey, start: int, end: int) -> bytes:
@@ -133,22 +133,22 @@ class SwarmPeers:
         self._settled = threading.Event()
 
     def attach(self, transport: Transport, find: FindHosts) -> None:
-        """The connection is there: ``find`` looks up hosts. Called on the loop of the network."""
+        """Use ``transport``, which is connected to the swarm; ``find`` looks up hosts. Called on the event loop of the network."""
         self._loop, self._transport, self._find = asyncio.get_running_loop(), transport, find
         self._settled.set()
 
     def detach(self) -> None:
-        """There is no connection, or it has ended: downloads do without peers. Idempotent."""
+        """Note that there is no connection, or none any more: downloads continue without peers. Idempotent."""
         self._loop = self._transport = self._find = None
         self._settled.set()
 
     def wait(self) -> bool:
-        """Wait for the connection; whether peers can be asked from this thread, which must not be that of the network's loop."""
+        """Wait for the connection. Returns whether peers can be asked from this thread, which must not be the thread of the network's event loop."""
         with suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 return False
             if not self._settled.is_set():
-                return False  # this loop may be the one that connects
+                return False  # this event loop may be the one on which the connection is made
         return self._settled.wait(CONNECT_S) and self._loop is not None
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -207,7 +207,7 @@ class SwarmPeers:
     async def _table(
         self, stream: WeightStream, model: bytes, file: FileKey, vouched: bytes | None, tables: Tables
     ) -> bool:
-        """Ask one peer for the table of a file; whether no other peer need be asked."""
+        """Ask one peer for the table of a file. Returns whether no other peer need be asked."""
         data = await fetch_document(
             stream, model, pb.WHAT_TABLE, file.sha256, max_bytes=PieceTable.max_bytes(file.size)
         )

@@ -26,11 +26,11 @@ from swarmnet_protocols.machine.platform import lock
 
 _PRESENT, _LOCK = "present", "lock"
 SYNC_BYTES = 64 << 20
-"""Data that is written between two marks of what is on disk. Lost at most, if the process is killed."""
+"""Bytes that are written between two updates of the bits. A killed process loses as many at most."""
 
 
 class PieceFile:
-    """A partial file. Created where it is missing. Raises ``OutOfResources`` for a full disk."""
+    """A partial file. Methods that write raise ``OutOfResources`` for a full disk."""
 
     def __init__(self, folder: Path, file: FileKey) -> None:
         """``folder`` is for this file only."""
@@ -52,11 +52,11 @@ class PieceFile:
 
     @property
     def size_on_disk(self) -> int:
-        """Bytes of disk that it takes."""
+        """Bytes of disk that the file takes."""
         return folder_bytes(self.folder)
 
     def create(self) -> None:
-        """Make the file with no pieces, unless it is there."""
+        """Create the file without pieces, unless it exists."""
         with full_disk(self.folder):
             make_private(self.folder)
             with self.path.open("ab") as file:
@@ -68,7 +68,8 @@ class PieceFile:
     # ---- which pieces are here ------------------------------------------------------------------------------
 
     def use(self, table: PieceTable, edges: Iterable[int] | None) -> None:
-        """Read which pieces are here, by this table. ``edges``: where the tensors begin and end; None while the header is not here.
+        """Read which pieces are here, according to ``table``. ``edges``: the offsets at which tensors begin and end; None while the header
+        is not here.
 
         Raises ``IntegrityError`` if the table is not of a file with such tensors.
         """
@@ -90,7 +91,7 @@ class PieceFile:
 
     @property
     def starts(self) -> Sequence[int]:
-        """Where the pieces begin, and where the last one ends."""
+        """The offsets at which pieces begin, and the end of the last one."""
         return self._starts
 
     @property
@@ -183,7 +184,7 @@ class PieceFile:
         return False
 
     def adopt(self, pieces: Iterable[int]) -> None:
-        """Take over those of ``pieces`` whose bytes were written before their hashes were known."""
+        """Mark those of ``pieces`` as present that were written before their hashes were known and have these hashes."""
         with self.path.open("rb") as file:
             for piece in pieces:
                 start, end = self._starts[piece : piece + 2]
@@ -194,7 +195,7 @@ class PieceFile:
         self.sync()
 
     def remove(self) -> int:
-        """Remove the file and what is known of it. A process that has it mapped keeps its bytes. Returns the bytes that are free now."""
+        """Remove the file and its bits. A process that has mapped it keeps its bytes. Returns the bytes that are free now."""
         self.release()
         return self.remove_folder(self.folder)
 
@@ -243,7 +244,7 @@ def folder_bytes(folder: Path) -> int:
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
             stat = path.stat()
-            blocks = getattr(stat, "st_blocks", None)  # Windows has none
+            blocks = getattr(stat, "st_blocks", None)  # Windows does not report the blocks of a file
             found += stat.st_size if blocks is None else blocks * 512
     return found
 

@@ -20,9 +20,9 @@ from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.machine.files import write_whole
 
 PIECE_BYTES = 1 << 20
-"""Longest piece."""
+"""Most bytes of a piece."""
 MAX_TENSORS = 200_000
-"""Tensors of one file that can be fetched by piece."""
+"""Most tensors of a file that can be fetched by piece."""
 HASH_BYTES = hashlib.sha256().digest_size
 _SIZE_BYTES = 8
 _KNOWN, _CLAIMED = "pieces", "claimed"
@@ -46,7 +46,7 @@ class FileKey:
 
 
 def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
-    """Where the pieces of a file of ``size`` bytes begin, and its size: cut at ``edges``, and every ``PIECE_BYTES`` from there.
+    """The offsets at which the pieces of a file begin, and then its ``size`` in bytes. It is cut at ``edges``, and every ``PIECE_BYTES`` from there.
 
     Raises ``IntegrityError`` for an edge outside the file.
     """

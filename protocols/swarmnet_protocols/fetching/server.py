@@ -9,8 +9,8 @@ from typing import Protocol
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES
 from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2

@@ -41,10 +41,10 @@ from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, Iss
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb

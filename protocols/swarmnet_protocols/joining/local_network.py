@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceInfo
 
-    from swarmnet_protocols.directory.dht_directory import DhtDirectory
+    from swarmnet_protocols.directory.dht.directory import DhtDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ MAX_RECORD_BYTES = 1200
 MAX_FOUND = 64
 """Peers that are remembered, resolved or dialled at once. Further ones are ignored."""
 MAX_ANNOUNCED = 6
-"""Addresses of this peer that are announced; so many fit into a record."""
+"""Addresses of this peer that are announced; more do not fit into a record."""
 RESOLVE_S = 3.0
 """Timeout for the TXT record of an instance whose name is known."""
 RETRY_S = 5.0
@@ -58,7 +58,8 @@ CHECK_S = 3.0
 FIRST_S = 4.0
 """Time that a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
 FIND_S = 12.0
-"""The same for a command that can do nothing without a peer. A responder repeats a record at most once a second, and packets get lost."""
+"""Time that a command which can do nothing without a peer waits for the first. A responder repeats a record at most once a second, and
+packets get lost."""
 SETTLE_S = 3.0
 """Seconds in which further peers are collected after the first. The first may be a member that is being revoked, and a peer that has just
 answered another query repeats its record a second later at the earliest."""

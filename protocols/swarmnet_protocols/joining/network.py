@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
-    from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.wire import membership_pb2 as pb
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ async def connect(
     ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them. With ``mdns`` a peer in the local
     network may answer instead, and a client needs one of both.
     """
-    from swarmnet_protocols.directory.dht_directory import DhtDirectory
+    from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.directory.relay_announcements import RelayFinder, keep_relay_announced
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
@@ -131,9 +131,9 @@ async def connect(
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
+    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.net.protocol_ids import PROBE
-    from swarmnet_protocols.net.rate_limit import LinkLimiter
     from swarmnet_protocols.reachability.detection import Reachability
     from swarmnet_protocols.reachability.dial_back import Probes
     from swarmnet_protocols.reachability.hole_punching import HolePunching, describe

@@ -50,10 +50,10 @@ from swarmnet_protocols.net import (
     Transport,
     TransportWrapper,
 )
+from swarmnet_protocols.net.limits.resources import Reservation, Resource
+from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.resources import Reservation, Resource
-from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import handshake_pb2 as pb

@@ -1,4 +1,4 @@
-"""The models on this machine that came from the hub or from peers: what is here of them, and their removal."""
+"""The models on this machine that came from the hub or from peers: their files here, and their removal."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.fetching.disk import stored_files
+from swarmnet_protocols.fetching.hub_files import parts_folder
 from swarmnet_protocols.fetching.piece_file import PieceFile, is_held
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.hub_files import parts_folder
 from swarmnet_protocols.models.local_model import LocalModel
 
 
@@ -26,7 +26,7 @@ class StoredModel:
 
 
 def note_model(model: LocalModel, cache_dir: Path) -> None:
-    """Note which files belong to a model, so that what is here of them is known by its name."""
+    """Note which files belong to a model, so that its files here can be listed and removed by its name."""
     files = {file.sha256.hex(): file.size for file in model.manifest.files}
     note = {"name": model.name, "manifest": model.manifest.hash.hex(), "files": files}
     with suppress(OSError):  # a full disk: the model is used all the same
@@ -48,7 +48,7 @@ def stored_models(cache_dir: Path) -> list[StoredModel]:
 
 
 def remove_model(name: str, cache_dir: Path) -> int:
-    """Remove what is here of a model from the hub. Returns the bytes that are free now.
+    """Remove the files of a model from the hub that are on this machine. Returns the bytes that are free now.
 
     Raises ``ConfigError`` if nothing is here, or a process uses it.
     """

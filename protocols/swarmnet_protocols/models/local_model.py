@@ -15,7 +15,12 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, listing_hash
 from swarmnet_protocols.machine.files import write_whole
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, WeightForm, hash_pieces, sha256_of
+from swarmnet_protocols.models.checkpoints.checkpoint import (
+    ModelCheckpoint,
+    WeightForm,
+    hash_pieces,
+    sha256_of,
+)
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.models.expert_weights import ChosenExperts
+    from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
     from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
@@ -197,7 +202,7 @@ class LocalModel:
     ) -> dict[str, Any]:
         slices: Slices = {}
         if form.experts:
-            from swarmnet_protocols.models.expert_weights import wanted_slices
+            from swarmnet_protocols.models.checkpoints.expert_weights import wanted_slices
 
             places = self._checkpoint.expert_places(names, first_block, model)
             slices = wanted_slices(places, self._checkpoint.naming.block_of, form.experts)

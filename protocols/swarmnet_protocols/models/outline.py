@@ -7,12 +7,16 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.download import download
+from swarmnet_protocols.fetching.hub_files import HubFiles, parts_folder
 from swarmnet_protocols.fetching.peers import SwarmPeers, WeightStream, fetch_document, fetch_file
 from swarmnet_protocols.fetching.pieces import FileKey, Tables
 from swarmnet_protocols.machine.files import make_private, write_whole
-from swarmnet_protocols.models.hub_files import HubFiles, parts_folder
+from swarmnet_protocols.models.checkpoints.safetensors_file import (
+    INDEX_NAME,
+    MAX_INDEX_BYTES,
+    METADATA_PATTERNS,
+)
 from swarmnet_protocols.models.manifest import MAX_JSON_BYTES, Manifest
-from swarmnet_protocols.models.safetensors_file import INDEX_NAME, MAX_INDEX_BYTES, METADATA_PATTERNS
 from swarmnet_protocols.wire import weights_pb2 as pb
 
 _MANIFEST_NAME = "manifest.json"

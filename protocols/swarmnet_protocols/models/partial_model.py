@@ -17,8 +17,8 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.language_model import headed_class
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoints.language_model import headed_class
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertMatrices,
     experts_modules,

@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.disk import make_room
 from swarmnet_protocols.fetching.download import Source, download
+from swarmnet_protocols.fetching.hub_files import HubFiles, check_free_space
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, Tables, pieces_between
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, hash_pieces
-from swarmnet_protocols.models.hub_files import HubFiles, check_free_space
+from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, hash_pieces
 
 T = TypeVar("T")
 Slices = Mapping[str, tuple[int, Collection[int]]]

@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
+from swarmnet_protocols.fetching.hub_files import HubFiles, list_hub_files
 from swarmnet_protocols.fetching.pieces import Progress
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import lock
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint, sha256_of
-from swarmnet_protocols.models.gguf_file import GgufCheckpoint, gguf_head_bytes
-from swarmnet_protocols.models.hub_files import HubFiles, list_hub_files
-from swarmnet_protocols.models.inventory import note_model
-from swarmnet_protocols.models.local_model import LocalModel, make_manifest
-from swarmnet_protocols.models.manifest import Manifest
-from swarmnet_protocols.models.safetensors_file import (
+from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, sha256_of
+from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint, gguf_head_bytes
+from swarmnet_protocols.models.checkpoints.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,
     METADATA_PATTERNS,
     SINGLE_NAME,
     SafetensorsCheckpoint,
 )
+from swarmnet_protocols.models.inventory import note_model
+from swarmnet_protocols.models.local_model import LocalModel, make_manifest
+from swarmnet_protocols.models.manifest import Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

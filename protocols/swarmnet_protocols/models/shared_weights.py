@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, pieces_between
-from swarmnet_protocols.models.checkpoint import ModelCheckpoint
+from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint
 from swarmnet_protocols.models.manifest import Manifest, ManifestFile
 from swarmnet_protocols.models.parts import Parts
 

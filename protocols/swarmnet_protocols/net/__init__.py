@@ -4,11 +4,11 @@ The life of a stream:
 
 1. Open. :meth:`Transport.open` dials the peer if there is no connection (``dialling.py``: which addresses may be dialled) and opens a stream
    under a protocol id. Each :class:`ProtocolSpec` says how large messages may be and which members may open it.
-2. Accept. The transport of the other side checks the limits of the peer and of its subnet (``resources.py``, ``subnets.py``), refuses the stream
-   or evicts another one for it, and runs the protocol's handler in a task (``stream_scope.py``).
+2. Accept. The transport of the other side checks the limits of the peer and of its subnet (``limits/resources.py``, ``subnets.py``), refuses the stream
+   or evicts another one for it, and runs the protocol's handler in a task (``limits/stream_scope.py``).
 3. Messages. A message is a protobuf header and raw bytes. It is framed (``framing.py``) and counted in the scope of its peer: memory is
    reserved before it is read, and a peer that sends too many messages is read more slowly. The owner's limits on the link apply to all streams
-   together (``rate_limit.py``); for large payloads the receiver grants credit (``flow_control.py``).
+   together (``limits/rate_limit.py``); for large payloads the receiver grants credit (``limits/flow_control.py``).
 4. End. Either side closes the stream, or refuses it with a reason (``refusal.py``): a handler by raising :class:`Refusal`. The other side's
    ``receive`` raises ``StreamEnded`` or ``Refused`` after the last message. What was reserved is released when both sides have closed, or after
    a timeout.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NewType, Protocol
 
-from swarmnet_protocols.net.resources import ResourceManager, Scope
+from swarmnet_protocols.net.limits.resources import ResourceManager, Scope
 from swarmnet_protocols.wire.roles import Role
 
 if TYPE_CHECKING:

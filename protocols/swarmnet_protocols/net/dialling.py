@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.resources import Rate, Scope
+from swarmnet_protocols.net.limits.resources import Rate, Scope
 
 _log = logging.getLogger(__name__)
 

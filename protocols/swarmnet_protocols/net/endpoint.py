@@ -8,12 +8,12 @@ from typing import Any
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.framing import LINGER_S, encode_refusal
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
-from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager
-from swarmnet_protocols.net.stream_scope import StreamScope, supervise
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)

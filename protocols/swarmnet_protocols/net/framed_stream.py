@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec
-from swarmnet_protocols.net.congestion import CONFIRMED_BYTES
-from swarmnet_protocols.net.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
+from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES
+from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, LinkLimiter
+from swarmnet_protocols.net.limits.resources import Scope
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Scope
-from swarmnet_protocols.net.stream_scope import StreamScope
 
 MAX_IN_FLIGHT_MIB = 16.0
 """libp2p accepts this much on a stream before the other side has received any of it."""
@@ -48,7 +48,7 @@ class FramedStream:
         self._send_lock = asyncio.Lock()
         self._sent_bytes = 0
         self.arrives_by = 0.0
-        """When all that was sent has arrived, over the slowest link worth using, on the clock of the loop."""
+        """Time, on the clock of the loop, at which all sent bytes have arrived over the slowest link worth using."""
         self._is_mid_message = False
         """Part of a message has been sent: any other frame would be taken for the rest."""
         self._closed = False

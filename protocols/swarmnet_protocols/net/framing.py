@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec
-from swarmnet_protocols.net.flow_control import CONTROL_KINDS, NEEDS_CREDIT, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.flow_control import CONTROL_KINDS, NEEDS_CREDIT, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.stream_scope import StreamScope
 from swarmnet_protocols.wire import refusal_pb2 as pb
 
 SIZES = struct.Struct(">II")

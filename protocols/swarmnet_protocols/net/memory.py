@@ -25,13 +25,13 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Reach, ReachKind
-from swarmnet_protocols.net.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
-from swarmnet_protocols.net.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
+from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.refusal import OVERLOADED, Refusal, Refused
-from swarmnet_protocols.net.resources import ResourceLimitReached, ResourceManager, Scope
-from swarmnet_protocols.net.stream_scope import StreamScope, supervise
-from swarmnet_protocols.net.subnets import SubnetLimits
 from swarmnet_protocols.timing import Timing
 
 STREAM_BUFFER_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class _Link:
         self.in_flight: deque[Callable[[], None]] = deque()
         """Messages that were sent and not delivered, in order: timers of equal deadlines may fire in any order."""
         self.due = 0
-        """How many of them are due, and wait only for the path to open again."""
+        """Number of messages in flight that are due, and wait only for the path to open again."""
         self._rng = rng
         self._free_at = 0.0
         self._last_arrival = 0.0
@@ -386,7 +386,7 @@ class MemoryStream:
         self.remote: MemoryStream | None = None
         """The other end, once the stream is open."""
         self.improved = asyncio.Event()
-        """Set by ``MemoryNetwork.improve``."""
+        """Set by ``MemoryNetwork.improve`` when there is a better path."""
         self._transport = transport
         self._network = transport.network
         self._peer = peer

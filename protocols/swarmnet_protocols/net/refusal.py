@@ -1,7 +1,7 @@
 """Refusals: a peer ends a stream with a reason, which the other side gets as an exception."""
 
 from swarmnet_protocols.errors import OutOfResources, StreamEnded, SwarmnetError
-from swarmnet_protocols.net.resources import ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.wire import refusal_pb2 as pb
 
 MAX_DETAIL_CHARS = 500

@@ -95,7 +95,7 @@ class PackedTensor:
         return self.to(device)
 
     def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
-        """Matrices of so many rows each, one after another, on the same memory."""
+        """Consecutive parts of this matrix with ``sizes[i]`` rows each, on the same memory."""
         pieces, first = [], 0
         for size in sizes:
             pieces.append(self.rows(first, first + size))

@@ -26,7 +26,7 @@ FEW_ROWS = 64
 PANEL_BYTES = 8 << 20
 """Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
 ACCELERATOR_PANEL_BYTES = 128 << 20
-"""The same for an accelerator, which starts about a dozen operations for each panel."""
+"""Bytes of the weights that an accelerator unpacks at a time. It starts about a dozen operations for each panel."""
 
 
 class NativeSegment(Structure):
@@ -59,7 +59,7 @@ class Products:
     """Products with packed matrices, on the device where these are. Made by :func:`load_products`."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
-        """Without a library everything is computed by torch and gguf."""
+        """``library``: the compiled products; None: torch and gguf compute them."""
         self._library = library
         self._local = threading.local()
         if library is not None:
@@ -143,7 +143,7 @@ class Products:
         return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
 
     def _panels(self, weight: PackedTensor) -> Iterator[torch.Tensor]:
-        """The weights, float32, so many rows at a time as a panel of this device holds. Each panel may overwrite the one before."""
+        """The weights, float32, in panels of as many rows as this device unpacks at a time. Each panel may overwrite the one before."""
         columns = weight.shape[1]
         is_native = self._is_native(weight)
         size = PANEL_BYTES if weight.device.type == "cpu" else ACCELERATOR_PANEL_BYTES

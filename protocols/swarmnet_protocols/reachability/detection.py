@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 MAX_ASKED = 3
 """Peers that are asked to dial this one. The majority counts, so that one liar decides nothing."""
 ASK_S = 6.0
-"""Timeout for one of them, connecting included."""
+"""Timeout in seconds for one probe, connecting included."""
 FIRST_RESERVATION_S = 5.0
 """Time that the start waits for the first reservation."""
 CHECK_S = 2.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.resources import Resource
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.wire import probe_pb2 as pb
 

@@ -15,8 +15,8 @@ from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, Swarmn
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Reach, Stream, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED, ip_of
+from swarmnet_protocols.net.limits.resources import Rate
 from swarmnet_protocols.net.protocol_ids import PUNCH
-from swarmnet_protocols.net.resources import Rate
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
 from swarmnet_protocols.reachability.dial_back import ports_of

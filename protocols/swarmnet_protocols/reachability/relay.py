@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import RELAY
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource
-from swarmnet_protocols.net.subnets import SubnetSlots
 from swarmnet_protocols.net.typed_stream import TypedStream, parse, receive_within, send_within
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb

@@ -21,9 +21,9 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream,
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity, public_key_of
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.reachability.circuit import CircuitEnd, join
 from swarmnet_protocols.reachability.reservations import Reservation, Reservations
@@ -61,7 +61,7 @@ class RoutedTransport(TransportWrapper):
         self._guarded: Transport = direct
         self._accepting = 0
         self.reservations: Reservations | None = None
-        """Those of this peer, if it cannot be dialled."""
+        """The relay reservations of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
         """Addresses at which others were seen to reach this peer, beside those it listens on."""
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()

@@ -130,13 +130,13 @@ class View:
     relayed: frozenset[PeerId] = frozenset()
     """Hosts that cannot be dialled."""
     symmetric: frozenset[PeerId] = frozenset()
-    """Those of them behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
+    """The hosts of ``relayed`` that are behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
     unaudited: frozenset[PeerId] = frozenset()
     """Hosts that announce a precision of their own for blocks that other hosts have, too: none of these could check their outputs."""
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
     """Network coordinates of hosts, as they told them."""
     own: Coordinate | None = None
-    """That of the client."""
+    """The network coordinate of the client."""
     cache_free: Mapping[PeerId, float] = field(default_factory=dict)
     """Share of the memory for KV caches that is free, as the hosts told."""
     explore: bool = False

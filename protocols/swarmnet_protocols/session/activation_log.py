@@ -20,13 +20,13 @@ from itertools import count
 import torch
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
 """Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
 STANDBY_POSITIONS = 32
-"""The same for a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
+"""Positions of one replay step to a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
 MIN_SHARED = 64
 """Values that a forked sequence shares with its source at least: fewer are copied."""
 MOST_KEPT = 4
@@ -106,7 +106,7 @@ class _SequenceBuffer:
 
     @property
     def _first_length(self) -> int:
-        """Values in the memory of the first of them."""
+        """Values in the memory of the first part."""
         return self.forked_at or self.length
 
     def _first(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Digests of the positions that a hop received, which show in an audit whether its upstream sent what it says. No I/O.
+"""Digests of the positions that a hop received. In an audit they show whether the upstream hop sent the values that it reports. No I/O.
 
 Only the first positions of each sequence are digested: what a hop computes at a position depends on no later one, so an audit can
 compute the first positions again without the rest.
@@ -8,7 +8,7 @@ import hashlib
 
 import torch
 
-from swarmnet_protocols.net.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 

@@ -1,4 +1,4 @@
-"""Bandwidth of workers, as those who receive from them measure it. Pure.
+"""Bandwidth of workers, as the workers that receive from them measure it. Pure.
 
 A member's rate in a roster is the median of what the other members measured; what it reports about itself does not count.
 """

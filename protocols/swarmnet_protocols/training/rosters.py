@@ -82,7 +82,7 @@ class AddressBook:
     """The addresses of a roster's members. A worker that has the book with the same ``hash`` need not be sent them again."""
 
     addresses: Mapping[PeerId, tuple[str, ...]]
-    """By peer, in the order of peer ids."""
+    """Multiaddrs by member, in the order of peer ids."""
     hash: bytes
 
     @classmethod

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2

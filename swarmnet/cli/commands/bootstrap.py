@@ -68,7 +68,7 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     from swarmnet_protocols.errors import SwarmnetError
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
-    from swarmnet_protocols.net.rate_limit import LinkLimiter
+    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing
 
     interrupts = Interrupts.catch()

@@ -21,7 +21,7 @@ ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 @app.command("ls")
 def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the models on this machine: the default one, and those fetched from the hub or from peers, with what is here of them."""
+    """List the models on this machine: the default one, and those fetched from the hub or from peers, with the size of their files here."""
     from swarmnet_protocols.models.inventory import stored_models
 
     stored = stored_models(cache_dir or default_cache_dir())

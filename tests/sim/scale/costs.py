@@ -12,7 +12,7 @@ from swarmnet_protocols.timing import Timing
 
 TIMING = Timing()
 REPLICAS, FOUND_S = 5, 60.0
-"""As in ``directory/dht_replication.py``, whose import takes seconds."""
+"""As in ``directory/dht/replication.py``, whose import takes seconds."""
 RECORD_BYTES = 606
 """A sealed announcement with three addresses, as ``tests.bench.directory`` has it."""
 CALL_BYTES = 150

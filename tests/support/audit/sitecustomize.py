@@ -42,7 +42,7 @@ def objection(event: str, arguments: tuple[object, ...], caller: FrameType | Non
             return f"runs {arguments[1]!r} in a shell"
         case "marshal.loads" | "marshal.load" if not _is_importing(caller):
             return "unmarshals"
-        case "exec" | "compile" if caller is not None:  # none: the program itself
+        case "exec" | "compile" if caller is not None:  # without a caller it is the program itself
             name = caller.f_globals.get("__name__")
             if name not in MAY_COMPILE and not _is_importing(caller):
                 return f"{name} compiles or runs code"
@@ -50,7 +50,7 @@ def objection(event: str, arguments: tuple[object, ...], caller: FrameType | Non
 
 
 def install(object_to: Callable[[str], None], events: Collection[str]) -> None:
-    """Call ``object_to`` for every one of these events of this process, from now on, that is objected to."""
+    """From now on, call ``object_to`` for each of these events of this process that is a violation."""
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in events and (wrong := objection(event, arguments, _caller())):

@@ -17,7 +17,7 @@ from swarmnet_node.engine.kernels.backend import AttentionRule, Ranges
 MAX_FUSED_HEAD = 256
 """The largest head size of FlashAttention-2."""
 PADDING_SHARE = 4
-"""Padding is worth it while padded keys are at most so many times the keys."""
+"""Largest ratio of padded keys to keys at which padding is worth it."""
 
 
 def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:

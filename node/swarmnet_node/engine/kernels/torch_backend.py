@@ -1,6 +1,6 @@
 """The backend that computes with torch: every operation, on every device, with gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from swarmnet_node.engine.kernels.backend import (
     LoraUpdate,
     Ranges,
     Recorder,
+    Recording,
     RmsNorm,
     Rotary,
 )
@@ -25,7 +26,6 @@ from swarmnet_node.engine.kernels.ranged_attention import (
     is_fused,
     padded_attention,
 )
-from swarmnet_node.engine.kernels.recorder import CudaRecorder
 from swarmnet_protocols.quantization import packed_linear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
@@ -177,7 +177,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # The transpose of a rotation negates the sines: the halves exchange theirs.
+        # The transpose of a rotation negates the sines: the two halves exchange their sines.
         cosines, sines = ctx.saved_tensors
         first, second = sines.chunk(2, -1)
         return _rotate(gradients, cosines, torch.cat((second, first), -1)), None, None
@@ -199,3 +199,27 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(functional.silu(gate), gradients, out=to_up)
         torch.ops.aten.silu_backward.grad_input(gradients * up, gate, grad_input=to_gate)
         return outputs
+
+
+class CudaRecorder:
+    """CUDA graphs on one device: a computation is recorded once, and replayed with one launch instead of one for each operation.
+
+    All recordings share one pool of memory: one is replayed at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
+        """Record ``compute``, which has run before and reads and writes memory at fixed addresses.
+
+        Raises ``RuntimeError`` if it does what cannot be recorded, such as reading a value back.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            outputs = compute()
+        return Recording(outputs, graph.replay)

@@ -13,9 +13,9 @@ from enum import IntEnum
 
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.subnets import host_of, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
-from swarmnet_protocols.net.resources import Resource, ResourceManager
-from swarmnet_protocols.net.subnets import host_of, subnet_of
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class Use(IntEnum):
 @dataclass(frozen=True)
 class Connection:
     peer: bytes
-    """In binary form."""
+    """The peer id in binary form."""
     peer_id: PeerId
     host: str
     """See ``host_of``."""
     subnet: str
     """See ``subnet_of``."""
     since: float
-    """When it was first listed."""
+    """Time at which the connection was first listed."""
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_net
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.pipe import Pipe
-from swarmnet_protocols.net.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _ADDRESSES_S = 5.0
 _MEASURE_S = 0.5
 """Period at which bytes on the wire are measured while the link is limited."""
 _MEASURE_UNLIMITED_S = 5.0
-"""The same while it is not limited."""
+"""Period at which bytes on the wire are measured while the link is not limited."""
 _CONNECTIONS_EVERY = 4
 """Measurements between two checks whether a connection uses QUIC."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
@@ -196,7 +196,7 @@ class P2pdTransport:
         return stream
 
     def permitted(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
-        """Those of ``addresses`` that the owner named, or at which ``dialable`` lets ``peer`` be dialled."""
+        """The addresses among ``addresses`` that the owner named, or at which ``dialable`` allows ``peer`` to be dialled."""
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named

@@ -27,7 +27,7 @@ _TCP_INFO = struct.Struct("=128xQII56xQ")
 
 _IP_HEADER_BYTES: Mapping[int, int] = {socket.AF_INET: 20, socket.AF_INET6: 40}
 _TCP_HEADER_BYTES = 32
-"""With timestamps, which every current system sends."""
+"""Header with the timestamps option, which every current system sends."""
 
 
 @dataclass(frozen=True)

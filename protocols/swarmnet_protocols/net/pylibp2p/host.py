@@ -28,6 +28,8 @@ from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnre
 from swarmnet_protocols.machine.platform import keep_port, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
+from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
 from swarmnet_protocols.net.p2pd.process import check_free
 from swarmnet_protocols.net.pipe import Pipe, adopt
@@ -40,8 +42,6 @@ from swarmnet_protocols.net.pylibp2p.connection import (
     upgrade,
     wait_window,
 )
-from swarmnet_protocols.net.resources import SYSTEM_LIMITS, Resource
-from swarmnet_protocols.net.subnets import subnet_of
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import torch
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Stream, Transport
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
@@ -69,7 +69,7 @@ class Averager:
         self._executor = executor
         self._sign = sign or _cannot_sign
         self._runners: dict[int, RoundRunner] = {}
-        """By exchange number."""
+        """The exchanges under way, by exchange number."""
         self._latest = -1
         self._begun = asyncio.Condition()
         self._tasks: dict[asyncio.Task[None], None] = {}

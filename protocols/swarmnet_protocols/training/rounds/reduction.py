@@ -66,7 +66,7 @@ class Contribution:
     data: Buffer
     hash: bytes
     signature: bytes = b""
-    """By the author, in a verifiable round."""
+    """The signature of the author; empty unless the round is verifiable."""
 
     @classmethod
     def of(cls, weight: float, data: Buffer) -> "Contribution":

@@ -70,15 +70,15 @@ class RoundState:
         self._first_reducers = tuple(reducers)
         self._assignments = tuple(Assignment(reducer) for reducer in reducers)
         self._due = [now + timing.contribution_s] * len(reducers)
-        """When contributions are due, for slices that this member reduces."""
+        """The times at which contributions are due, for the slices that this member reduces."""
         self._contributed: list[set[int]] = [set() for _ in reducers]
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
         self._sending_until: dict[tuple[int, int], float] = {}
-        """For each (slice, member) that this member's contribution is sent to: until when it is of use."""
+        """For each (slice, member) to which this member's contribution is sent: the time until which it is of use."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
-        """When the reducer of each slice must have delivered a result."""
+        """For each slice, the time at which its reducer must have delivered a result."""
         self._progress_at = [-math.inf] * len(reducers)
         self._requests_made = [0] * len(reducers)
         # as an acceptor

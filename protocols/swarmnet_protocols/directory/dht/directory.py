@@ -46,8 +46,8 @@ class DhtDirectory:
         bootstrap: Callable[[], Sequence[str]],
         publisher: Publisher,
     ) -> None:
-        from swarmnet_protocols.directory.dht_replication import Replicator
-        from swarmnet_protocols.directory.dht_sampling import Sampler
+        from swarmnet_protocols.directory.dht.replication import Replicator
+        from swarmnet_protocols.directory.dht.sampling import Sampler
 
         self._transport = transport
         self._handshakes = handshakes
@@ -90,9 +90,9 @@ class DhtDirectory:
         no other peer.
         """
 
-        from swarmnet_protocols.directory.dht_contacts import Contacts
-        from swarmnet_protocols.directory.dht_node import create_node
-        from swarmnet_protocols.directory.dht_rpc import GuardedP2P
+        from swarmnet_protocols.directory.dht.contacts import Contacts
+        from swarmnet_protocols.directory.dht.node import create_node
+        from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
         swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
@@ -112,7 +112,7 @@ class DhtDirectory:
 
     def set_reachable(self, is_reachable: bool) -> None:
         """Whether other peers can dial this one. If not, it stores no records for others from now on. Not for client mode."""
-        from swarmnet_protocols.directory import dht_node
+        from swarmnet_protocols.directory.dht import node as dht_node
 
         dht_node.set_reachable(self._node, is_reachable=is_reachable)
 

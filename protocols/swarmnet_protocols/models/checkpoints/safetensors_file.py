@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm
-from swarmnet_protocols.models.hub_files import HubFiles, Known
-from swarmnet_protocols.models.language_model import language_config
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm
+from swarmnet_protocols.models.checkpoints.language_model import language_config
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.models.expert_weights import ExpertPlace
-    from swarmnet_protocols.models.quantized_weights import Scheme
+    from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
+    from swarmnet_protocols.models.checkpoints.quantized_weights import Scheme
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -202,7 +202,7 @@ class SafetensorsCheckpoint:
     @cached_property
     def _scheme(self) -> "Scheme | None":
         """How weights are quantised. Raises ``ConfigError`` if that is not read."""
-        from swarmnet_protocols.models.quantized_weights import scheme_of
+        from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
 
         settings = getattr(self._config(), "quantization_config", None)
         if settings is None or isinstance(settings, Mapping):
@@ -285,7 +285,7 @@ class SafetensorsCheckpoint:
         import torch
         from safetensors import SafetensorError, safe_open
 
-        from swarmnet_protocols.models.expert_weights import ExpertReader
+        from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -347,7 +347,7 @@ class SafetensorsCheckpoint:
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
     ) -> "dict[str, ExpertPlace]":
-        from swarmnet_protocols.models.expert_weights import ExpertPlaces
+        from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 
         weights = {name: name for name in names}
         for stored in self._scheme.weights(weights, lambda name: name) if self._scheme is not None else ():

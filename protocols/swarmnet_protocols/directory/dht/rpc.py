@@ -9,21 +9,21 @@ from google.protobuf.message import Message as Protobuf
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarmnet_protocols.directory.dht_contacts import Contacts, contacts_in, with_contacts
+from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
+from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
+from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_SAMPLE, DHT_STORE, DIRECTORY
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.resources import Rate, Resource, Scope
-from swarmnet_protocols.net.stream_scope import MAX_WAIT_S
-from swarmnet_protocols.net.subnets import subnet_of
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
-"""Timeout in seconds of the handshake before a call. Longer than that of a call: a handshake that is late still serves the next one."""
+"""Timeout in seconds of the handshake before a call. It exceeds the timeout of a call, because a late handshake still serves the next call."""
 MAX_REQUEST_BYTES = {
     DHT_PING.id: 4 << 10,
     DHT_FIND.id: 16 << 10,

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
+from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
-from swarmnet_protocols.models.hub_files import HubFiles, Known
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.models.expert_weights import ExpertPlace
+    from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
     from swarmnet_protocols.quantization.quantize import Precision
 
@@ -307,7 +307,7 @@ class GgufCheckpoint:
             get_gguf_hf_weights_map,
         )
 
-        from swarmnet_protocols.models.expert_weights import ExpertReader
+        from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
@@ -347,7 +347,7 @@ class GgufCheckpoint:
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
     ) -> "dict[str, ExpertPlace]":
-        from swarmnet_protocols.models.expert_weights import ExpertPlaces
+        from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 
         places, found = ExpertPlaces(model), {}
         for name in names:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.resources import Reservation, Resource, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resources import Reservation, Resource, ResourceLimitReached, Scope
 
 if TYPE_CHECKING:
     from hivemind.dht.routing import DHTID
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StorageLimits:
     total_bytes: int = 64 << 20
-    """When this is reached, records of the subnet with the most bytes are evicted, soonest expiry first."""
+    """Most bytes of all records. At the limit, records of the subnet with the most bytes are evicted, soonest expiry first."""
     key_bytes: int = 2 << 20
     """Most bytes under one key. They must fit into one answer (``MAX_ANSWER_BYTES``)."""
     signer_records: int = 256
@@ -36,7 +36,7 @@ class _Kept:
     value: bytes
     expires_at: float
     reservations: tuple[Reservation, ...]
-    """In the scope of the peer that stored the record."""
+    """The bytes of the record, reserved in the scope of the peer that stored it."""
     origin: str
     """Subnet of that peer; empty for this node."""
     blocks: tuple[int, int]

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmnet_node.engine.cache_arena import CacheArena
+from swarmnet_node.engine.caches.cache_arena import CacheArena
+from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeometry
 from swarmnet_node.engine.kernels.backend import LoraLayers
-from swarmnet_node.engine.recurrent_state import SequenceStates, StateGeometry
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts before a sequence, for one layer."""

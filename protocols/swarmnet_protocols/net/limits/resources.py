@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.rate_limit import RateLimit, TokenBucket
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
 
 RETRY_S = 2.0
 """Seconds to wait that are suggested to a peer at a resource limit."""
@@ -79,7 +79,7 @@ class Resource(StrEnum):
     PENDING_ROUNDS = "pending_rounds"
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
-    """Streams of members of rounds under way."""
+    """Streams between the members of running rounds."""
 
 
 class Rate(StrEnum):

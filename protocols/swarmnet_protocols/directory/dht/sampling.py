@@ -14,9 +14,9 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
-from swarmnet_protocols.directory.dht_node import MAX_SAMPLE
-from swarmnet_protocols.directory.dht_replication import FOUND_S, REPLICAS, find_nearest
-from swarmnet_protocols.directory.dht_rpc import MAX_KEYS
+from swarmnet_protocols.directory.dht.node import MAX_SAMPLE
+from swarmnet_protocols.directory.dht.replication import FOUND_S, REPLICAS, find_nearest
+from swarmnet_protocols.directory.dht.rpc import MAX_KEYS
 from swarmnet_protocols.directory.records import KEY_SALTS, MAX_RECORD_BYTES, dht_keys
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.clock import Clock

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
-from swarmnet_protocols.models.hub_files import HubFiles, Known
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from swarmnet_protocols.models.expert_weights import ChosenExperts, ExpertPlace
+    from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts, ExpertPlace
     from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
@@ -58,16 +58,16 @@ class BlockNaming:
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How weights are read."""
+    """The form in which weights are read."""
 
     device: "torch.device"
-    """Where packed ones go, one by one as they are read; an accelerator gets those of 16 bits as ordinary tensors."""
+    """The device to which packed weights are moved, one by one as they are read. An accelerator gets 16-bit weights as ordinary tensors."""
     packed: bool = False
     """Whether quantised and 16-bit weights of linear modules, embeddings and experts stay packed, if transformers does not change their values."""
     quantized: "Precision | None" = None
     """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
     experts: "ChosenExperts" = field(default_factory=dict)
-    """If not empty, experts are read one by one, packed or not; of the blocks that are named only these."""
+    """The experts to read, by block; of blocks that are not named, all. If not empty, experts are read one by one, packed or not."""
 
 
 class ModelCheckpoint(Protocol):

@@ -191,7 +191,7 @@ class ExpertReader:
 def wanted_slices(
     places: Mapping[str, ExpertPlace], block_of: Callable[[str], int | None], chosen: ChosenExperts
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """For each tensor of which not everything is wanted: its number of equal slices, and those that are."""
+    """For each tensor of which only a part is wanted: its number of equal slices, and the wanted slices."""
     found = {}
     for name, place in places.items():
         block = block_of(name)

@@ -16,15 +16,15 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarmnet_protocols.directory.dht_replication import REPLICAS
-from swarmnet_protocols.directory.dht_rpc import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
-from swarmnet_protocols.directory.dht_storage import BoundedStorage, StorageLimits
+from swarmnet_protocols.directory.dht.replication import REPLICAS
+from swarmnet_protocols.directory.dht.rpc import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
+from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.protocol_ids import DHT_SAMPLE
-from swarmnet_protocols.net.resources import Rate, Resource
 from swarmnet_protocols.wire import records_pb2
 
 _WAIT_S = 1.5

@@ -14,8 +14,14 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
+from swarmnet_protocols.net.limits.resources import (
+    Rate,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+    Scope,
+)
 from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
-from swarmnet_protocols.net.resources import Rate, Resource, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -56,7 +62,7 @@ class StreamScope:
 
     @classmethod
     def inbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """For a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
+        """The scope of a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
         now = asyncio.get_running_loop().time()
         peer_scope = resources.peer(peer, now)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
@@ -69,7 +75,7 @@ class StreamScope:
 
     @classmethod
     def outbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """For a stream that this process opens to ``peer``."""
+        """The scope of a stream that this process opens to ``peer``."""
         peer_scope = resources.peer(peer, asyncio.get_running_loop().time())
         return cls(peer_scope, Resource.OUTBOUND_STREAMS, timing)
 

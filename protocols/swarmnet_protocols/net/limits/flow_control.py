@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.net.congestion import CONFIRMED_BYTES, CongestionWindow
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
+from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES, CongestionWindow
+from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
 
 LIMIT = 0xFFFF_FFFD
 """In place of the header size, once. The second size is the largest payload that needs no credit."""

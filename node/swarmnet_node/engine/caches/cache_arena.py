@@ -35,7 +35,7 @@ class Shape(Protocol):
 
 
 class Owner(Protocol):
-    """A sequence, which ``layers`` are set for whenever its range changes."""
+    """A sequence of the arena. ``layers`` are its views of the buffers, which the arena sets whenever its range changes."""
 
     length: int
     layers: list[Buffers]
@@ -73,13 +73,13 @@ class CacheArena:
         """The positions of each sequence that is alive."""
 
     def start_of(self, sequence: Owner) -> int:
-        """The first position of a sequence, of those that it has had since its last growth or a move; 0 before the first growth."""
+        """The first position of a sequence's range, which its growth or a move may change; 0 before the first growth."""
         return self._ranges.get(sequence, range(0)).start
 
     def grow(self, sequence: Owner, capacity: int) -> None:
         """Give a sequence ``capacity`` positions, more than it has, with what its first ``length`` ones contain. Other sequences may move.
 
-        Raises ``torch.OutOfMemoryError`` if so many are not free.
+        Raises ``torch.OutOfMemoryError`` if the arena has fewer free positions.
         """
         mine = self._ranges.get(sequence, range(0))
         others = sorted(

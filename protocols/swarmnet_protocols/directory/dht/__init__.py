@@ -1,0 +1,1 @@
+"""The directory over hivemind's DHT: calls between admitted peers, bounded storage, replication."""

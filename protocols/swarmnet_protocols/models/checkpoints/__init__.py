@@ -1,0 +1,1 @@
+"""The files of a model: safetensors and gguf, read through one interface, and what their tensors are."""
