@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from swarmnet_client.chain import trace
+from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import Blame, Suspects
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.engine import engine
 from swarmnet_node.engine.kernels import ranged_attention
+from swarmnet_node.hosting import step_times
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
@@ -20,7 +23,7 @@ from swarmnet_protocols.net.limits.congestion import CongestionWindow
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
-from swarmnet_protocols.session import steps
+from swarmnet_protocols.session import hop_times, steps
 from tests.defences import Defence, Patch, nothing, replacing, unshrunk, yes
 from tests.properties import test_framing
 from tests.sim import (
@@ -31,6 +34,7 @@ from tests.sim import (
     test_pass_blame,
     test_pass_defences,
     test_recurrent_models,
+    test_trace,
 )
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit import (
@@ -41,6 +45,7 @@ from tests.unit import (
     test_framed_stream,
     test_recurrent_state,
     test_resources,
+    test_step_times,
     test_steps,
 )
 
@@ -89,6 +94,11 @@ def a_host_that_blames_its_client(reference: Reference) -> None:
         test_client_defences.test_a_last_hop_that_lies_is_replaced(
             reference, {"a": (0, 6), "b": (0, 6)}, test_client_defences.blame, patch
         )
+
+
+def a_host_that_tells_times(reference: Reference) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_trace.test_a_host_that_tells_times_unasked_is_replaced(reference, patch)
 
 
 def hosts_whose_numbers_overflow_at_others(folder: Path) -> None:
@@ -151,6 +161,31 @@ LIMITS = (
         "refusals have a size limit",
         replacing(framing, "MAX_REFUSAL_BYTES", 1 << 40),
         lambda _: unshrunk(test_framing.test_an_oversized_refusal_is_a_violation)(1 << 31, b""),
+    ),
+    Defence(
+        "times of a hop that cannot be are refused",
+        replacing(hop_times, "_check", nothing),
+        lambda _: test_trace.test_times_that_cannot_be_are_refused(test_trace.IMPOSSIBLE["not a number"]),
+    ),
+    Defence(
+        "a hop that says it had a step before that was sent is refused",
+        replacing(trace, "SLACK_S", 1e9),
+        lambda _: test_trace.test_a_hop_cannot_have_had_a_step_before_it_was_sent(),
+    ),
+    Defence(
+        "a host that tells times unasked is replaced",
+        overlooking(Chain, "_take_times"),
+        of_a_host(a_host_that_tells_times),
+    ),
+    Defence(
+        "the steps of a trace are limited",
+        replacing(trace, "MAX_STEPS", 1 << 40),
+        lambda _: test_trace.test_a_trace_has_a_limited_number_of_steps(),
+    ),
+    Defence(
+        "a host takes the times of a limited number of steps",
+        replacing(step_times, "MAX_STEPS", 1 << 40),
+        lambda _: test_step_times.test_the_memory_for_times_is_limited(),
     ),
     Defence(
         "a refused stream that stays open is closed",

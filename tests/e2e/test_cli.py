@@ -6,6 +6,7 @@ import os
 import pty
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -113,6 +114,20 @@ def test_raw_sends_the_prompt_as_it_is_and_greedy_answers_repeat(node: RunningNo
     assert results[0]["prompt_tokens"] == 5
     assert results[0]["text"].startswith(" Paris")
     assert results[0]["token_ids"] == results[1]["token_ids"]
+
+
+def test_a_trace_shows_each_trip_of_an_answer(node: RunningNode, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    answer = node.ask("The capital of France is", "--raw", "-n", "3", "--trace", str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    names = Counter(event["name"] for event in events if event["ph"] == "X")
+    assert names["trip around the chain"] == names["computing"] == answer["trips"]
+    assert (
+        max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= answer["total_s"] * 1e6
+    )
+    assert execute(["run", MODEL, "--chat", "--trace", str(file), *node.where]) == 2
+    nowhere = str(tmp_path / "none" / "file")
+    assert execute(["run", MODEL, "Hello", "--trace", nowhere, *node.where]) == 1
 
 
 def test_bench_measures_each_chain(node: RunningNode) -> None:

@@ -38,7 +38,7 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
-from swarmnet_protocols.session import adapters, steps
+from swarmnet_protocols.session import adapters, hop_times, steps
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction
@@ -168,6 +168,10 @@ def read_tensor(data: bytes) -> None:
 def read_step(data: bytes) -> None:
     head, payload = halves(data)
     steps.decode_step(parse(session_pb2.Step, head), payload, hidden_size=HIDDEN)
+
+
+def read_times(data: bytes) -> None:
+    hop_times.decode_times(parse(session_pb2.Timed, data))
 
 
 def step_seeds() -> list[bytes]:
@@ -424,6 +428,9 @@ TARGETS: dict[str, Target] = {
     "contacts": Target(read_contacts, contact_seeds, ()),
     "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
+    "times of a hop": Target(
+        read_times, examples(session_pb2.Timed), ("session.hop_times.decode_times",), max_bytes=256
+    ),
     "adapter": Target(adapters.read_part, adapter_seeds, ("session.adapters.read_part",)),
     "record": Target(
         read_record,

@@ -131,6 +131,18 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, standby=True))
     yield pb.SessionRequest(tee=pb.Tee(epoch=3, standby=_PEER))
     yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, timed=True))
+    yield pb.SessionReply(
+        timed=pb.Timed(
+            step=300,
+            received_s=10.5,
+            started_s=10.75,
+            computed_s=11.0,
+            taken_s=11.125,
+            encoded_s=11.25,
+            sent_s=11.5,
+        )
+    )
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
     yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)

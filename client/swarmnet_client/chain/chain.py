@@ -11,7 +11,7 @@ not notice, except by the time it takes.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from statistics import median
 
 import torch
@@ -25,6 +25,7 @@ from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, Swarmne
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -59,11 +60,15 @@ class Chain:
         ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings [P, D] for the first hop: the
         log keeps ids, which are smaller.
         """
+        if spec.trace is not None:
+            spec.trace.begin_chain(spec.blocks)
         chain = cls(swarm, spec, embed)
         supervising = asyncio.create_task(chain._supervise(), name="chain")
         auditing = asyncio.create_task(chain._auditor.run(), name="audits")
         try:
             yield chain
+            if spec.trace is not None:
+                await spec.trace.complete()
         finally:
             await cancel(supervising, auditing)
             await chain._supervisor.close()
@@ -91,6 +96,10 @@ class Chain:
                 hint="open the session with a larger max_length",
             )
         self.report.trips += 1
+        with self._spec.trace.trip() if self._spec.trace else nullcontext():
+            return await self._trip(rows, values)
+
+    async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         parts = cut(rows)
         steps = [
             self._step(tuple(row for _, row in part), inputs)
@@ -111,7 +120,12 @@ class Chain:
         watched = self._auditor.step_sent(rows)
         is_alone, route = self._in_flight.is_empty, self.report.route
         self._supervisor.wake()
+        trace, seq = self._spec.trace, self._in_flight.outbox.log.last + 1
+        if trace is not None:
+            trace.asked(seq, sum(row.count for row in rows))
         outputs = await self._in_flight.send(rows, values)
+        if trace is not None:
+            trace.note(seq, Moment.ANSWERED)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
         outputs = self._auditor.step_done(watched, rows, values, outputs)
@@ -139,6 +153,8 @@ class Chain:
                 reply, payload = await live.receive(stream)
                 if reply.HasField("output"):
                     self._take_output(live, reply.output, payload)
+                elif reply.HasField("timed"):
+                    self._take_times(live, reply.timed)
                 elif reply.HasField("moved"):
                     return True
                 else:
@@ -152,6 +168,12 @@ class Chain:
             raise ProtocolViolation("an output of a standby")
         if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
             self._supervisor.answered(live)
+
+    def _take_times(self, live: LiveHop, timed: pb.Timed) -> None:
+        trace = self._spec.trace
+        if trace is None:
+            raise ProtocolViolation("times that the client did not ask for")
+        trace.take(live.session, live.hop, timed)
 
     async def _supervise(self) -> None:
         """Keep the chain whole. A failure that cannot be repaired ends every step, those to come too."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.trace import Trace
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
@@ -33,7 +34,7 @@ class ChainSpec:
     It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which the client has as
     ``dtype``. ``wire``: the element type in which they travel; None: that of the sending host. Hosts apply ``adapter``; the positions of
     its prefix count as positions of every sequence. ``log_bytes`` bounds the log of inputs that the client keeps for replays. ``standby``:
-    each hop has a standby, where other hosts have its blocks.
+    each hop has a standby, where other hosts have its blocks. ``trace`` records the times of all steps.
     """
 
     blocks: int
@@ -44,6 +45,7 @@ class ChainSpec:
     log_bytes: int = 1 << 30
     adapter: Adapter | None = None
     standby: bool = False
+    trace: Trace | None = None
 
     @property
     def prefix_positions(self) -> int:
@@ -253,6 +255,7 @@ async def open_hop(
         wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
         standby=standby,
+        timed=spec.trace is not None,
     )
 
     async def ask(adapter: bytes) -> LiveHop:

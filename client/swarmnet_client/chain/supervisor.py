@@ -47,7 +47,9 @@ from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
-from swarmnet_protocols.session.link import LinkSender
+from swarmnet_protocols.session.hop_times import Moment
+from swarmnet_protocols.session.link import LinkSender, ignore_moment
+from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -78,12 +80,15 @@ class ChainSupervisor:
         self._sessions = HopSessions(swarm, spec, uploads, receive, self._take_heartbeat, self.session_ended)
         self._deadline: asyncio.Timeout | None = None
         """Deadline of the repair that is under way."""
+        note = ignore_moment if spec.trace is None else spec.trace.note
+
+        def render(step: Step) -> Step:
+            rendered = step.with_values(embed(step.values))
+            note(step.seq, Moment.EMBEDDED)
+            return rendered
+
         self._link_sender = LinkSender(
-            swarm.transport,
-            in_flight.outbox,
-            spec.dtype,
-            swarm.timing,
-            render=lambda step: step.with_values(embed(step.values)),
+            swarm.transport, in_flight.outbox, spec.dtype, swarm.timing, render=render, note=note
         )
         self._client_link = ClientLink()
         self._hops: list[LiveHop] = []

@@ -12,6 +12,7 @@ A forward goes through these steps:
 4. The architecture applies norm and head to the outputs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
+from swarmnet_client.chain.trace import Trace
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
@@ -133,6 +135,22 @@ class SwarmModel:
                 yield cache
             finally:
                 self._session = None
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[Trace]:
+        """Write the life of every step of the calls in this context to a file, across all hops, when it ends.
+
+        Perfetto (ui.perfetto.dev) and chrome://tracing show such files. Sessions that were opened before are not traced. Raises ``OSError`` if the file cannot be
+        written.
+        """
+        trace, spec = Trace(), self.blocks.spec
+        self.blocks.spec = dataclasses.replace(spec, trace=trace)
+        with open(path, "w", encoding="utf-8") as file:  # before the work, which may be long
+            try:
+                yield trace
+            finally:
+                self.blocks.spec = spec
+                trace.write(file)
 
     def close(self) -> None:
         """Leave the swarm; idempotent."""

@@ -61,6 +61,10 @@ SMOOTHING = 0.1
 T = TypeVar("T")
 
 
+def _ignore_start() -> None:
+    pass
+
+
 @dataclass(eq=False)
 class _StepWork:
     """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed.
@@ -75,6 +79,8 @@ class _StepWork:
     since: float
     """Reading of the engine's stopwatch when the work arrived."""
     behind: int
+    started: Callable[[], None]
+    """Called when its first forward begins."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     computed: int = 0
 
@@ -153,7 +159,7 @@ class Engine:
         self._system = resources.system
         self._executor = executor
         self._core_lock = core_lock
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._steps: list[_StepWork] = []
         self._passes: deque[_PassWork] = deque()
         self._last_pass_at = -math.inf
@@ -265,10 +271,14 @@ class Engine:
         return twins
 
     async def compute(
-        self, stage: Stage, rows: Sequence[tuple[SequenceCache, torch.Tensor]]
+        self,
+        stage: Stage,
+        rows: Sequence[tuple[SequenceCache, torch.Tensor]],
+        started: Callable[[], None] = _ignore_start,
     ) -> list[torch.Tensor]:
         """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of it; each sequence grows by ``count``.
 
+        ``started`` is called for each row when its first forward begins.
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow so far; ``Unreachable`` if the engine has
         stopped. Graphs are dropped to make room.
         """
@@ -282,7 +292,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         works = [
             _StepWork(
-                sequence, inputs, stage, loop.create_future(), self._stopwatch(), behind=sequence.behind
+                sequence, inputs, stage, loop.create_future(), self.stopwatch(), sequence.behind, started
             )
             for sequence, inputs in rows
         ]
@@ -364,16 +374,17 @@ class Engine:
         """Compute one forward of the steps that the scheduler chooses."""
         picked = schedule([work.waiting for work in self._steps], MAX_BATCH_TOKENS)
         parts = [self._steps[index].take(tokens) for index, tokens in picked]
-        started = self._stopwatch()
+        started = self.stopwatch()
         for part in parts:
             if not part.work.computed and len(part.inputs):
                 self.counters.wait_s.observe(started - part.work.since)
+                part.work.started()
         try:
             results = await self._call(partial(_compute, parts))
         except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
             self._drop([part.work for part in parts], error)
             return
-        self._account(sum(tokens for _, tokens in picked), self._stopwatch() - started)
+        self._account(sum(tokens for _, tokens in picked), self.stopwatch() - started)
         for part in parts:
             part.work.behind -= part.again
         for part, result in zip((part for part in parts if len(part.inputs)), results, strict=True):
@@ -385,7 +396,7 @@ class Engine:
     async def _run_pass(self, work: _PassWork, *, are_others: bool) -> None:
         if work.done.done():
             return
-        started = self._stopwatch()
+        started = self.stopwatch()
         try:
             compute = work.prepare()
             # Nodes that compute at once wait for each other's threads in every product: on half the cores each is faster than
@@ -396,7 +407,7 @@ class Engine:
             return
         self.counters.forwards += 1
         self.counters.positions += work.positions
-        elapsed_s = self._stopwatch() - started
+        elapsed_s = self.stopwatch() - started
         self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():

@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.slots import Slot
+from swarmnet_node.hosting.step_times import StepTimes
 from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -52,6 +54,7 @@ from swarmnet_protocols.net.limits.resources import (
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
+from swarmnet_protocols.session.hop_times import Moment, encode_times
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step
@@ -122,8 +125,13 @@ class HostedSession:
         self._received = ReceivedDigests(self._received_reservation)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
+        self._step_times = StepTimes(parts.engine.stopwatch, are_wanted=wanted.timed)
         self._link_sender = LinkSender(
-            parts.introductions.by(stream.scope), self._outbox, wire_dtype(wanted.wire), parts.timing
+            parts.introductions.by(stream.scope),
+            self._outbox,
+            wire_dtype(wanted.wire),
+            parts.timing,
+            note=self._step_times.note,
         )
         self._sending: asyncio.Task[None] | None = None
         self._teeing: asyncio.Task[None] | None = None
@@ -181,7 +189,9 @@ class HostedSession:
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             await self._send_to_next()
+            telling = [self._on_present_stream(self._tell_times)] if self._step_times.are_wanted else []
             await race(
+                *telling,
                 self._on_present_stream(self._listen),
                 self._on_present_stream(self._send_heartbeats),
                 self._failure(),
@@ -274,6 +284,11 @@ class HostedSession:
             self._parts.timing.heartbeat_s,
             lambda: pb.SessionReply(heartbeat=pb.Heartbeat(applied=self._outbox.log.last)),
         )
+
+    async def _tell_times(self, client: SessionStream) -> None:
+        while True:
+            times = await self._step_times.complete.get()
+            await client.send(pb.SessionReply(timed=encode_times(times)))
 
     async def _first_step(self) -> None:
         await asyncio.sleep(self._parts.timing.first_step_s)
@@ -397,6 +412,8 @@ class HostedSession:
             request, payload = await link.receive()
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
+            if not request.step.replay:
+                self._step_times.received(request.step.seq)
             step = await self._decoded(request.step, payload)
             if link.peer == self.stream.peer and not step.replay and not self.stands_by:
                 self._times.arrived(step.rows, clock())
@@ -436,6 +453,7 @@ class HostedSession:
                 self._outbox.log.check(step)
                 is_rebuilt = step.replay and not self._sequences
                 computed = step.with_values(await self._compute(step))
+                self._step_times.note(step.seq, Moment.COMPUTED)
                 self._outbox.append(computed)
                 if self._is_last and not step.replay:
                     await self._answer(computed)
@@ -478,7 +496,8 @@ class HostedSession:
             (self._sequences[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
-        outputs = torch.cat(await self.engine.compute(self._stage, rows))
+        started = partial(self._step_times.note, step.seq, Moment.STARTED)
+        outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
         return finite(outputs.to(decoded_dtype(self._link_sender.wire)))
 
     def _behind(self, rows: tuple[Row, ...]) -> int:
@@ -539,8 +558,11 @@ class HostedSession:
                 self._sequences[row.sequence].truncate(start)
 
     async def _answer(self, step: Step) -> None:
+        self._step_times.note(step.seq, Moment.TAKEN)
         tensor, payload = encode_tensor(step.wanted())
+        self._step_times.note(step.seq, Moment.ENCODED)
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
+        self._step_times.note(step.seq, Moment.SENT)
 
     def _fail(self, refusal: Refusal) -> None:
         if not self._failed.done():

@@ -19,6 +19,7 @@ from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, Cursor
+from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.session.wire_tensors import is_slow
 from swarmnet_protocols.timing import Timing
@@ -41,6 +42,10 @@ async def ignore_link() -> None:
     """Do nothing when a link is made."""
 
 
+def ignore_moment(_seq: int, _moment: Moment) -> None:
+    """Take no times."""
+
+
 @dataclass
 class Outbox:
     """An activation log, and an event that is set when it grows."""
@@ -58,6 +63,7 @@ class LinkSender:
     """Sends the steps of an outbox to the next hop, and for some time to its standby too: each by a call of ``run``.
 
     ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the element type that is sent.
+    ``note`` is called with the number of a step when that is taken up, encoded and sent.
     """
 
     transport: Transport
@@ -65,6 +71,7 @@ class LinkSender:
     wire: torch.dtype
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
+    note: Callable[[int, Moment], None] = ignore_moment
 
     async def run(
         self,
@@ -128,9 +135,12 @@ class LinkSender:
                 self.outbox.appended.clear()
                 await self.outbox.appended.wait()
                 continue
+            self.note(step.seq, Moment.TAKEN)
             rendered = self.render(step)
             if is_slow(self.wire, *rendered.values.shape):
                 message, payload = await asyncio.to_thread(encode_step, rendered, self.wire)
             else:
                 message, payload = encode_step(rendered, self.wire)
+            self.note(step.seq, Moment.ENCODED)
             await link.send(pb.LinkRequest(step=message), payload)
+            self.note(step.seq, Moment.SENT)

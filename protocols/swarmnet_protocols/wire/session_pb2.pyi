@@ -69,7 +69,7 @@ class Resume(_message.Message):
     def __init__(self, session: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby", "timed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Open(_message.Message):
     SWARM_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    TIMED_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -90,7 +91,8 @@ class Open(_message.Message):
     swarm: bytes
     adapter: bytes
     standby: bool
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ...) -> None: ...
+    timed: bool
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next")
@@ -123,7 +125,7 @@ class Show(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown", "moved", "link_made")
+    __slots__ = ("opened", "output", "heartbeat", "link_lost", "leaving", "shown", "moved", "link_made", "timed")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class SessionReply(_message.Message):
     SHOWN_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     LINK_MADE_FIELD_NUMBER: _ClassVar[int]
+    TIMED_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     heartbeat: Heartbeat
@@ -140,7 +143,8 @@ class SessionReply(_message.Message):
     shown: Shown
     moved: Moved
     link_made: LinkMade
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., link_made: _Optional[_Union[LinkMade, _Mapping]] = ...) -> None: ...
+    timed: Timed
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., link_lost: _Optional[_Union[LinkLost, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., shown: _Optional[_Union[Shown, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., link_made: _Optional[_Union[LinkMade, _Mapping]] = ..., timed: _Optional[_Union[Timed, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
@@ -183,6 +187,24 @@ class LinkMade(_message.Message):
 class Leaving(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Timed(_message.Message):
+    __slots__ = ("step", "received_s", "started_s", "computed_s", "taken_s", "encoded_s", "sent_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
+    STARTED_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    received_s: float
+    started_s: float
+    computed_s: float
+    taken_s: float
+    encoded_s: float
+    sent_s: float
+    def __init__(self, step: _Optional[int] = ..., received_s: _Optional[float] = ..., started_s: _Optional[float] = ..., computed_s: _Optional[float] = ..., taken_s: _Optional[float] = ..., encoded_s: _Optional[float] = ..., sent_s: _Optional[float] = ...) -> None: ...
 
 class LinkRequest(_message.Message):
     __slots__ = ("link", "step")

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,6 +105,15 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write what happened to the answer on every hop, for ui.perfetto.dev or chrome://tracing.",
+            dir_okay=False,
+        ),
+    ] = None,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
@@ -127,6 +136,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     is_chat = chat or (prompt is None and sys.stdin.isatty())
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
+    if is_chat and trace is not None:
+        raise typer.BadParameter("one answer is traced: give a PROMPT", param_hint="'--trace'")
     question = "" if is_chat else _question(prompt)
     sampling = SamplingOptions(max_new_tokens, temperature, seed, top_p, speculate)
     screen = Screen(as_json, stream)
@@ -154,7 +165,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             talk.run(default_history() if history else None)
         else:
             said.turns.append(Turn(question))
-            screen.end(generate(answering, said.encode(), sampling, screen.show))
+            with opened.trace(trace) if trace else nullcontext():
+                answer = generate(answering, said.encode(), sampling, screen.show)
+            screen.end(answer)
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:

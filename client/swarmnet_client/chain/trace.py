@@ -1,0 +1,262 @@
+"""Traces: what happened to the steps of an answer at the client and on every hop, in the trace-event format that Perfetto and Chrome show.
+
+Hops tell times of their own clocks (``session/hop_times.py``). Those are placed between the client's sending of a step and its receipt of the outputs: of the
+fastest step, the time that no hop accounts for is divided equally among the ways between the peers. All other ways follow from that.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, TextIO
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.hop_times import HopTimes, Moment, decode_times
+from swarmnet_protocols.wire import session_pb2 as pb
+
+MAX_STEPS = 20_000
+"""Steps of one trace at most; later ones are left out."""
+LATE_S = 1.0
+"""Seconds that a client waits at the end of an answer for the times of hops that are on their way."""
+SLACK_S = 1.0
+"""Seconds by which a hop may say that it had a step for longer than the client waits for it: clocks differ a little."""
+CLIENT_MOMENTS = (
+    Moment.ASKED,
+    Moment.TAKEN,
+    Moment.EMBEDDED,
+    Moment.ENCODED,
+    Moment.SENT,
+    Moment.ANSWERED,
+)
+CLIENT_SLICES = ("waiting for the chain", "embedding", "encoding", "sending", "in the chain")
+HOP_SLICES = ("waiting", "computing", "waiting to be sent", "encoding", "sending")
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A step on one hop, by the clock of that."""
+
+    session: bytes
+    hop: Hop
+    times: HopTimes
+
+
+@dataclass(eq=False)
+class TracedStep:
+    """A step of a chain of ``blocks`` blocks. ``noted``: times of the client's clock; ``stays``: by the first block of each hop."""
+
+    seq: int
+    positions: int
+    blocks: int
+    noted: dict[Moment, float] = field(default_factory=dict)
+    stays: dict[int, Stay] = field(default_factory=dict)
+
+    @property
+    def is_answered(self) -> bool:
+        return all(moment in self.noted for moment in CLIENT_MOMENTS)
+
+    @property
+    def client_s(self) -> list[float]:
+        """The client's times in order. Outputs may arrive before the client knows that the step was sent: that was then."""
+        return sorted(min(self.noted[moment], self.noted[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
+
+    @property
+    def route(self) -> list[Stay]:
+        """The hops in order; none if not all of them told their times."""
+        stays = [self.stays[start] for start in sorted(self.stays)]
+        edges = [0, *(stay.hop.end for stay in stays)]
+        is_whole = edges[-1] == self.blocks and [stay.hop.start for stay in stays] == edges[:-1]
+        return stays if is_whole else []
+
+    @property
+    def travel_s(self) -> float:
+        """Seconds between the peers: what no hop accounts for."""
+        *_, sent_s, answered_s = self.client_s
+        return answered_s - sent_s - sum(stay.times.stay_s for stay in self.route)
+
+
+class Slice(NamedTuple):
+    """Something that took from ``start_s`` to ``end_s``."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Trace:
+    """Records the steps of one answer. Its chain asks the hops for their times."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` returns seconds."""
+        self.trips: list[tuple[float, float]] = []
+        """The begin and the end of each trip around the chain."""
+        self.steps: list[TracedStep] = []
+        self._clock = clock
+        self._blocks = 0
+        self._by_seq: dict[int, TracedStep] = {}
+        self._told = asyncio.Event()
+
+    def begin_chain(self, blocks: int) -> None:
+        """The steps from now on are those of another chain, of ``blocks`` blocks."""
+        self._blocks = blocks
+        self._by_seq = {}
+
+    @contextlib.contextmanager
+    def trip(self) -> Iterator[None]:
+        """A trip takes as long as the context."""
+        started_s = self._clock()
+        yield
+        self.trips.append((started_s, self._clock()))
+
+    def asked(self, seq: int, positions: int) -> None:
+        """The client is about to send a step."""
+        if len(self.steps) < MAX_STEPS:
+            step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks)
+            self.steps.append(step)
+            self.note(seq, Moment.ASKED)
+
+    def note(self, seq: int, moment: Moment) -> None:
+        """``moment`` is now. The first time counts: a step may be sent again."""
+        if seq in self._by_seq:
+            self._by_seq[seq].noted.setdefault(moment, self._clock())
+
+    def take(self, session: bytes, hop: Hop, message: pb.Timed) -> None:
+        """The times that a hop told. Raises ``ProtocolViolation`` for times that cannot be."""
+        times = decode_times(message)
+        step = self._by_seq.get(times.step)
+        if step is None:
+            return
+        if times.stay_s > self._clock() - step.noted[Moment.ASKED] + SLACK_S:
+            raise ProtocolViolation("a hop says that it had a step before that was sent")
+        step.stays[hop.start] = Stay(session, hop, times)
+        self._told.set()
+
+    async def complete(self) -> None:
+        """Wait until the hops told the times of all steps of the present chain, for ``LATE_S`` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LATE_S):
+                while any(step.is_answered and not step.route for step in self._by_seq.values()):
+                    self._told.clear()
+                    await self._told.wait()
+
+    def write(self, file: TextIO) -> None:
+        """Write what was recorded."""
+        events = trace_events(self.trips, self.steps)
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def trace_events(
+    trips: Sequence[tuple[float, float]], steps: Sequence[TracedStep]
+) -> list[dict[str, object]]:
+    """Trace events: a process for the client and for each hop, and in it rows of slices that never overlap."""
+    answered = [step for step in steps if step.is_answered]
+    offsets = clock_offsets(answered)
+    client = [_client_slices(step, offsets) for step in answered]
+    hops: dict[bytes, tuple[Hop, list[list[Slice]]]] = {}
+    for step in answered:
+        route = step.route
+        at_s = step.client_s[-2]
+        for stay in route:
+            offset_s = offsets[tuple(each.session for each in route)][stay.session]
+            slices = _hop_slices(step, stay, at_s, offset_s)
+            hops.setdefault(stay.session, (stay.hop, []))[1].append(slices)
+            at_s = stay.times.at_s[-1] + offset_s
+    origin_s = min((started_s for started_s, _ in trips), default=0.0)
+    events = _process(0, "client", [("answer", _answer_slices(trips)), *_rows(client)], origin_s)
+    by_block = sorted(hops.values(), key=lambda each: each[0].start)
+    for number, (hop, groups) in enumerate(by_block, start=1):
+        name = f"hop {number}: blocks {hop.start}:{hop.end} on {hop.peer}"
+        events += _process(number, name, _rows(groups), origin_s)
+    return events
+
+
+def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[bytes, float]]:
+    """For the sessions of each route, the seconds to add to times of a hop to have those of the client."""
+    by_route: dict[tuple[bytes, ...], list[TracedStep]] = {}
+    for step in steps:
+        by_route.setdefault(tuple(stay.session for stay in step.route), []).append(step)
+    offsets: dict[tuple[bytes, ...], dict[bytes, float]] = {}
+    for sessions, alike in by_route.items():
+        fastest = min(alike, key=lambda step: step.travel_s)
+        way_s = fastest.travel_s / (len(sessions) + 1)
+        at_s = fastest.client_s[-2]
+        offsets[sessions] = {}
+        for stay in fastest.route:
+            at_s += way_s
+            offsets[sessions][stay.session] = at_s - stay.times.at_s[0]
+            at_s += stay.times.stay_s
+    return offsets
+
+
+def _answer_slices(trips: Sequence[tuple[float, float]]) -> list[Slice]:
+    """The trips, and what the client did between them."""
+    slices = [Slice("trip around the chain", *trip) for trip in sorted(trips)]
+    gaps = [
+        Slice("final norm, lm_head and sampling", one.end_s, other.start_s) for one, other in pairwise(slices)
+    ]
+    return sorted([*slices, *gaps], key=lambda each: each.start_s)
+
+
+def _client_slices(
+    step: TracedStep, offsets: Mapping[tuple[bytes, ...], Mapping[bytes, float]]
+) -> list[Slice]:
+    at_s = step.client_s
+    slices = [_whole(step, at_s[0], at_s[-1])]
+    slices += [Slice(name, *edges) for name, edges in zip(CLIENT_SLICES, pairwise(at_s), strict=True)]
+    route = step.route
+    if route:
+        last = route[-1]
+        left_s = last.times.at_s[-1] + offsets[tuple(each.session for each in route)][last.session]
+        slices.append(Slice("travelling back", max(left_s, at_s[-2]), at_s[-1]))
+    return slices
+
+
+def _hop_slices(step: TracedStep, stay: Stay, sent_s: float, offset_s: float) -> list[Slice]:
+    """``sent_s``: when the peer before had sent the step."""
+    at_s = [each + offset_s for each in stay.times.at_s]
+    slices = [Slice("travelling here", sent_s, at_s[0]), _whole(step, at_s[0], at_s[-1])]
+    slices += [Slice(name, *edges) for name, edges in zip(HOP_SLICES, pairwise(at_s), strict=True)]
+    return slices
+
+
+def _whole(step: TracedStep, start_s: float, end_s: float) -> Slice:
+    noun = "position" if step.positions == 1 else "positions"
+    return Slice(f"step {step.seq}: {step.positions} {noun}", start_s, end_s)
+
+
+def _rows(groups: Iterable[Sequence[Slice]]) -> list[tuple[str, list[Slice]]]:
+    """Rows in which groups of slices do not overlap: each goes to the first row that is free when it begins."""
+    rows: list[tuple[float, list[Slice]]] = []
+    for group in sorted(groups, key=lambda each: min(one.start_s for one in each)):
+        start_s, end_s = min(each.start_s for each in group), max(each.end_s for each in group)
+        free = next((index for index, (until_s, _) in enumerate(rows) if until_s <= start_s), len(rows))
+        if free == len(rows):
+            rows.append((end_s, []))
+        rows[free] = end_s, [*rows[free][1], *group]
+    return [("steps", slices) for _, slices in rows]
+
+
+def _process(
+    pid: int, name: str, rows: Sequence[tuple[str, Sequence[Slice]]], origin_s: float
+) -> list[dict[str, object]]:
+    def micros(at_s: float) -> int:
+        return round((at_s - origin_s) * 1e6)
+
+    events: list[dict[str, object]] = [_named("process_name", pid, 0, name)]
+    for tid, (title, slices) in enumerate(rows):
+        events.append(_named("thread_name", pid, tid, title))
+        for each in slices:
+            start, end = micros(each.start_s), micros(each.end_s)
+            if end > start:
+                events.append(
+                    {"ph": "X", "name": each.name, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
+                )
+    return events
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
