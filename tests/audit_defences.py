@@ -86,9 +86,7 @@ AUDITS = (
         "a third host decides between two that differ",
         replacing(auditor, "judge", believe_the_second),
         of_a_swarm(
-            lambda reference: test_audit.test_a_lying_witness_convicts_no_honest_host(
-                reference, liar="b2", number=0
-            )
+            lambda reference: test_audit.test_a_lying_witness_convicts_no_honest_host(reference, liar="b2")
         ),
     ),
     Defence(

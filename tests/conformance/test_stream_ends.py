@@ -108,8 +108,7 @@ def test_a_refused_opener_learns_the_reason(lab: Lab, protocol: ProtocolSpec, is
                 assert info.value.hint == "try again in 2 s"
             stream.close()
 
-        for _ in range(10):
-            await asyncio.gather(*(ask() for _ in range(10)))
+        await asyncio.gather(*(ask() for _ in range(20)))
 
     lab.run(scenario)
 

@@ -139,7 +139,7 @@ def test_a_cancelled_receive_loses_nothing(lab: Lab, protocol: ProtocolSpec) -> 
 def test_a_slow_reader_blocks_the_sender(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         gate, received, done = asyncio.Event(), 0, asyncio.Event()
-        total = 128
+        total = 64
 
         async def slow(stream: Stream) -> None:
             nonlocal received

@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,11 +40,8 @@ class RunningNode:
     ready: dict[str, Any]
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        """The answer of ``run``, in this process: a new process would spend most of its time importing torch."""
-        with redirect_stdout(io.StringIO()) as out:
-            code = execute(["run", MODEL, *arguments, *self.where, "--json"])
-        assert code == 0, out.getvalue()
-        answer: dict[str, Any] = json.loads(out.getvalue())
+        """The answer of ``run``."""
+        answer: dict[str, Any] = call("run", MODEL, *arguments, *self.where)
         return answer
 
     @property
@@ -99,7 +95,7 @@ def test_status_tells_what_the_node_does(node: RunningNode) -> None:
 
 
 def test_a_prompt_is_answered(node: RunningNode) -> None:
-    result = call("run", MODEL, "What is the capital of France?", "-n", "32", *node.where)
+    result = node.ask("What is the capital of France?", "-n", "32")
     assert "Paris" in result["text"]
     assert 0 < len(result["token_ids"]) <= 32
     assert result["prompt_tokens"] > 10
@@ -131,10 +127,7 @@ def test_a_trace_shows_each_trip_of_an_answer(node: RunningNode, tmp_path: Path)
 
 
 def test_bench_measures_each_chain(node: RunningNode) -> None:
-    with redirect_stdout(io.StringIO()) as out:
-        options = ("--runs", "2", "--prompt-tokens", "40", "-n", "6")
-        assert execute(["bench", MODEL, *options, *node.where, "--json"]) == 0
-    report = json.loads(out.getvalue())
+    report = call("bench", MODEL, "--runs", "2", "--prompt-tokens", "40", "-n", "6", *node.where)
     assert len(report["runs"]) == 2
     for each in report["runs"]:
         assert each["route"] == [{"peer_id": node.ready["peer_id"], "start": 0, "end": BLOCKS}]
@@ -246,14 +239,15 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_node_removes_the_sockets_of_one_that_was_killed(
+def test_a_peer_removes_the_sockets_of_one_that_was_killed(
     tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(short_path))
     call("swarm", "create", "lab", "--open", "--out", str(tmp_path))
-    swarm, sockets = str(tmp_path / "swarm.toml"), set[Path]()
+    arguments = ("bootstrap", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--listen", LOOPBACK)
+    sockets = set[Path]()
     for _ in range(2):
-        with NodeProcess((swarm, "--blocks", "0:1"), tmp_path / "data") as process:
+        with RunningCommand(arguments, tmp_path / "peer.log") as process:
             process.wait("ready")
             found = set(short_path.glob("swarmnet-*"))
             assert len(found) == 1
@@ -284,17 +278,6 @@ def test_demo_answers_serves_and_leaves_nothing_behind(
         assert process.wait_for_end() == 0
         assert_all_end(members)
         assert not list(tmp_path.glob("swarmnet-demo-*"))
-
-
-def test_a_demo_whose_gateway_ends_says_so_and_stops(tmp_path: Path) -> None:
-    with RunningCommand(("demo", "--nodes", "1", "--keep"), tmp_path / "demo.log") as process:
-        process.wait("serving")
-        members = process.family
-        (gateway,) = (member for member in members if "serve" in member.cmdline())
-        gateway.kill()
-        assert "gateway ended unexpectedly" in process.wait("error")["message"]
-        assert process.wait_for_end(timeout_s=60) == 1
-        assert_all_end(members)
 
 
 def test_the_node_of_a_demo_ends_when_the_demo_is_killed(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import torch
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from swarmnet import AutoSwarmModelForCausalLM
+from swarmnet.cli import execute
 from swarmnet_client.model.model import SwarmModel
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.invites import read_invite
-from tests.support.commands import RunningCommand, call, run
+from tests.support.commands import RunningCommand, call
 from tests.support.processes import NodeProcess
 from tests.support.tiny_swarm import load_tiny
 
@@ -90,7 +91,9 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSwarm]:
         yield PrivateSwarm(tmp_path_factory.mktemp("private"), stack)
 
 
-def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: PrivateSwarm) -> None:
+def test_the_command_of_a_client_that_is_revoked_ends_as_documented(
+    private: PrivateSwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = (
         "--cache-dir",
         str(private.directory / "cache"),
@@ -117,9 +120,11 @@ def test_the_command_of_a_client_that_is_revoked_ends_as_documented(private: Pri
         chat.process.stdin.flush()
         assert chat.wait_for_end() == NOT_AUTHORISED
     assert chat.events[-1]["error"] == "not_authorised"
-    again = run(*run_it, "lab", "w22")
-    assert (again.returncode, again.stdout) == (NOT_AUTHORISED, "")
-    assert again.stderr.splitlines()[-2:] == [
+    capsys.readouterr()
+    assert execute([*run_it, "lab", "w22"]) == NOT_AUTHORISED
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-2:] == [
         "error: this peer was revoked",
         "hint: ask the owner of the swarm",
     ]
@@ -176,7 +181,9 @@ def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSw
         assert any(canary in place.read_bytes() for canary in canaries), "what is looked for is found"
 
 
-def test_strangers_are_told_that_they_are_no_members(private: PrivateSwarm) -> None:
+def test_strangers_are_told_that_they_are_no_members(
+    private: PrivateSwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
     published = shutil.copy(Path(private.swarm, "swarm.toml"), private.directory / "published.toml")
     arguments = (
         "run",
@@ -189,23 +196,13 @@ def test_strangers_are_told_that_they_are_no_members(private: PrivateSwarm) -> N
         private.address,
     )
     where = ("--data-dir", str(private.directory / "stranger"), "--json")
-    stranger = run(*arguments, *where)
-    assert stranger.returncode == 4
-    assert "members only" in stranger.stdout
+    assert execute([*arguments, *where]) == NOT_AUTHORISED
+    assert "members only" in capsys.readouterr().out
     # A client's certificate does not make a host.
-    mere_client = run(
-        "join",
-        private.invite("client"),
-        "--model",
-        private.model,
-        "--data-dir",
-        str(private.directory / "client"),
-        "--listen",
-        "/ip4/127.0.0.1/tcp/0",
-        "--json",
-    )
-    assert mere_client.returncode == 4
-    assert "host" in mere_client.stdout
+    join = ("join", private.invite("client"), "--model", private.model, "--json")
+    where = ("--data-dir", str(private.directory / "client"), "--listen", "/ip4/127.0.0.1/tcp/0")
+    assert execute([*join, *where]) == NOT_AUTHORISED
+    assert "host" in capsys.readouterr().out
 
 
 def test_invited_peers_are_admitted_and_revoked_peers_are_not(private: PrivateSwarm) -> None:

@@ -1,5 +1,6 @@
 """Real nodes and clients in a swarm whose file names a model: they take its weights from each other while no hub answers."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from swarmnet_protocols.models.local_model import SETTLED_NS
 from tests.support.big_model import save_big
-from tests.support.commands import RunningCommand, call
+from tests.support.commands import RunningCommand, call, run
 from tests.support.processes import NodeProcess
 from tests.support.tiny_models import write_gguf
 
@@ -95,7 +96,10 @@ def save_gguf(folder: Path) -> Path:
 def test_a_gguf_file_that_no_hub_has_is_hosted_run_and_served(members: Members, tmp_path: Path) -> None:
     members.join("first", "0:2", str(tmp_path / "model" / "tiny.gguf"))
     members.join("second", "2:3")
-    answer = call("run", members.name, "!!", "--raw", "-n", "4", *members.client("third"))
+    # In a process of its own, which reads the address of no hub from the environment when it starts.
+    done = run("run", members.name, "!!", "--raw", "-n", "4", "--json", *members.client("third"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
     assert len(answer["token_ids"]) == 4
     assert len(answer["route"]) == 2
     assert members.here("third") < (tmp_path / "model" / "tiny.gguf").stat().st_size

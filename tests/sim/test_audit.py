@@ -140,8 +140,7 @@ def test_hosts_of_another_precision_accuse_no_host_and_are_not_accused(reference
 
 
 @pytest.mark.parametrize("liar", ["a2", "b2", "c2"])
-@pytest.mark.parametrize("number", range(2))
-def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str, number: int) -> None:
+def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH, [liar])
 
@@ -152,7 +151,7 @@ def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str
 
         return await used(lab, ["a1", "b1", "c1"], look)
 
-    assert simulate(reference, scenario, seed=number) == reference.greedy(PROMPT, STEPS)
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
 
 
 @pytest.mark.parametrize("framing", ["a1", "c1"], ids=["upstream", "downstream"])

@@ -1,12 +1,13 @@
 """``swarmnet`` commands in processes of their own, run to their end or observed while they run."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -38,12 +39,18 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def call(*arguments: str, stdin: str = "") -> Any:
-    """The JSON that a command prints with ``--json``. Raises ``RuntimeError`` if the command fails."""
-    done = run(*arguments, "--json", stdin=stdin)
-    if done.returncode:
-        raise RuntimeError(f"{arguments}: {done.stdout}{done.stderr}")
-    return json.loads(done.stdout)
+def call(*arguments: str) -> Any:
+    """The JSON that a command prints with ``--json``. Raises ``RuntimeError`` if the command fails.
+
+    It runs in this process: a new one would spend most of its time on imports. ``e2e/test_readme.py`` starts these commands as users do.
+    """
+    from swarmnet.cli import execute
+
+    with redirect_stdout(io.StringIO()) as out:
+        code = execute([*arguments, "--json"])
+    if code:
+        raise RuntimeError(f"{arguments}: {out.getvalue()}")
+    return json.loads(out.getvalue())
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -2,7 +2,7 @@
 
     python -m tests.support.round_memory
 
-Prints the peak memory of three ``diloco`` rounds in float32, above that of Python and its libraries, in vectors per worker: one vector is
+Prints the peak memory of two ``diloco`` rounds in float32, above that of Python and its libraries, in vectors per worker: one vector is
 as large as the parameters. Slices are so large that malloc maps each separately, so freed memory returns to the system at once.
 """
 
@@ -23,7 +23,7 @@ from tests.support.virtual_time import run
 NAMES = ("anna", "boris")
 LARGE = {"hidden_size": 576, "intermediate_size": 1664, "num_hidden_layers": 4}
 """17 million parameters: half of them are just more than the 32 MiB that malloc may keep."""
-ROUNDS = 3
+ROUNDS = 2
 
 
 def status_bytes(field: str, process: int | str = "self") -> int:

@@ -1,6 +1,7 @@
 """The place of modules, and their imports: downwards only."""
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
                 yield from [whole] if whole in known else [node.module] if node.module in known else []
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     known = paths()
     return {name: set(imported(path, known)) - {name} for name, path in known.items()}

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data import BatchSampler, Corpus, Sequences, open_corpus
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model

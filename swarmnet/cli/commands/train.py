@@ -36,6 +36,7 @@ from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
     from swarmnet_node.training.start import WorkerConfig
@@ -78,6 +79,7 @@ def create(
     written = load_job(job)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
+            import_transformers()
             checked = check_job(written.job, cache_dir or default_cache_dir(), report)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
@@ -154,6 +156,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
+            import_transformers()
             from swarmnet_node.training.job_store import (
                 LocalFiles,
                 job_folder,
@@ -236,6 +239,7 @@ def export(
     directory = data_dir or default_data_dir()
     job = check_job_id(job) if job else newest_job(directory)
 
+    import_transformers()
     from swarmnet_node.training.checkpoint import export_model
     from swarmnet_protocols.training.jobs import BYTES
 

@@ -31,6 +31,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         virtual_tokens=virtual_tokens,
     )
     with display(as_json=as_json) as shown, ExitStack() as stack:
+        import_transformers()
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
         from swarmnet_client.tuning.batches import Dataset
