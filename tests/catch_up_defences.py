@@ -4,16 +4,16 @@ from pathlib import Path
 
 from swarmnet_node.training import worker
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catch_up import Move, Position
+from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_training_takeover
 from tests.unit import test_training_catch_up
 
 
 def believe_the_latest(patch: Patch) -> None:
-    def latest(_: Position, votes: dict[PeerId, Position], **__: bool) -> Move:
+    def latest(_: WorkerPosition, votes: dict[PeerId, WorkerPosition], **__: bool) -> CatchUp:
         position = max(votes.values(), key=lambda each: each.round)
-        return Move(position, tuple(peer for peer, each in votes.items() if each == position))
+        return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
 
     patch.setattr(worker, "catch_up", latest)
 

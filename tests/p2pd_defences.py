@@ -10,7 +10,12 @@ from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import process as p2pd_process
-from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionGuard, ConnectionLimits, Use
+from swarmnet_protocols.net.p2pd.connection_limits import (
+    ConnectionGuard,
+    ConnectionLimits,
+    ListedConnection,
+    Use,
+)
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.conformance import test_p2pd_limits
 from tests.defences import Defence, replacing
@@ -18,7 +23,7 @@ from tests.flood_defences import parse_leniently
 from tests.unit import test_connection_limits, test_dht_contacts, test_subnets
 
 
-def close_none(*_: object) -> list[Connection]:
+def close_none(*_: object) -> list[ListedConnection]:
     return []
 
 
@@ -50,7 +55,9 @@ def all_alike(patch: pytest.MonkeyPatch) -> None:
     """Rank every connection as idle."""
     excess = connection_limits.excess
 
-    def blind(there: Iterable[Connection], _worth: object, limits: ConnectionLimits) -> Sequence[Connection]:
+    def blind(
+        there: Iterable[ListedConnection], _worth: object, limits: ConnectionLimits
+    ) -> Sequence[ListedConnection]:
         return excess(there, lambda _: Use.IDLE, limits)
 
     patch.setattr(connection_limits, "excess", blind)

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_protocols.net.limits.resources import Rate, Snapshot
+from swarmnet_protocols.net.limits.resources import Rate, ResourceSnapshot
 from swarmnet_protocols.wire import refusal_pb2
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _host_metrics(host: "Host") -> Iterator[Metric]:
     yield _histogram(counters.token_times)
 
 
-def _resource_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+def _resource_metrics(snapshot: ResourceSnapshot) -> Iterator[Metric]:
     used = _labelled(GaugeMetricFamily, "resource_used", "Amount that peers hold.", "resource")
     limit = _labelled(GaugeMetricFamily, "resource_limit", "Limit for all peers together.", "resource")
     refused = _labelled(

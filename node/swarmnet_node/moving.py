@@ -51,7 +51,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBlocks:
     """Blocks that are ready to be served, and the measured seconds of one token through them."""
 
     stage: Stage
@@ -72,10 +72,10 @@ class Movable(Protocol):
     def has_room_for(self, blocks: int) -> bool:
         """Whether the memory has room for ``blocks`` more blocks beside the present ones."""
 
-    async def load(self, span: tuple[int, int]) -> Loaded:
+    async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
 
-    async def switch(self, loaded: Loaded, drain_s: float) -> None:
+    async def switch(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
 
     async def try_to_announce(self) -> None: ...

@@ -24,7 +24,7 @@ from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
-from swarmnet_node.moving import Loaded, Mover, Placed
+from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
@@ -339,13 +339,13 @@ class Node:
         stage = self._engine.stage
         return self._hosting.has_room(blocks * stage.weight_bytes // stage.blocks)
 
-    async def load(self, span: tuple[int, int]) -> Loaded:
+    async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises what loading raises."""
         # Not on the torch thread, where sessions go on.
         stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
-        return Loaded(stage, await self._measure(stage))
+        return LoadedBlocks(stage, await self._measure(stage))
 
-    async def switch(self, loaded: Loaded, drain_s: float) -> None:
+    async def switch(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
         host, former, former_context = self._host, self._engine, self._engine_context
         if host is None or former is None or self.next is None:

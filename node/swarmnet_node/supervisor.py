@@ -29,7 +29,7 @@ from swarmnet_node.engine.memory_account import (
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
+from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, Pause, Run, decide
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
@@ -53,7 +53,7 @@ class Machine(Protocol):
     def observe(self, limits: Limits) -> Observed:
         """The facts on which ``limits`` depend at this moment. May take seconds: called on another thread."""
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> MonthlyUsage: ...
 
     def ram_bytes(self) -> int:
         """Resident memory of the node and p2pd."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from swarmnet.dashboard.history import DAY_S, History
 from swarmnet.dashboard.observations import Snapshot
-from swarmnet.dashboard.sampling import Sampler
+from swarmnet.dashboard.sampling import HistorySampler
 from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.aio import cancel
@@ -106,7 +106,7 @@ class Feed:
     def __init__(self, source: SnapshotSource, history: History) -> None:
         self.history = history
         self._source = source
-        self._sampler = Sampler()
+        self._sampler = HistorySampler()
         self._viewers: set[Viewer] = set()
         self._peaks: dict[bytes, int] = {}
         self._peaks_at_s = 0.0

@@ -29,7 +29,7 @@ class SwarmInfo:
 
 
 @dataclass(frozen=True)
-class Announcement:
+class AnnouncedHost:
     """A host's record in the directory."""
 
     manifest: bytes
@@ -59,7 +59,7 @@ class PeerObservation:
 
     peer: PeerId
     first_seen_s: float
-    announced: Announcement | None = None
+    announced: AnnouncedHost | None = None
     announced_at_s: float = 0.0
     """When the newest record was received."""
     newest: TimedReport | None = None
@@ -133,7 +133,7 @@ class PeerTracker:
             return
         self._sequence = record.sequence
         info, body = record.info, record.body
-        announced = Announcement(
+        announced = AnnouncedHost(
             manifest=body.manifest,
             start=info.start,
             end=info.end,

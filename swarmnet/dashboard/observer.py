@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 from swarmnet.dashboard.counts import Totals
 from swarmnet.dashboard.observations import JobObservation, PeerTracker, Snapshot, SwarmInfo
-from swarmnet.dashboard.peer_selection import Candidate, select_peers
+from swarmnet.dashboard.peer_selection import PollCandidate, select_peers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
 from swarmnet_protocols.directory.host_announcements import Announced, HostSample
@@ -251,7 +251,7 @@ class Observer:
             seen = tracker.observation if tracker is not None else None
             first_seen_s = seen.first_seen_s if seen is not None else now_s
             candidates.append(
-                Candidate(
+                PollCandidate(
                     peer,
                     addresses.get(peer, tracker.addresses if tracker is not None else ()),
                     0.0 if peer == own_id else first_seen_s,

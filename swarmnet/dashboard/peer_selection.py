@@ -21,7 +21,7 @@ UNKNOWN_SHARE = 8
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PollCandidate:
     """A peer that may be polled, with what its rank depends on. ``since_s``: Unix time at which it was first seen."""
 
     peer: PeerId
@@ -34,7 +34,7 @@ class Candidate:
     """Failed polls since the last one that succeeded."""
 
 
-def select_peers(candidates: Collection[Candidate], slots: int, salt: bytes) -> set[PeerId]:
+def select_peers(candidates: Collection[PollCandidate], slots: int, salt: bytes) -> set[PeerId]:
     """The peers to poll, at most ``slots``."""
     if len(candidates) <= slots:
         return {each.peer for each in candidates}
@@ -53,9 +53,9 @@ def select_peers(candidates: Collection[Candidate], slots: int, salt: bytes) -> 
     return {each.peer for each in selected}
 
 
-def _subnet_ranks(candidates: Iterable[Candidate], salt: bytes) -> Mapping[PeerId, int]:
+def _subnet_ranks(candidates: Iterable[PollCandidate], salt: bytes) -> Mapping[PeerId, int]:
     """Each peer's position in its subnet. A peer with addresses in several subnets has the worst of its positions."""
-    members: dict[str, list[Candidate]] = defaultdict(list)
+    members: dict[str, list[PollCandidate]] = defaultdict(list)
     for each in candidates:
         for subnet in subnets_of(each.addresses):
             members[subnet].append(each)

@@ -5,7 +5,7 @@ from typing import Any
 
 from swarmnet.addresses import PEER_ID
 from swarmnet.dashboard.counts import MAX_PER_SECOND
-from swarmnet.dashboard.observations import GONE_SHOWN_S, Announcement, PeerObservation, TimedReport
+from swarmnet.dashboard.observations import GONE_SHOWN_S, AnnouncedHost, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 
@@ -114,7 +114,7 @@ def _last_seen_s(seen: PeerObservation) -> float:
     return max(seen.first_seen_s, seen.announced_at_s, seen.newest.at_s if seen.newest else 0.0)
 
 
-def _announced(announced: Announcement) -> dict[str, Any]:
+def _announced(announced: AnnouncedHost) -> dict[str, Any]:
     relayed = {None: "unknown", True: "relayed", False: "direct"}
     return {
         "name": announced.public_name or None,

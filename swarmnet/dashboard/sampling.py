@@ -15,7 +15,7 @@ ALL_MODELS = ""
 """Name under which the sums over all models are stored."""
 
 
-class Sampler:
+class HistorySampler:
     """Returns the samples that are due. Each method takes every snapshot, in order; ``body`` is the state's JSON."""
 
     def __init__(self) -> None:

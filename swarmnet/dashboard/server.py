@@ -21,7 +21,7 @@ from swarmnet.dashboard.observations import SwarmInfo
 from swarmnet.dashboard.observer import Observer, ObserverDependencies
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, protect
-from swarmnet.web.server import Endpoint, serve_http
+from swarmnet.web.server import HttpEndpoint, serve_http
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 
@@ -69,7 +69,7 @@ class ServerConfig:
 @asynccontextmanager
 async def run_dashboard(
     dependencies: ObserverDependencies, file: SwarmFile, history_dir: Path, config: ServerConfig
-) -> AsyncIterator[Endpoint]:
+) -> AsyncIterator[HttpEndpoint]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
     Each swarm has a history of its own in a folder within ``history_dir``. Raises ``ConfigError`` if the history cannot be
@@ -100,7 +100,7 @@ def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
 
 
 @asynccontextmanager
-async def serve(feed: Feed, config: ServerConfig) -> AsyncIterator[Endpoint]:
+async def serve(feed: Feed, config: ServerConfig) -> AsyncIterator[HttpEndpoint]:
     """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be bound or needs a key."""
     access = AccessPolicy(keys=config.api_keys(), host_names=config.host_names, basic_auth=True)
     app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)

@@ -56,7 +56,7 @@ class ListenAddress:
 
 
 @dataclass(frozen=True)
-class Swarm:
+class SwarmFacts:
     """The swarm file and the certificate of this machine. ``error`` and ``hint`` say why the file cannot be used."""
 
     name: str
@@ -107,7 +107,7 @@ class Facts:
     node_advice: str = ""
     """What would let other peers reach that node directly; empty if they do."""
     listening: Sequence[ListenAddress] = ()
-    swarm: Swarm | None = None
+    swarm: SwarmFacts | None = None
     peers: Sequence[BootstrapPeer] = ()
     local_peers: int = 0
     """Peers of the swarm that mDNS found in the local network, without this machine's node."""

@@ -205,7 +205,7 @@ def examine_listen_address(address: str) -> facts.ListenAddress:
 
 def examine_swarm(
     name: str | None, data_dir: Path, bootstrap: Sequence[str]
-) -> "tuple[facts.Swarm | None, Entry | None]":
+) -> "tuple[facts.SwarmFacts | None, Entry | None]":
     """The swarm file and the certificate with which ``data_dir`` would enter the swarm; an invite is not redeemed."""
     if name is None:
         return None, None
@@ -214,17 +214,17 @@ def examine_swarm(
 
     if is_invite(name):
         hint = "swarmnet join INVITE redeems it; after that, give the doctor the name of the swarm"
-        return facts.Swarm("", "this is an invite, and the doctor does not redeem invites", hint), None
+        return facts.SwarmFacts("", "this is an invite, and the doctor does not redeem invites", hint), None
     try:
         entry = entering.enter(name, data_dir, bootstrap)
     except SwarmnetError as error:
-        return facts.Swarm(name, str(error), error.hint), None
+        return facts.SwarmFacts(name, str(error), error.hint), None
     file = entry.file
     not_after = file.not_after.timestamp() if file.not_after else None
     if entry.folder is None:
-        return facts.Swarm(file.name, not_after=not_after, mdns=file.mdns), entry
+        return facts.SwarmFacts(file.name, not_after=not_after, mdns=file.mdns), entry
     refusal, until = _certificate(entry)
-    return facts.Swarm(file.name, "", "", not_after, file.mdns, True, refusal, until), entry
+    return facts.SwarmFacts(file.name, "", "", not_after, file.mdns, True, refusal, until), entry
 
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class HttpEndpoint:
     """A server that is running at ``url``."""
 
     url: str
@@ -41,12 +41,12 @@ class Endpoint:
 @asynccontextmanager
 async def serve_http(
     app: Any, host: str, port: int, *, drain_s: float = 1.0, option: str = "--port"
-) -> AsyncIterator[Endpoint]:
+) -> AsyncIterator[HttpEndpoint]:
     """Serve the ASGI ``app`` on ``host`` while the context is open. Port 0 picks a free port.
 
     On exit, running requests may finish for ``drain_s`` seconds; then their connections are aborted, so that an open event stream
     cannot block the shutdown. Sets no signal handlers and sends no ASGI lifespan events. A server that fails is logged; await
-    ``Endpoint.failed`` to notice it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
+    ``HttpEndpoint.failed`` to notice it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
     """
     listener = listen(host, port, option=option)
     config = uvicorn.Config(
@@ -65,7 +65,7 @@ async def serve_http(
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     task.add_done_callback(_log_failure)
     try:
-        yield Endpoint(local_url(host, listener.getsockname()[1]), task)
+        yield HttpEndpoint(local_url(host, listener.getsockname()[1]), task)
     finally:
         server.should_exit = True
         abort_timer = asyncio.get_running_loop().call_later(drain_s, server.abort_connections)

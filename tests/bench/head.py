@@ -14,7 +14,7 @@ import torch
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
-from swarmnet_client.model.packed import MAX_ROWS, PackedLinear
+from swarmnet_client.model.packed import MAX_ROWS, PackedHead
 from swarmnet_protocols.models import resolve
 
 MODEL = "smollm2-135m-instruct"
@@ -30,7 +30,7 @@ def main() -> None:
     local = resolve(MODEL, cache_dir=default_cache_dir())
     model = load_local_layers(local, LoadOptions(torch.float32, torch.device("cpu")))
     head = model.get_output_embeddings()
-    if not isinstance(head, PackedLinear):
+    if not isinstance(head, PackedHead):
         raise SystemExit("this machine has no compiler, so there is nothing to compare")
     ways = {"packed": head, "torch": lambda states: torch.nn.functional.linear(states, head.weight)}
     other = torch.zeros(OTHER_DATA_FLOATS)

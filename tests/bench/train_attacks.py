@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_protocols.training.rounds.averaging import Rules
+from swarmnet_protocols.training.rounds.averaging import AggregationRules
 from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
 from tests.support.training_workers import copy_sources
 
@@ -38,7 +38,7 @@ def main() -> None:
         print(json.dumps({"bench": "train_attacks", "clean_val_loss": round(clean, 4)}), flush=True)
         for road in arguments.aggregate:
             job = attack_job(folder, road.removeprefix("plain "), **length)
-            rules = Rules() if road == "plain mean" else None
+            rules = AggregationRules() if road == "plain mean" else None
             for attack in arguments.attack:
                 for bad in (3, 7):
                     trained = train(job, folder, bad, ATTACKS[attack], rules=rules)

@@ -26,7 +26,7 @@ import torch
 
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.batches import Dataset
-from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach
+from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.models import resolve
 from tests.support.commands import RunningCommand
@@ -62,13 +62,13 @@ def whole_model(cache: Path) -> Any:
     return resolve(MODEL, cache_dir=cache).load_whole(dtype=torch.float32, device=torch.device("cpu"))
 
 
-def tune_locally(dataset: Dataset, settings: Settings, cache: Path) -> list[dict[str, Any]]:
+def tune_locally(dataset: Dataset, settings: TuneSettings, cache: Path) -> list[dict[str, Any]]:
     """Plain PEFT on the plain model: the events of a run."""
     tuner = Tuner(attach(whole_model(cache), MODEL, settings), dataset, settings)
     return list(tuner.run(evaluate_every=dataset.steps_per_epoch))
 
 
-def tune_through(lab: Swarm, data: Path, out: Path, settings: Settings) -> list[dict[str, Any]]:
+def tune_through(lab: Swarm, data: Path, out: Path, settings: TuneSettings) -> list[dict[str, Any]]:
     """``swarmnet tune``: its events."""
     options = {
         "--data": data,
@@ -143,9 +143,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--churn", type=float, default=0.0, help="seconds between kills; 0: none")
     arguments = parser.parse_args()
-    settings = Settings(
-        Method.LORA,
-        LEARNING_RATES[Method.LORA],
+    settings = TuneSettings(
+        TuneMethod.LORA,
+        LEARNING_RATES[TuneMethod.LORA],
         steps=arguments.steps,
         batch_size=arguments.batch,
         max_length=MAX_LENGTH,

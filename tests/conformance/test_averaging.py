@@ -10,7 +10,7 @@ import uvloop
 
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import Averager, Member, Outcome, RoundTiming
+from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundMember, RoundTiming
 from tests.support.training_lab import JOB
 
 from .conftest import LOOPBACK
@@ -36,7 +36,7 @@ def test_three_workers_average_and_two_continue_when_one_is_gone(tmp_path: Path)
                     P2pdTransport.create(P2pdConfig(tmp_path / "leaving", listen=LOOPBACK))
                 )
             )
-            members = [Member(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
+            members = [RoundMember(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
             exchanges = [
                 await stack.enter_async_context(Averager(each, JOB, timing=TIMING)) for each in transports
             ]

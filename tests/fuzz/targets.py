@@ -63,7 +63,7 @@ MAX_RSS_MIB = 3000
 MAX_INPUT_S = 5
 HIDDEN = 8
 NOW = 1_800_000_000.0
-SHAPE = messages.Shape(members=4, slices=3)
+SHAPE = messages.RoundShape(members=4, slices=3)
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk")
 SPEC = ProtocolSpec("/test/1", max_header_bytes=1 << 12, max_payload_bytes=1 << 16)
 
@@ -263,7 +263,7 @@ def read_invite(data: bytes) -> None:
 
 
 def invite_seeds() -> list[bytes]:
-    terms = invites.Terms(ANY_ROLE, int(NOW) + 60)
+    terms = invites.InviteTerms(ANY_ROLE, int(NOW) + 60)
     return [invites.make_invite(terms, swarm=SWARM, key=Identity.from_seed(b"a"), bootstrap=[]).encode()]
 
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
-from swarmnet_protocols.membership.invites import Terms, make_invite, open_redemption, read_invite, redemption
+from swarmnet_protocols.membership.invites import (
+    InviteTerms,
+    make_invite,
+    open_redemption,
+    read_invite,
+    redemption,
+)
 from swarmnet_protocols.membership.membership import admit
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, RevokedIds, open_list, sign_list
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules
@@ -28,7 +34,7 @@ ALICE = Identity.from_seed(b"alice").peer_id
 RULES = Rules(SWARM, Admission.CERTIFICATE, {AUTHORITY.public_key: math.inf})
 ROLES = frozenset({Role.CLIENT, Role.HOST})
 INVITE = make_invite(
-    Terms(ROLES, int(NOW) + 60), swarm=SWARM, key=AUTHORITY, bootstrap=["/ip4/192.0.2.1/tcp/1/p2p/x"]
+    InviteTerms(ROLES, int(NOW) + 60), swarm=SWARM, key=AUTHORITY, bootstrap=["/ip4/192.0.2.1/tcp/1/p2p/x"]
 )
 SHOWN = redemption(read_invite(INVITE, now=NOW), ALICE)
 

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import Rules
+from swarmnet_protocols.training.rounds.averaging import AggregationRules
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
@@ -52,15 +52,15 @@ def bundle(payloads: Sequence[tuple[int, Contribution]], hashes: Mapping[int, by
     return Result(result_hash(summary, data), summary, data)
 
 
-RULES = Rules()
+RULES = AggregationRules()
 
 
-def reader(me: int = 3, rules: Rules = RULES) -> ResultReader:
+def reader(me: int = 3, rules: AggregationRules = RULES) -> ResultReader:
     return ResultReader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
 
 
 def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
-    reduced = reduce_slice(TERMS, Rules(), PAYLOADS)
+    reduced = reduce_slice(TERMS, AggregationRules(), PAYLOADS)
     assert reduced is not None
     result, values = reduced
     assert result.payload == b"".join(payload.data for _, payload in PAYLOADS)
@@ -106,7 +106,9 @@ def test_a_bundle_with_an_invalid_contribution_is_refused() -> None:
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
         reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
     unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
-    rules = Rules(screen=lambda rows, _: ["too long" if torch.equal(row, unwanted) else "" for row in rows])
+    rules = AggregationRules(
+        screen=lambda rows, _: ["too long" if torch.equal(row, unwanted) else "" for row in rows]
+    )
     with pytest.raises(ProtocolViolation, match="member 1 is in a bundle, but too long"):
         reader(rules=rules).read(bundle(PAYLOADS))
     with pytest.raises(ProtocolViolation, match="weight 1e\\+300 is above"):
@@ -122,7 +124,7 @@ def test_an_invalid_weight_is_refused(weight: float) -> None:
 def test_a_contribution_that_does_not_decode_is_left_out_of_the_bundle() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
     broken = Contribution.of(1.0, garbage)
-    reduced = reduce_slice(TERMS, Rules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
+    reduced = reduce_slice(TERMS, AggregationRules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
     assert reduced is not None
     assert len(reduced[0].payload) == TERMS.result_bytes(2)
     assert torch.equal(reader().read(reduced[0]), reduced[1])

@@ -12,7 +12,7 @@ from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import Member, Outcome, Rules
+from swarmnet_protocols.training.rounds.averaging import AggregationRules, Outcome, RoundMember
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     ResultReader,
@@ -20,7 +20,7 @@ from swarmnet_protocols.training.rounds.reduction import (
     read_summary,
     reduce_slice,
 )
-from swarmnet_protocols.training.rounds.terms import Terms
+from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
 from tests.support.refusals import final_refusal
@@ -66,7 +66,7 @@ def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution
 
 
 def test_a_contribution_that_is_screened_out_or_too_heavy_is_left_out_and_named() -> None:
-    rules = Rules(
+    rules = AggregationRules(
         screen=lambda rows, _: ["too long" if row.norm() > 1e4 else "" for row in rows], max_weight=10.0
     )
     lab = TrainingLab(4, rules=rules)
@@ -87,21 +87,21 @@ def test_a_contribution_or_result_without_its_hash_does_not_count() -> None:
         (1, replace(Contribution.of(1.0, good), data=other)),
         (2, Contribution.of(1.0, good[:-1])),
     ]
-    reduced = reduce_slice(terms, Rules(), payloads)
+    reduced = reduce_slice(terms, AggregationRules(), payloads)
     assert reduced is not None
     result, values = reduced
     summary = read_summary(terms, 3, result.summary)
     assert [each.member for each in summary.contributors] == [0]
     assert [each.member for each in summary.excluded] == [1, 2]
     assert values.tolist() == [1.0, 2.0]
-    reader = ResultReader(terms, Rules(), 3, 2, None)
+    reader = ResultReader(terms, AggregationRules(), 3, 2, None)
     assert reader.read(result).tolist() == [1.0, 2.0]
     with pytest.raises(ProtocolViolation, match="hash"):
         reader.read(replace(result, payload=other))
 
 
 def test_contributions_that_all_fail_discard_the_round() -> None:
-    lab = TrainingLab(3, rules=Rules(screen=lambda rows, _: ["no"] * len(rows)))
+    lab = TrainingLab(3, rules=AggregationRules(screen=lambda rows, _: ["no"] * len(rows)))
     for outcome in averaged(lab, Work.random(lab, SIZE)).values():
         assert not outcome.committed
         assert not outcome.behind
@@ -113,7 +113,7 @@ def test_remaining_contributions_are_screened_again() -> None:
     def first_of_many(rows: torch.Tensor, _: torch.Tensor) -> list[str]:
         return [f"one of {len(rows)}" if len(rows) > 2 and not index else "" for index in range(len(rows))]
 
-    rules = Rules(screen=first_of_many)
+    rules = AggregationRules(screen=first_of_many)
     lab = TrainingLab(4, rules=rules)
     for outcome in averaged(lab, Work.random(lab, SIZE)).values():
         assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
@@ -121,7 +121,7 @@ def test_remaining_contributions_are_screened_again() -> None:
 
 
 def test_contributions_are_combined_by_the_rules() -> None:
-    lab = TrainingLab(3, rules=Rules(aggregate=lambda rows, _: rows.amax(dim=0)))
+    lab = TrainingLab(3, rules=AggregationRules(aggregate=lambda rows, _: rows.amax(dim=0)))
     work = Work.random(lab, SIZE)
     outcomes = simulate(lambda lab: lab.average(work), lab)
     for outcome in outcomes.values():
@@ -148,13 +148,13 @@ def test_a_member_with_another_roster_is_refused_and_ends_behind() -> None:
     odd = lab.peers[3]
 
     async def scenario(lab: TrainingLab) -> list[Outcome]:
-        def call(peer: PeerId, members: list[Member]) -> "asyncio.Future[Outcome]":
+        def call(peer: PeerId, members: list[RoundMember]) -> "asyncio.Future[Outcome]":
             exchange = lab.exchanges[peer]
             return asyncio.ensure_future(
                 exchange.average(0, members, work.values[peer], weight=1.0, codec=work.codec)
             )
 
-        others = [Member(PEERS[9], (), 1e6), *lab.members()[1:]]
+        others = [RoundMember(PEERS[9], (), 1e6), *lab.members()[1:]]
         calls = [call(peer, others if peer == odd else lab.members()) for peer in lab.peers]
         return await asyncio.gather(*calls)
 
@@ -188,7 +188,7 @@ def test_a_message_out_of_bounds_ends_only_its_stream(request_: pb.ExchangeReque
     work = Work.random(lab, SIZE)
     members = lab.members()
     bad, target = lab.peers[1], lab.peers[0]
-    terms = Terms.of(JOB, 0, members, SIZE, work.codec)
+    terms = RoundTerms.of(JOB, 0, members, SIZE, work.codec)
 
     async def lie() -> str:
         hello = pb.Hello(exchange_number=0, agreement=terms.digest())
@@ -220,7 +220,7 @@ def test_a_message_out_of_bounds_ends_only_its_stream(request_: pb.ExchangeReque
 def test_a_peer_outside_the_roster_is_refused() -> None:
     lab = TrainingLab(3)
     work = Work.random(lab, SIZE)
-    terms = Terms.of(JOB, 0, lab.members(), SIZE, work.codec)
+    terms = RoundTerms.of(JOB, 0, lab.members(), SIZE, work.codec)
 
     async def scenario(lab: TrainingLab) -> str:
         async with lab.network.transport(PEERS[12]) as stranger:

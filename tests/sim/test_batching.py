@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet_client.batching.continuous_batching import Batcher, Busy, Limits
+from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Busy
 from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.support.batching import all_answered, answered, batcher, head_of, request
@@ -35,7 +35,7 @@ def test_sequences_of_mixed_lengths_give_what_each_gives_alone(reference: Refere
 
     async def scenario(lab: Lab) -> list[list[int]]:
         await start(lab)
-        async with batcher(lab, Limits(active=12, waiting=99)) as (running, _):
+        async with batcher(lab, BatchLimits(active=12, waiting=99)) as (running, _):
             return await all_answered(running, wanted)
 
     expected = [reference.greedy(list(each.ids), each.max_tokens) for each in wanted]
@@ -164,7 +164,7 @@ def test_a_seeded_answer_does_not_depend_on_other_requests(reference: Reference)
 def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
-        async with batcher(lab, Limits(active=1, waiting=1)) as (running, _):
+        async with batcher(lab, BatchLimits(active=1, waiting=1)) as (running, _):
             async with running.answer(request([5, 6, 7], 400)) as answer:
                 waiting = asyncio.create_task(answered(running, request([1, 2], 3)))
                 async for _token in answer:
@@ -187,7 +187,7 @@ def test_a_waiting_request_may_leave(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
         async with (
-            batcher(lab, Limits(active=1, waiting=2)) as (running, _),
+            batcher(lab, BatchLimits(active=1, waiting=2)) as (running, _),
             running.answer(request([5], 4)) as first,
         ):
             gone = asyncio.create_task(answered(running, request([6], 4)))
@@ -204,7 +204,7 @@ def test_a_waiting_request_may_leave(reference: Reference) -> None:
 def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
-        async with batcher(lab, Limits(active=2, waiting=1)) as (running, _):
+        async with batcher(lab, BatchLimits(active=2, waiting=1)) as (running, _):
             tasks = [asyncio.create_task(answered(running, request([number], 5))) for number in (5, 6, 7, 8)]
             done = await asyncio.gather(*tasks, return_exceptions=True)
             assert done[:3] == [reference.greedy([number], 5) for number in (5, 6, 7)]
@@ -241,7 +241,7 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
 def test_a_reused_sequence_frees_its_old_caches(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
-        async with batcher(lab, Limits(active=1)) as (running, _):
+        async with batcher(lab, BatchLimits(active=1)) as (running, _):
             await answered(running, request(list(range(2, 90)) * 5, 2))
             large = lab.cache_bytes()["a"]
             await answered(running, request([5, 6], 2))
@@ -306,7 +306,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
                 async with lab.chain(swarm) as chain:
                     yield Breaking(chain, 4) if opened <= 3 else chain
 
-            async with Batcher.run(head_of(reference.local), open_chain, Limits()) as running:
+            async with Batcher.run(head_of(reference.local), open_chain, BatchLimits()) as running:
                 return await all_answered(running, [request([5, 6, 7], 20), request([8], 20)]), opened
 
     answers, opened = simulate(reference, scenario)
@@ -325,7 +325,7 @@ def test_an_answer_without_progress_is_given_up(reference: Reference) -> None:
             raise Unreachable("never works")
             yield
 
-        async with Batcher.run(head_of(reference.local), open_chain, Limits()) as running:
+        async with Batcher.run(head_of(reference.local), open_chain, BatchLimits()) as running:
             with pytest.raises(Unreachable, match="never works"):
                 await answered(running, request([5], 3))
         return opened

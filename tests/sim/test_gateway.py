@@ -11,7 +11,7 @@ import torch
 
 from swarmnet.gateway.app import FIRST_TOKEN_S
 from swarmnet.gateway.responses import KEEP_ALIVE_S
-from swarmnet_client.batching.continuous_batching import Limits
+from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_protocols.timing import Timing
 from tests.support.gateway import (
     SPANS,
@@ -88,7 +88,7 @@ def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -
         return [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*asked)]
 
     expected = [words(tiny.greedy(prompt, 3 + len(prompt))) for prompt in prompts]
-    assert served(tiny, scenario, limits=Limits(active=8, waiting=20)) == expected
+    assert served(tiny, scenario, limits=BatchLimits(active=8, waiting=20)) == expected
 
 
 def test_prompts_are_reused_within_a_key_a_user_and_a_salt(tiny: Reference) -> None:

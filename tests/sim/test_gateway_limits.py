@@ -7,7 +7,7 @@ import pytest
 
 from swarmnet.gateway.quotas import Quota
 from swarmnet.gateway.tokenization import PIECE_CHARS
-from swarmnet_client.batching.continuous_batching import Limits
+from swarmnet_client.batching.continuous_batching import BatchLimits
 from tests.support.gateway import Caller, chat_body, completion_body, refused, served
 from tests.support.swarm_lab import Lab, Reference
 
@@ -66,7 +66,7 @@ def test_requests_beyond_the_queue_are_refused_with_retry_after(tiny: Reference)
         assert max(took) < 0.1
         return len(busy)
 
-    assert served(tiny, scenario, limits=Limits(active=4, waiting=4)) > 20
+    assert served(tiny, scenario, limits=BatchLimits(active=4, waiting=4)) > 20
 
 
 QUOTAS = {
@@ -148,7 +148,7 @@ def test_more_choices_than_the_batcher_can_hold_are_invalid(tiny: Reference) -> 
         assert refused(await caller.complete(n=3, max_tokens=1)) == (503, None, "overloaded")
         assert (await first).status_code == 200
 
-    served(tiny, scenario, limits=Limits(active=2, waiting=2))
+    served(tiny, scenario, limits=BatchLimits(active=2, waiting=2))
 
 
 def test_a_choice_ended_by_a_stop_string_raises_the_batchers_estimate(tiny: Reference) -> None:

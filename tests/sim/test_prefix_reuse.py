@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_client.batching.continuous_batching import Limits
+from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.sequences import FRESH, Answer, Request
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.host_limits import HostLimits
@@ -91,7 +91,7 @@ def test_no_caches_are_reused_for_another_owner(reference: Reference) -> None:
 
     async def scenario(lab: Lab) -> None:
         await start(lab)
-        async with batcher(lab, Limits(active=2)) as (running, _):
+        async with batcher(lab, BatchLimits(active=2)) as (running, _):
             await answered(running, replace(request(prompt(0), TOKENS), owner="one"))
             wanted = [replace(request(prompt(0), TOKENS), owner=owner) for owner in ("two", "one", "three")]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.limits import Limits, MonthlyUsage
 from swarmnet_node.supervisor import GOVERN_S, OBSERVE_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
@@ -196,7 +196,7 @@ def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) ->
         ),
         (
             Limits(monthly_bytes=1000),
-            lambda machine: setattr(machine, "used", Usage("2026-11", 600, 400)),
+            lambda machine: setattr(machine, "used", MonthlyUsage("2026-11", 600, 400)),
             lambda machine: machine.see(now=MONDAY_NOON.replace(month=12)),
             "used up",
         ),

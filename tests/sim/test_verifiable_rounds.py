@@ -16,7 +16,7 @@ from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.rounds import round_runner
 from swarmnet_protocols.training.rounds import terms as terms_module
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
-from swarmnet_protocols.training.rounds.averaging import Averager, Rules
+from swarmnet_protocols.training.rounds.averaging import AggregationRules, Averager
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
@@ -26,7 +26,7 @@ from swarmnet_protocols.training.rounds.reduction import (
     result_hash,
 )
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
-from swarmnet_protocols.training.rounds.terms import Terms
+from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
 from tests.support.training_lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work
@@ -45,7 +45,7 @@ def robust(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return aggregate("median", rows, weights)
 
 
-ROBUST = Rules(aggregate=robust, verifiable=True)
+ROBUST = AggregationRules(aggregate=robust, verifiable=True)
 
 
 def bundle(terms: SliceTerms, payloads: Payloads) -> Result:
@@ -89,13 +89,15 @@ LIES = [another_average, other_contributions, its_own_signature, only_its_own]
 
 
 def average_with(
-    lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: Rules, codec: str = "float32"
+    lie: Lie, count: int, patch: pytest.MonkeyPatch, rules: AggregationRules, codec: str = "float32"
 ) -> tuple[Work, Outcomes]:
     """A round of ``count`` members, of which the liar reduces its slice as ``lie`` has it."""
     lab = TrainingLab(count, rules=rules)
     work = Work.random(lab, COUNT, codec)
 
-    def reduce(terms: SliceTerms, rules: Rules, payloads: Payloads) -> tuple[Result, torch.Tensor] | None:
+    def reduce(
+        terms: SliceTerms, rules: AggregationRules, payloads: Payloads
+    ) -> tuple[Result, torch.Tensor] | None:
         if terms.index != LIAR:
             return reduce_slice(terms, rules, payloads)
         return lie(terms, payloads), torch.full((terms.count,), 1e6)
@@ -150,7 +152,7 @@ def test_honest_members_commit_what_the_rule_makes_of_all_contributions(codec: s
             assert torch.equal(outcome.average[start:end], robust(torch.stack(rows), weights))
 
 
-def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:
+def signed(terms: RoundTerms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:
     payload = Contribution.of(1.0, terms.codec.encode(values))
     key = IDENTITIES[terms.members[member].peer]
     return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
@@ -159,15 +161,15 @@ def signed(terms: Terms, member: int, values: torch.Tensor, *, index: int = 0) -
 def test_a_contribution_to_another_round_slice_or_job_is_refused() -> None:
     members = TrainingLab(4).members()
     codec = get_codec("float32")
-    here = Terms.of(JOB, 7, members, COUNT, codec, verifiable=True)
+    here = RoundTerms.of(JOB, 7, members, COUNT, codec, verifiable=True)
     values = torch.ones(here.slice(0).count)
     good = [(member, signed(here, member, values)) for member in range(3)]
     reader = ResultReader(here.slice(0), ROBUST, 4, 3, None)
     assert torch.equal(reader.read(bundle(here.slice(0), good)), values)
     elsewhere = [
-        (Terms.of(JOB, 6, members, COUNT, codec, verifiable=True), 0),
+        (RoundTerms.of(JOB, 6, members, COUNT, codec, verifiable=True), 0),
         (here, 1),
-        (Terms.of(bytes(32), 7, members, COUNT, codec, verifiable=True), 0),
+        (RoundTerms.of(bytes(32), 7, members, COUNT, codec, verifiable=True), 0),
     ]
     for terms, index in elsewhere:
         replayed = [*good[:2], (2, signed(terms, 2, values, index=index))]
@@ -183,7 +185,7 @@ def test_a_worker_without_a_key_cannot_take_part() -> None:
     with pytest.raises(ConfigError, match="need a key"):
         Averager(lab.network.transport(lab.peers[0]), JOB, rules=ROBUST)
     with pytest.raises(ConfigError, match="cannot sign"):
-        Terms.of(
+        RoundTerms.of(
             JOB,
             0,
             [replace(lab.members()[0], peer=PeerId("QmNoKey"))],

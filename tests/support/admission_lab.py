@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.joining.admission import Admissions, request_admission
-from swarmnet_protocols.membership.invites import Invite, Terms, make_invite, read_invite, redemption
+from swarmnet_protocols.membership.invites import Invite, InviteTerms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
@@ -58,7 +58,7 @@ class World:
         return await self._stack.enter_async_context(context)
 
     def invite(self, *bootstrap: str, uses: int = 1, not_after: float = EPOCH + 3600) -> Invite:
-        terms = Terms(frozenset({Role.CLIENT}), int(not_after), uses)
+        terms = InviteTerms(frozenset({Role.CLIENT}), int(not_after), uses)
         text = make_invite(terms, swarm=self.swarm.rules.swarm, key=AUTHORITY, bootstrap=bootstrap)
         return read_invite(text, now=EPOCH)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_client.batching.continuous_batching import Batcher, Limits
+from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.batching.sequences import Answer, Request
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.model.sampling import Sampling
@@ -24,11 +24,13 @@ def head_of(local: LocalModel) -> LmHead:
 
 @asynccontextmanager
 async def batcher(
-    lab: Lab, limits: Limits | None = None, client: str = "client"
+    lab: Lab, limits: BatchLimits | None = None, client: str = "client"
 ) -> AsyncIterator[tuple[Batcher, Swarm]]:
     async with (
         lab.client(client) as swarm,
-        Batcher.run(head_of(lab.reference.local), lambda: lab.chain(swarm), limits or Limits()) as running,
+        Batcher.run(
+            head_of(lab.reference.local), lambda: lab.chain(swarm), limits or BatchLimits()
+        ) as running,
     ):
         yield running, swarm
 

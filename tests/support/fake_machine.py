@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from swarmnet_node.owner.limits import Limits, Observed, Usage
+from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's clock shows it
 
@@ -13,7 +13,7 @@ class FakeMachine:
     """The machine's state as a supervisor observes it, and the calls that it made."""
 
     seen: Observed = field(default_factory=lambda: Observed(MONDAY_NOON, idle_s=None, on_battery=False))
-    used: Usage = field(default_factory=lambda: Usage("2026-11"))
+    used: MonthlyUsage = field(default_factory=lambda: MonthlyUsage("2026-11"))
     ram: int = 0
     free: int = 1 << 40
     enforced: list[Limits] = field(default_factory=list)
@@ -26,7 +26,7 @@ class FakeMachine:
     def observe(self, limits: Limits) -> Observed:
         return self.seen if limits.idle_only else replace(self.seen, idle_s=None)
 
-    def usage(self) -> Usage:
+    def usage(self) -> MonthlyUsage:
         return self.used
 
     def ram_bytes(self) -> int:

@@ -12,7 +12,7 @@ import httpx
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
-from swarmnet_client.batching.continuous_batching import Limits, open_engine
+from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
@@ -124,12 +124,18 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def gateway(
-    lab: Lab, *, limits: Limits | None = None, quota: Quota | None = None, keys: dict[str, str] | None = None
+    lab: Lab,
+    *,
+    limits: BatchLimits | None = None,
+    quota: Quota | None = None,
+    keys: dict[str, str] | None = None,
 ) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(lab.client())
         engine = await stack.enter_async_context(
-            open_engine(lab.reference.local, swarm, LoadOptions.picked("float32", "cpu"), limits or Limits())
+            open_engine(
+                lab.reference.local, swarm, LoadOptions.picked("float32", "cpu"), limits or BatchLimits()
+            )
         )
         engine.tokenizer.chat_template = TEMPLATE
         served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from swarmnet.dashboard.observations import Announcement, JobObservation, PeerObservation, TimedReport
+from swarmnet.dashboard.observations import AnnouncedHost, JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
@@ -85,7 +85,7 @@ class Host:
 
     def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
         """The observation of the host by an observer that started at ``began_s``."""
-        announced = Announcement(
+        announced = AnnouncedHost(
             self.model.manifest,
             *self.span,
             state=self.state,

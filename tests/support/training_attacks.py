@@ -23,7 +23,7 @@ from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.jobs import Job, parse_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.averaging import Outcome
-from swarmnet_protocols.training.rounds.reduction import Rules
+from swarmnet_protocols.training.rounds.reduction import AggregationRules
 from tests.support.training_lab import TrainingLab
 from tests.support.training_workers import write_job
 from tests.support.virtual_time import run
@@ -108,12 +108,14 @@ def attack_job(folder: Path, aggregator: str, *, rounds: int, steps: int, eval_b
     return parse_job(toml.encode()).job
 
 
-def train(job: Job, folder: Path, bad: int, attack: Attack, *, rules: Rules | None = None) -> Trained:
+def train(
+    job: Job, folder: Path, bad: int, attack: Attack, *, rules: AggregationRules | None = None
+) -> Trained:
     """Train ``job`` to its last round; the first ``bad`` workers alter all their contributions. ``rules`` replace those of the job."""
     return run(_train(job, folder, bad, attack, rules or averaging_rules(job)))
 
 
-async def _train(job: Job, folder: Path, bad: int, attack: Attack, rules: Rules) -> Trained:
+async def _train(job: Job, folder: Path, bad: int, attack: Attack, rules: AggregationRules) -> Trained:
     replicas = _replicas(job, folder)
     past: list[Tensor] = []
     excluded: list[Mapping[PeerId, str]] = []

@@ -15,7 +15,13 @@ from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork, 
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
-from swarmnet_protocols.training.rounds.averaging import Averager, Member, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.rounds.averaging import (
+    AggregationRules,
+    Averager,
+    Outcome,
+    RoundMember,
+    RoundTiming,
+)
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.deliveries import once
 
@@ -42,7 +48,7 @@ class TrainingLab:
         default_factory=lambda: LinkProfile(delay_s=0.02, jitter_s=0.005, bytes_per_s=1e7)
     )
     timing: RoundTiming = TIMING
-    rules: Rules = field(default_factory=Rules)
+    rules: AggregationRules = field(default_factory=AggregationRules)
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(random.Random(f"{self.seed}/network"), self.link)
@@ -66,16 +72,16 @@ class TrainingLab:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
-    def members(self, bytes_per_s: Sequence[float] | None = None) -> list[Member]:
+    def members(self, bytes_per_s: Sequence[float] | None = None) -> list[RoundMember]:
         rates = bytes_per_s or [1e6] * self.count
-        return [Member(peer, (), rate) for peer, rate in zip(self.peers, rates, strict=True)]
+        return [RoundMember(peer, (), rate) for peer, rate in zip(self.peers, rates, strict=True)]
 
     async def average(
         self,
         work: "Work",
         *,
         round: int = 0,
-        members: Sequence[Member] | None = None,
+        members: Sequence[RoundMember] | None = None,
         late_s: Mapping[PeerId, float] = {},
         spread_s: float = 0.0,
     ) -> Outcomes:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarmnet_client.batching.continuous_batching import Limits, Load, may_start, may_wait, retry_after_s
+from swarmnet_client.batching.continuous_batching import BatchLimits, Load, may_start, may_wait, retry_after_s
 from swarmnet_client.batching.sequences import (
     MIN_SHARED,
     Answer,
@@ -18,7 +18,7 @@ from swarmnet_client.batching.sequences import (
 )
 from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
 
-LIMITS = Limits(active=4, waiting=2, positions=1000)
+LIMITS = BatchLimits(active=4, waiting=2, positions=1000)
 LONG = tuple(range(2, 2 + 2 * MIN_SHARED))
 
 

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from swarmnet.cli.chat.conversation import Conversation, Turn
-from swarmnet.cli.chat.generation import Sampling, Screen
+from swarmnet.cli.chat.generation import SamplingOptions, Screen
 from swarmnet.cli.chat.loop import Chat, changed
 from swarmnet_protocols.errors import ConfigError, NoRoute
 from tests.support.swarm_lab import Reference
@@ -23,7 +23,7 @@ from tests.support.tiny import VOCABULARY
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEMPLATE = "{% for m in messages %}{{ {'user': 'w10 ', 'assistant': 'w11 ', 'system': 'w12 '}[m.role] + m.content + ' ' }}{% endfor %}w11"
-TALK = Sampling(max_new_tokens=6)
+TALK = SamplingOptions(max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def words() -> PreTrainedTokenizerFast:
 
 
 @contextmanager
-def chatting(tiny: TinySwarm, sampling: Sampling = TALK, **options: Any) -> Iterator[Chat]:
+def chatting(tiny: TinySwarm, sampling: SamplingOptions = TALK, **options: Any) -> Iterator[Chat]:
     tiny.model.tokenizer.chat_template = options.pop("template", TEMPLATE)
     said = Conversation(tiny.model.tokenizer, options.pop("context", 512), **options)
     with tiny.model.session():
@@ -199,7 +199,7 @@ def test_route_stats_help_and_settings_are_told(tiny: TinySwarm, capsys: pytest.
         for text in ("w20", "/route", "/stats", "/help", "/set top_p 0.5", "/set system w40", "/set"):
             chat.take(text)
         told = capsys.readouterr().err
-        assert chat.sampling == Sampling(max_new_tokens=6, top_p=0.5)
+        assert chat.sampling == SamplingOptions(max_new_tokens=6, top_p=0.5)
         assert chat.conversation.messages()[0] == {"role": "system", "content": "w40"}
     for words in ("0:2", "2:4", "4:6", "1 answer, 6 tokens", " sent, ", "/save FILE", "seed = not set"):
         assert words in told
@@ -238,8 +238,8 @@ def test_a_setting_that_makes_no_sense_is_refused(name: str, value: str, words: 
 
 
 def test_settings_change_one_at_a_time() -> None:
-    assert changed(TALK, "temperature", "0.5") == Sampling(max_new_tokens=6, temperature=0.5)
-    assert changed(Sampling(seed=3), "seed", "default") == Sampling()
+    assert changed(TALK, "temperature", "0.5") == SamplingOptions(max_new_tokens=6, temperature=0.5)
+    assert changed(SamplingOptions(seed=3), "seed", "default") == SamplingOptions()
 
 
 def test_an_unknown_command_is_not_sent_as_a_message(

@@ -7,25 +7,25 @@ import pytest
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd import connection_limits
-from swarmnet_protocols.net.p2pd.connection_limits import Connection, ConnectionLimits, Use
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, ListedConnection, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
 
 PEER = Identity.from_seed(b"peer").peer_id
 LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)
 
 
-def connections(host: str, number: int, since: float = 0.0) -> list[Connection]:
+def connections(host: str, number: int, since: float = 0.0) -> list[ListedConnection]:
     return [
-        Connection(f"{host} {since + age}".encode(), PEER, host, subnet_of(f"/ip4/{host}"), since + age)
+        ListedConnection(f"{host} {since + age}".encode(), PEER, host, subnet_of(f"/ip4/{host}"), since + age)
         for age in range(number)
     ]
 
 
-def kept(there: list[Connection], known: list[Connection] | None = None) -> set[bytes]:
+def kept(there: list[ListedConnection], known: list[ListedConnection] | None = None) -> set[bytes]:
     """The peers whose connections stay. Their order is random and does not matter."""
     shuffled = random.Random(0).sample(there, len(there))
 
-    def use(each: Connection) -> Use:
+    def use(each: ListedConnection) -> Use:
         return Use.KNOWN if each in (known or []) else Use.IDLE
 
     closed = connection_limits.excess(shuffled, use, LIMITS)
@@ -33,7 +33,7 @@ def kept(there: list[Connection], known: list[Connection] | None = None) -> set[
     return {each.peer for each in there} - {each.peer for each in closed}
 
 
-def peers(there: list[Connection]) -> set[bytes]:
+def peers(there: list[ListedConnection]) -> set[bytes]:
     return {each.peer for each in there}
 
 

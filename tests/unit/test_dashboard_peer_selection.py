@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from swarmnet.dashboard.peer_selection import UNKNOWN_SHARE, Candidate, select_peers, subnets_of
+from swarmnet.dashboard.peer_selection import UNKNOWN_SHARE, PollCandidate, select_peers, subnets_of
 from swarmnet_protocols.net import PeerId
 
 SALT = b"a secret salt"
 SLOTS = 80
 
 
-def candidate(name: str, address: str, since_s: float = 0.0, **more: object) -> Candidate:
-    return Candidate(PeerId(name), (address,), since_s, **more)  # type: ignore[arg-type]
+def candidate(name: str, address: str, since_s: float = 0.0, **more: object) -> PollCandidate:
+    return PollCandidate(PeerId(name), (address,), since_s, **more)  # type: ignore[arg-type]
 
 
-def honest(count: int = 40) -> list[Candidate]:
+def honest(count: int = 40) -> list[PollCandidate]:
     """Hosts that answer, two in each subnet."""
     return [
         candidate(f"host-{n}", f"/ip4/10.{n // 2}.0.{n}/tcp/1", 5.0 + n, answers=True, polled=True)
@@ -40,7 +40,7 @@ FLOODS = {
         candidate(f"flood-{n}", "/ip4/66.6.0.1/tcp/1", answers=True, polled=True) for n in range(5000)
     ],
     "answering, with addresses in other subnets": [
-        Candidate(
+        PollCandidate(
             PeerId(f"flood-{n}"),
             ("/ip4/66.6.0.1/tcp/1", f"/ip4/{n % 250}.{n // 250}.0.1/tcp/1", f"/dns4/{n}.example/tcp/1"),
             since_s=0.0,

@@ -9,7 +9,7 @@ import pytest
 from swarmnet.dashboard.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
 from swarmnet.dashboard.models import advice, quantiles, replicas_of
 from swarmnet.dashboard.observations import (
-    Announcement,
+    AnnouncedHost,
     JobObservation,
     PeerObservation,
     Snapshot,
@@ -53,8 +53,8 @@ def seen(name: str, span: tuple[int, int] = (0, 12), at_s: float = NOW_S, **fiel
     return replace(PeerObservation(peer(name), NOW_S, newest=TimedReport(report(span), at_s)), **fields)
 
 
-def announcement(state: str = "online") -> Announcement:
-    return Announcement(MODEL.manifest, 0, 12, state, "0.1.0", "", 0.1, 0, 0, None)
+def announcement(state: str = "online") -> AnnouncedHost:
+    return AnnouncedHost(MODEL.manifest, 0, 12, state, "0.1.0", "", 0.1, 0, 0, None)
 
 
 def snapshot(

@@ -17,7 +17,7 @@ class Reading:
     """A reader among ``size`` peers, each of which answers every key with one record: its number and the key."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht.sampling import Sampler
+        from swarmnet_protocols.directory.dht.sampling import RecordSampler
 
         self.near = Neighbourhood(size)
         self.near.p2p = SimpleNamespace(call_protobuf_handler=self._answer)  # type: ignore[attr-defined]
@@ -25,7 +25,7 @@ class Reading:
         self.calls: list[int] = []
         self.more = 1
         self.record = b""
-        self.sampler = Sampler(self.near, SWARM, lambda: self.now)
+        self.sampler = RecordSampler(self.near, SWARM, lambda: self.now)
 
     async def read(self, topics: list[str], copies: int = 1) -> list[bytes]:
         return await self.sampler.read(topics, 1, copies=copies)

@@ -40,7 +40,7 @@ HEALTHY = facts.Facts(
     secrets=[facts.SecretFile(Path("/data/identity.key"), 0o600, is_ours=True)],
     node="online",
     listening=[facts.ListenAddress("/ip4/0.0.0.0/tcp/31337")],
-    swarm=facts.Swarm(
+    swarm=facts.SwarmFacts(
         "lab", not_after=NOW + 300 * DAY_S, needs_certificate=True, certificate_until=NOW + 5 * DAY_S
     ),
     peers=[peer(), peer()],
@@ -58,7 +58,7 @@ def test_a_healthy_machine_has_no_findings() -> None:
 
 
 def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
-    swarm = facts.Swarm("lab", mdns=True)
+    swarm = facts.SwarmFacts("lab", mdns=True)
     found = examine(replace(HEALTHY, peers=[], swarm=swarm, local_peers=3))
     texts = [finding.text for finding in found if finding.check == "mdns"]
     assert texts == ["mDNS is on, and found 3 peers in the local network"]
@@ -92,23 +92,28 @@ def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
             "take another",
         ),
         ({"swarm": None, "peers": []}, "swarm", "skip", "doctor --swarm"),
-        ({"swarm": facts.Swarm("lab", "it is changed", "get it again")}, "swarm", "fail", "get it again"),
-        ({"swarm": facts.Swarm("lab", not_after=NOW + DAY_S)}, "swarm", "warn", "the person who runs"),
         (
-            {"swarm": facts.Swarm("lab", needs_certificate=True, certificate_error="ended")},
+            {"swarm": facts.SwarmFacts("lab", "it is changed", "get it again")},
+            "swarm",
+            "fail",
+            "get it again",
+        ),
+        ({"swarm": facts.SwarmFacts("lab", not_after=NOW + DAY_S)}, "swarm", "warn", "the person who runs"),
+        (
+            {"swarm": facts.SwarmFacts("lab", needs_certificate=True, certificate_error="ended")},
             "certificate",
             "fail",
             "invite",
         ),
         (
-            {"swarm": facts.Swarm("lab", needs_certificate=True, certificate_until=NOW + 3600)},
+            {"swarm": facts.SwarmFacts("lab", needs_certificate=True, certificate_until=NOW + 3600)},
             "certificate",
             "warn",
             "issuer",
         ),
         ({"peers": []}, "bootstrap", "warn", "sign SWARM --bootstrap"),
         ({"peers": [facts.BootstrapPeer(ADDRESS, error="refused")]}, "bootstrap", "fail", "--bootstrap"),
-        ({"peers": [], "swarm": facts.Swarm("lab", mdns=True)}, "mdns", "warn", "--bootstrap ADDR"),
+        ({"peers": [], "swarm": facts.SwarmFacts("lab", mdns=True)}, "mdns", "warn", "--bootstrap ADDR"),
         (
             {"peers": [peer(), facts.BootstrapPeer(ADDRESS, error="refused")]},
             "bootstrap",

@@ -20,7 +20,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.fetching import hub_ranges
-from swarmnet_protocols.fetching.download import Source, download
+from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import (
@@ -80,7 +80,7 @@ class Memory:
         return self.data[start:end]
 
 
-def fetch(file: PieceFile, *sources: Source) -> dict[str, int]:
+def fetch(file: PieceFile, *sources: PieceSource) -> dict[str, int]:
     return run(download([(file, range(len(file.starts) - 1))], sources))
 
 

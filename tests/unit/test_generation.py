@@ -8,11 +8,11 @@ import pytest
 import torch
 import typer
 
-from swarmnet.cli.chat.generation import Sampling, generate
+from swarmnet.cli.chat.generation import SamplingOptions, generate
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_protocols.net import PeerId
 
-GREEDY = Sampling(max_new_tokens=8, temperature=0.0, seed=None)
+GREEDY = SamplingOptions(max_new_tokens=8, temperature=0.0, seed=None)
 
 
 class _Bytes:
@@ -50,7 +50,7 @@ class _Model:
         streamer.end()
 
 
-def _ask(model: Any, sampling: Sampling = GREEDY, prompt_tokens: int = 3) -> tuple[Any, list[str]]:
+def _ask(model: Any, sampling: SamplingOptions = GREEDY, prompt_tokens: int = 3) -> tuple[Any, list[str]]:
     shown: list[str] = []
     return generate(model, torch.ones(1, prompt_tokens, dtype=torch.long), sampling, shown.append), shown
 
@@ -81,21 +81,21 @@ def test_text_is_shown_in_whole_letters_and_completely() -> None:
 
 
 def test_an_incomplete_letter_is_shown_when_the_answer_ends() -> None:
-    _, shown = _ask(_Model("aé"), Sampling(2, 0.0, None))
+    _, shown = _ask(_Model("aé"), SamplingOptions(2, 0.0, None))
     assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_temperature_zero_is_greedy_and_above_it_samples() -> None:
     greedy, sampled = _Model("x"), _Model("x")
     _ask(greedy)
-    _ask(sampled, Sampling(8, 0.7, 3))
+    _ask(sampled, SamplingOptions(8, 0.7, 3))
     assert greedy.asked == {"max_new_tokens": 8, "do_sample": False, "speculate": True}
     assert sampled.asked == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "speculate": True}
 
 
 def test_an_answer_ends_where_the_context_does() -> None:
     model = _Model("x" * 100)
-    answer, _ = _ask(model, Sampling(100, 0.0, None), prompt_tokens=15)
+    answer, _ = _ask(model, SamplingOptions(100, 0.0, None), prompt_tokens=15)
     assert len(answer.token_ids) == 5
 
 

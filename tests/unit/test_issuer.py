@@ -14,7 +14,7 @@ from swarmnet_protocols.membership.invites import (
     MAX_BOOTSTRAPS,
     MAX_USES,
     Invite,
-    Terms,
+    InviteTerms,
     is_invite,
     make_invite,
     read_invite,
@@ -37,11 +37,11 @@ RULES = Rules(
 )
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 ALICE, BOB, CAROL = (Identity.from_seed(name).peer_id for name in (b"alice", b"bob", b"carol"))
-TERMS = Terms(frozenset({Role.CLIENT, Role.HOST}), int(NOW) + HOUR_S, uses=2)
+TERMS = InviteTerms(frozenset({Role.CLIENT, Role.HOST}), int(NOW) + HOUR_S, uses=2)
 NO_REVOCATIONS = Revocations()
 
 
-def invite(terms: Terms = TERMS, *, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> Invite:
+def invite(terms: InviteTerms = TERMS, *, key: Identity = AUTHORITY, swarm: bytes = SWARM) -> Invite:
     return read_invite(make_invite(terms, swarm=swarm, key=key, bootstrap=[ADDRESS]), now=NOW)
 
 
@@ -97,7 +97,7 @@ def test_an_invite_that_ended_names_the_clock() -> None:
 @pytest.mark.parametrize(
     "terms", [replace(TERMS, roles=frozenset()), replace(TERMS, uses=0), replace(TERMS, uses=MAX_USES + 1)]
 )
-def test_invites_with_impossible_content_are_not_made(terms: Terms) -> None:
+def test_invites_with_impossible_content_are_not_made(terms: InviteTerms) -> None:
     with pytest.raises(ValueError, match="invite"):
         make_invite(terms, swarm=SWARM, key=AUTHORITY, bootstrap=[])
 

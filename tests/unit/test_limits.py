@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_headroom, resource_limits
-from swarmnet_node.owner.limits import Limits, Observed, Pause, Run, Usage, decide
+from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, Pause, Run, decide
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.partial_model import LayerWidths
@@ -72,7 +72,7 @@ def test_invalid_schedules_are_refused(text: str) -> None:
 QUIET = Observed(at(MONDAY, "12:00"), idle_s=600.0, on_battery=False)
 BUSY = Observed(at(MONDAY, "12:00"), idle_s=1.0, on_battery=False)
 UNKNOWN = Observed(at(MONDAY, "12:00"), idle_s=None, on_battery=True)
-NOTHING_USED = Usage("2026-11")
+NOTHING_USED = MonthlyUsage("2026-11")
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ NOTHING_USED = Usage("2026-11")
         (Limits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
         (Limits(no_battery=True), QUIET, NOTHING_USED, False, ""),
         (Limits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
-        (Limits(monthly_bytes=10), QUIET, Usage("2026-11", 5, 4), False, ""),
-        (Limits(monthly_bytes=10), QUIET, Usage("2026-11", 5, 5), False, "2026-11"),
-        (Limits(monthly_bytes=10), QUIET, Usage("2026-10", 500, 500), False, ""),
+        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 4), False, ""),
+        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 5), False, "2026-11"),
+        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-10", 500, 500), False, ""),
     ],
 )
 def test_a_node_runs_unless_something_forbids_it(
-    limits: Limits, observed: Observed, usage: Usage, owner: bool, reason: str
+    limits: Limits, observed: Observed, usage: MonthlyUsage, owner: bool, reason: str
 ) -> None:
     decision = decide(limits, observed, usage, paused_by_owner=owner)
     if reason:
@@ -104,9 +104,9 @@ def test_a_node_runs_unless_something_forbids_it(
 
 
 def test_a_month_begins_with_nothing() -> None:
-    usage = Usage("2026-11").plus("2026-11", 3, 4).plus("2026-11", 1, 1)
-    assert usage == Usage("2026-11", 4, 5)
-    assert usage.plus("2026-12", 2, 0) == Usage("2026-12", 2, 0)
+    usage = MonthlyUsage("2026-11").plus("2026-11", 3, 4).plus("2026-11", 1, 1)
+    assert usage == MonthlyUsage("2026-11", 4, 5)
+    assert usage.plus("2026-12", 2, 0) == MonthlyUsage("2026-12", 2, 0)
 
 
 ALL = Limits(1 << 30, 0.8, 1e6, 2e6, 1 << 40, "19:00-07:00", True, 60.0, True, 4)

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnet_node.owner import machine as machine_module
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.limits import Limits, MonthlyUsage
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -62,7 +62,7 @@ def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
-    async def use(up: int, down: int) -> Usage:
+    async def use(up: int, down: int) -> MonthlyUsage:
         link = LinkLimiter()
         machine = _machine(tmp_path, link)
         link.up.reconcile(up, is_complete=True)
@@ -72,7 +72,7 @@ def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
 
     first, second = asyncio.run(use(1000, 300)), asyncio.run(use(7, 5))
     assert (first.up_bytes, first.down_bytes) == (1000, 300)
-    assert second == Usage(first.month, 1007, 305)
+    assert second == MonthlyUsage(first.month, 1007, 305)
     assert _machine(tmp_path, now=NOVEMBER + 40 * 24 * 3600).usage().up_bytes == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnet_client.model.packed import BLOCK, MAX_ROWS, Native, PackedLinear, PackedWeight, pack_head
+from swarmnet_client.model.packed import BLOCK, MAX_ROWS, Native, PackedHead, PackedWeight, pack_head
 
 INPUTS, OUTPUTS = 3 * BLOCK, 37
 
@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(weight: torch.Tensor, cache: Path) -> Tied:
     model = Tied(weight)
     pack_head(model, cache)
-    assert isinstance(model.head, PackedLinear)
+    assert isinstance(model.head, PackedHead)
     return model
 
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from swarmnet_node.training import data as data_module
 from swarmnet_node.training import documents
-from swarmnet_node.training.data import ByteTokenizer, Sampler, open_corpus, permute
+from swarmnet_node.training.data import BatchSampler, ByteTokenizer, open_corpus, permute
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.training.jobs import DataSection, JobError
 
@@ -38,7 +38,7 @@ def test_an_epoch_is_a_permutation(size: int, key: bytes) -> None:
 
 
 def test_epochs_have_different_permutations() -> None:
-    sampler = Sampler(seed=1, sequences=1000, batch_size=1000, steps_per_round=1, slots=1)
+    sampler = BatchSampler(seed=1, sequences=1000, batch_size=1000, steps_per_round=1, slots=1)
     first, second = sampler.batch(0, 0, 0), sampler.batch(1, 0, 0)
     assert (first != second).mean() > 0.99
     assert (first != np.arange(1000)).mean() > 0.99
@@ -63,7 +63,7 @@ GOLDEN = [458, 439, 611, 706, 210, 891, 373, 521]
 def test_no_sequence_occurs_twice_in_an_epoch(
     sequences: int, batch_size: int, steps: int, slots: int, seed: int
 ) -> None:
-    sampler = Sampler(seed, sequences, batch_size, steps, slots)
+    sampler = BatchSampler(seed, sequences, batch_size, steps, slots)
     taken: list[int] = []
     for place in range(-(-2 * sequences // batch_size)):  # two epochs, in order
         step, slot = divmod(place, slots)
@@ -73,15 +73,15 @@ def test_no_sequence_occurs_twice_in_an_epoch(
 
 
 def test_batches_follow_from_the_seed_alone() -> None:
-    mine, theirs = (Sampler(7, 100, 4, 10, 8) for _ in range(2))
+    mine, theirs = (BatchSampler(7, 100, 4, 10, 8) for _ in range(2))
     assert mine.batch(3, 2, 5).tolist() == theirs.batch(3, 2, 5).tolist()
-    assert Sampler(8, 100, 4, 10, 8).batch(3, 2, 5).tolist() != mine.batch(3, 2, 5).tolist()
+    assert BatchSampler(8, 100, 4, 10, 8).batch(3, 2, 5).tolist() != mine.batch(3, 2, 5).tolist()
 
 
 @pytest.mark.parametrize("place", [(-1, 0, 0), (0, 10, 0), (0, -1, 0), (0, 0, 8)])
 def test_a_batch_outside_the_job_is_a_value_error(place: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="no batch"):
-        Sampler(7, 100, 4, 10, 8).batch(*place)
+        BatchSampler(7, 100, 4, 10, 8).batch(*place)
 
 
 def test_every_document_is_tokenised_into_one_part(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.terms import Member, Terms
+from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 
 COUNT = 100_000
 
 
-def terms(**weights: float) -> Terms:
-    members = [Member(PeerId(name), (), weight=weight) for name, weight in weights.items()]
-    return Terms.of(b"job", 1, members, COUNT, get_codec("float32"))
+def terms(**weights: float) -> RoundTerms:
+    members = [RoundMember(PeerId(name), (), weight=weight) for name, weight in weights.items()]
+    return RoundTerms.of(b"job", 1, members, COUNT, get_codec("float32"))
 
 
 def test_a_newcomer_reduces_no_slice() -> None:

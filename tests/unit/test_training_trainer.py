@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from swarmnet_node.training.data import Sampler
+from swarmnet_node.training.data import BatchSampler
 from swarmnet_node.training.model import (
     build_model,
     check_model,
@@ -31,7 +31,7 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
     model: Any = build_model(job.model, job.job.seed, folder)
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
-    sampler = Sampler(job.job.seed, len(trainer.corpus.train), t.batch_size, 5, job.exchange.max_workers)
+    sampler = BatchSampler(job.job.seed, len(trainer.corpus.train), t.batch_size, 5, job.exchange.max_workers)
     for step in range(steps):
         batch = trainer.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarmnet_client.tuning.adapter_dir import CONFIG_FILE, WEIGHTS_FILE, load_adapter, save_adapter
 from swarmnet_client.tuning.batches import Dataset
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
-from swarmnet_client.tuning.methods import Method, Settings, attach, require_peft
+from swarmnet_client.tuning.methods import TuneMethod, TuneSettings, attach, require_peft
 from swarmnet_client.tuning.rows import Encoder, read_rows
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, SwarmnetError
@@ -36,9 +36,9 @@ def plain(place: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(place).eval()
 
 
-def settings(method: Method = Method.LORA, **changes: Any) -> Settings:
+def settings(method: TuneMethod = TuneMethod.LORA, **changes: Any) -> TuneSettings:
     fields = {"steps": STEPS, "batch_size": 4, "learning_rate": 0.01, "max_length": 32, "seed": 3}
-    return Settings(method, **(fields | {"virtual_tokens": 4} | changes))  # type: ignore[arg-type]
+    return TuneSettings(method, **(fields | {"virtual_tokens": 4} | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def dataset(place: Path) -> Dataset:
     return Dataset(rows[4:], rows[:4], (), 4, 3, pad_id=0)
 
 
-def tuner(place: Path, dataset: Dataset, chosen: Settings) -> Tuner:
+def tuner(place: Path, dataset: Dataset, chosen: TuneSettings) -> Tuner:
     return Tuner(attach(plain(place), "tiny", chosen), dataset, chosen)
 
 
@@ -57,12 +57,12 @@ def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in event.items() if k not in {"tokens_per_s", "seconds"}} for event in events]
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.PROMPT, Method.DEEP_PROMPT])
+@pytest.mark.parametrize("method", [TuneMethod.LORA, TuneMethod.PROMPT, TuneMethod.DEEP_PROMPT])
 def test_loss_falls_and_an_adapter_comes_out(
-    place: Path, dataset: Dataset, tmp_path: Path, method: Method
+    place: Path, dataset: Dataset, tmp_path: Path, method: TuneMethod
 ) -> None:
     """The loss is that of the training rows: with random weights, the loss on other rows may rise or fall."""
-    chosen = settings(method, steps=12, learning_rate=0.03 if method is Method.PROMPT else 0.05)
+    chosen = settings(method, steps=12, learning_rate=0.03 if method is TuneMethod.PROMPT else 0.05)
     model = attach(plain(place), "tiny", chosen)
     run = Tuner(model, replace(dataset, held_out=dataset.train), chosen)
     events = list(run.run(evaluate_every=4))
@@ -233,17 +233,17 @@ def test_only_an_adapter_is_loaded(place: Path, adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "change"),
     [
-        (Method.LORA, {"num_hidden_layers": 4}),
-        (Method.LORA, {"num_hidden_layers": 8}),
-        (Method.LORA, {"hidden_size": 64}),
-        (Method.PROMPT, {"hidden_size": 64}),
-        (Method.DEEP_PROMPT, {"num_hidden_layers": 4}),
-        (Method.DEEP_PROMPT, {"num_key_value_heads": 4}),
+        (TuneMethod.LORA, {"num_hidden_layers": 4}),
+        (TuneMethod.LORA, {"num_hidden_layers": 8}),
+        (TuneMethod.LORA, {"hidden_size": 64}),
+        (TuneMethod.PROMPT, {"hidden_size": 64}),
+        (TuneMethod.DEEP_PROMPT, {"num_hidden_layers": 4}),
+        (TuneMethod.DEEP_PROMPT, {"num_key_value_heads": 4}),
     ],
     ids=str,
 )
 def test_an_adapter_for_another_model_is_refused(
-    place: Path, tmp_path: Path, method: Method, change: dict[str, int]
+    place: Path, tmp_path: Path, method: TuneMethod, change: dict[str, int]
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -277,16 +277,16 @@ def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
 @pytest.mark.parametrize(
     ("method", "change"),
     [
-        (Method.LORA, {"r": 1 << 40}),
-        (Method.LORA, {"rank_pattern": {"q_proj": 1 << 40}}),
-        (Method.PROMPT, {"num_virtual_tokens": 1 << 40}),
-        (Method.DEEP_PROMPT, {"num_virtual_tokens": 1 << 40}),
-        (Method.PROMPT, {"peft_type": "P_TUNING", "num_virtual_tokens": 1 << 40}),
+        (TuneMethod.LORA, {"r": 1 << 40}),
+        (TuneMethod.LORA, {"rank_pattern": {"q_proj": 1 << 40}}),
+        (TuneMethod.PROMPT, {"num_virtual_tokens": 1 << 40}),
+        (TuneMethod.DEEP_PROMPT, {"num_virtual_tokens": 1 << 40}),
+        (TuneMethod.PROMPT, {"peft_type": "P_TUNING", "num_virtual_tokens": 1 << 40}),
     ],
     ids=str,
 )
 def test_a_config_cannot_make_the_loader_allocate_more_than_the_file_has(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method, change: dict[str, Any]
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: TuneMethod, change: dict[str, Any]
 ) -> None:
     """On systems that overcommit memory and kill a process that uses it."""
     largest = 0

@@ -22,7 +22,7 @@ MAX_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditPlan:
     """An audit of ``hop`` over the first ``positions`` positions of a sequence."""
 
     hop: Hop
@@ -57,11 +57,11 @@ class Ledger:
         """Spend ``cost`` on an audit; a negative cost is given back. The third computation after a mismatch may overdraw the budget."""
         self._credit -= cost
 
-    def plan(self, hops: Sequence[Hop]) -> Plan:
+    def plan(self, hops: Sequence[Hop]) -> AuditPlan:
         """The next audit: of a host that was never audited, if there is one among ``hops``."""
         new = [hop for hop in hops if hop.peer not in self._audited]
         hop = self.rng.choice(new or list(hops))
-        return Plan(
+        return AuditPlan(
             hop, min(int(1 / (1 - self.rng.random())), NEWCOMER_POSITIONS if new else MAX_DIGEST_POSITIONS)
         )
 

@@ -43,7 +43,7 @@ class Busy(OutOfResources):
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """``active``: most answers computed at a time; ``waiting``: most requests in the queue behind them.
 
     ``positions``: most positions that the active prompts and their answers are expected to have together.
@@ -66,14 +66,14 @@ class Load:
     answer_s: float = 1.0
 
 
-def may_start(load: Load, limits: Limits, positions: int) -> bool:
+def may_start(load: Load, limits: BatchLimits, positions: int) -> bool:
     """Whether an answer of ``positions`` may start now. One may always be active."""
     return load.active == 0 or (
         load.active < min(limits.active, load.room) and load.positions + positions <= limits.positions
     )
 
 
-def may_wait(load: Load, limits: Limits, answers: int = 1) -> bool:
+def may_wait(load: Load, limits: BatchLimits, answers: int = 1) -> bool:
     """Whether ``answers`` more requests may be queued. Requests that can start at once do not count."""
     free = max(0, min(limits.active, load.room) - load.active - load.waiting)
     return load.waiting + max(1, answers - free) <= limits.waiting
@@ -92,7 +92,7 @@ class Batcher:
         self,
         head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
-        limits: Limits,
+        limits: BatchLimits,
     ) -> None:
         """``open_chain`` opens chains whose sequences are long enough for every request."""
         self.limits = limits
@@ -112,7 +112,7 @@ class Batcher:
         cls,
         head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
-        limits: Limits,
+        limits: BatchLimits,
     ) -> AsyncIterator["Batcher"]:
         """A batcher that answers while the context is open."""
         batcher = cls(head, open_chain, limits)
@@ -239,7 +239,7 @@ class BatchingEngine:
 
 @asynccontextmanager
 async def open_engine(
-    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: Limits, *, speculate: bool = True
+    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: BatchLimits, *, speculate: bool = True
 ) -> AsyncIterator[BatchingEngine]:
     """An engine for the CausalLM of ``local`` over ``swarm``, while the context is open.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, Plan, witnesses
+from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
 from swarmnet_client.audit.verdict import Verdict, judge
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.passes import ask_pass
@@ -44,7 +44,7 @@ class AuditedSequence:
     failovers: int
     changes: int = 0
     length: int = 0
-    plan: Plan | None = None
+    plan: AuditPlan | None = None
     _inputs: list[torch.Tensor] = field(default_factory=list)
     _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -251,7 +251,7 @@ class Auditor:
         else:
             self._supervisor.separate(one, other, error)
 
-    async def _judge(self, plan: Plan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
+    async def _judge(self, plan: AuditPlan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
         second, asked = await self._recompute(plan, claimed, ())
         if second is None:
             return
@@ -270,7 +270,7 @@ class Auditor:
             self._ledger.doubted.update(asked)
 
     async def _recompute(
-        self, plan: Plan, claimed: _ClaimedOutputs, asked: tuple[PeerId, ...]
+        self, plan: AuditPlan, claimed: _ClaimedOutputs, asked: tuple[PeerId, ...]
     ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
         """Outputs that hosts other than ``asked`` compute from the same inputs, and these hosts; None if no other host answers."""
         tried: tuple[PeerId, ...] = asked

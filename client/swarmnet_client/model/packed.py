@@ -98,7 +98,7 @@ class TrackedWeight(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-class PackedLinear(nn.Linear):
+class PackedHead(nn.Linear):
     """A linear layer that multiplies few rows by a packed weight, until the weight is changed."""
 
     def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
@@ -139,7 +139,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_head(model: Any, cache_dir: Path) -> None:
-    """Replace the lm_head of a CausalLM by a ``PackedLinear``; the compiled code is kept in ``cache_dir``.
+    """Replace the lm_head of a CausalLM by a ``PackedHead``; the compiled code is kept in ``cache_dir``.
 
     Nothing is replaced unless lm_head is a plain linear layer in float32 on the CPU, without a bias, whose values can be packed by code
     that this machine compiles. The dense weight stays: embeddings may share it, and many rows and training use it.
@@ -155,4 +155,4 @@ def pack_head(model: Any, cache_dir: Path) -> None:
     native = Native.load(cache_dir)
     packed = None if native is None else PackedWeight.of(weight, native)
     if packed is not None:
-        model.set_output_embeddings(PackedLinear(weight, packed).train(head.training))
+        model.set_output_embeddings(PackedHead(weight, packed).train(head.training))

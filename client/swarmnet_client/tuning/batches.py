@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_client.tuning.methods import Method, Settings
+from swarmnet_client.tuning.methods import TuneMethod, TuneSettings
 from swarmnet_client.tuning.rows import Encoder, Example, RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
 
@@ -40,9 +40,9 @@ class Dataset:
     sha256: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: Settings) -> "Dataset":
+    def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: TuneSettings) -> "Dataset":
         """The rows of ``data``, and of ``evaluation`` if given. Raises ``ConfigError`` naming the lines that are no valid rows."""
-        is_classifier = settings.method is Method.CLASSIFIER
+        is_classifier = settings.method is TuneMethod.CLASSIFIER
         encoder = Encoder(tokenizer, settings.max_length, labelled=is_classifier)
         files = [read_rows(path, encoder) for path in (data, evaluation) if path is not None]
         train, held_out = split(files[0], files[1:], held_out=settings.held_out, seed=settings.seed)

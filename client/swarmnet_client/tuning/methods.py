@@ -11,20 +11,25 @@ from typing import Any
 from swarmnet_protocols.errors import ConfigError
 
 
-class Method(StrEnum):
+class TuneMethod(StrEnum):
     LORA = "lora"
     PROMPT = "prompt"
     DEEP_PROMPT = "deep-prompt"
     CLASSIFIER = "classifier"
 
 
-LEARNING_RATES = {Method.LORA: 1e-3, Method.PROMPT: 3e-2, Method.DEEP_PROMPT: 1e-2, Method.CLASSIFIER: 1e-3}
+LEARNING_RATES = {
+    TuneMethod.LORA: 1e-3,
+    TuneMethod.PROMPT: 3e-2,
+    TuneMethod.DEEP_PROMPT: 1e-2,
+    TuneMethod.CLASSIFIER: 1e-3,
+}
 """Default learning rates. Those of the prompt methods are from PEFT's examples."""
-_PROMPTS = {Method.PROMPT, Method.DEEP_PROMPT}
+_PROMPTS = {TuneMethod.PROMPT, TuneMethod.DEEP_PROMPT}
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneSettings:
     """The settings of a run. The same settings and data give the same adapter.
 
     ``steps``: number of batches; None: ``epochs`` passes over all rows. ``held_out``: share of the rows to evaluate on, unless an
@@ -32,7 +37,7 @@ class Settings:
     LoRA uses ``rank``, ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture), the prompt methods ``virtual_tokens``.
     """
 
-    method: Method
+    method: TuneMethod
     learning_rate: float
     steps: int | None = None
     epochs: int = 3
@@ -73,7 +78,7 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def attach(model: Any, name: str, settings: Settings) -> Any:
+def attach(model: Any, name: str, settings: TuneSettings) -> Any:
     """A PEFT model around ``model``, called ``name``. The seed determines its initial parameters.
 
     Raises ``ConfigError`` for settings that do not fit the model.
@@ -83,7 +88,7 @@ def attach(model: Any, name: str, settings: Settings) -> Any:
 
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(settings.seed)
-        if settings.method == Method.CLASSIFIER:
+        if settings.method == TuneMethod.CLASSIFIER:
             model.score.reset_parameters()
         try:
             tuned = get_peft_model(model, _config(settings))
@@ -93,18 +98,18 @@ def attach(model: Any, name: str, settings: Settings) -> Any:
     return tuned
 
 
-def _config(settings: Settings) -> Any:
+def _config(settings: TuneSettings) -> Any:
     import peft
 
-    task = peft.TaskType.SEQ_CLS if settings.method == Method.CLASSIFIER else peft.TaskType.CAUSAL_LM
+    task = peft.TaskType.SEQ_CLS if settings.method == TuneMethod.CLASSIFIER else peft.TaskType.CAUSAL_LM
     match settings.method:
-        case Method.PROMPT:
+        case TuneMethod.PROMPT:
             return peft.PromptTuningConfig(
                 task_type=task,
                 num_virtual_tokens=settings.virtual_tokens,
                 prompt_tuning_init=peft.PromptTuningInit.SAMPLE_VOCAB,
             )
-        case Method.DEEP_PROMPT:
+        case TuneMethod.DEEP_PROMPT:
             return peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=settings.virtual_tokens)
         case _:
             return peft.LoraConfig(

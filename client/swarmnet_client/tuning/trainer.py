@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_client.tuning.batches import IGNORED, Batch, Dataset
 from swarmnet_client.tuning.checkpoint import HISTORY, POINT_FIELDS, TuneCheckpoint
-from swarmnet_client.tuning.methods import Settings
+from swarmnet_client.tuning.methods import TuneSettings
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 
 MAX_GRADIENT_NORM = 1.0
@@ -18,7 +18,7 @@ _UNKNOWN = math.nan
 
 
 @dataclass(frozen=True)
-class Usage:
+class SwarmUsage:
     """Bytes sent to and received from hosts so far, and how many hosts failed in the last batch."""
 
     bytes_sent: int = 0
@@ -43,7 +43,11 @@ class Tuner:
     """
 
     def __init__(
-        self, model: Any, dataset: Dataset, settings: Settings, usage: Callable[[], Usage] = Usage
+        self,
+        model: Any,
+        dataset: Dataset,
+        settings: TuneSettings,
+        usage: Callable[[], SwarmUsage] = SwarmUsage,
     ) -> None:
         self.step = 0
         self.steps = settings.steps or settings.epochs * dataset.steps_per_epoch
@@ -191,7 +195,7 @@ class Tuner:
             return (self.step + 1) / (warmup + 1)
         return (self.steps - self.step) / (self.steps - warmup)
 
-    def _used(self, before: Usage) -> dict[str, int]:
+    def _used(self, before: SwarmUsage) -> dict[str, int]:
         now = self._usage()
         return {
             "bytes_sent": now.bytes_sent - before.bytes_sent,

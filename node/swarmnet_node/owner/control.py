@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from swarmnet_node.owner.limits import Limits, Usage
+from swarmnet_node.owner.limits import Limits, MonthlyUsage
 from swarmnet_node.owner.local_channel import dialling, serving
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -55,7 +55,7 @@ class NodeStatus:
     swarm: str
     reason: str = ""
     limits: Limits = field(default_factory=Limits)
-    usage: Usage = field(default_factory=Usage)
+    usage: MonthlyUsage = field(default_factory=MonthlyUsage)
     ram_bytes: int = 0
     warning: str = ""
     reach: Reach = field(default_factory=Reach)
@@ -143,7 +143,7 @@ def status(data_dir: Path) -> NodeStatus:
             **{each.name: getattr(reply.reach, each.name) for each in fields(Reach)}
             | {"kind": ReachKind(reply.reach.kind or "unknown"), "relays": tuple(reply.reach.relays)}
         ),
-        "usage": Usage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
+        "usage": MonthlyUsage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
     }
     return NodeStatus(**values | nested)
 

@@ -129,16 +129,16 @@ def _check_rate(name: str, bytes_per_s: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class Usage:
+class MonthlyUsage:
     """Bytes sent and received in ``month``, such as 2026-11."""
 
     month: str = ""
     up_bytes: int = 0
     down_bytes: int = 0
 
-    def plus(self, month: str, up_bytes: int, down_bytes: int) -> "Usage":
+    def plus(self, month: str, up_bytes: int, down_bytes: int) -> "MonthlyUsage":
         """The usage with more bytes, counted in ``month``. A new month begins at 0."""
-        before = self if self.month == month else Usage(month)
+        before = self if self.month == month else MonthlyUsage(month)
         return replace(before, up_bytes=before.up_bytes + up_bytes, down_bytes=before.down_bytes + down_bytes)
 
 
@@ -165,7 +165,7 @@ class Pause:
     reason: str
 
 
-def decide(limits: Limits, observed: Observed, usage: Usage, *, paused_by_owner: bool) -> Run | Pause:
+def decide(limits: Limits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> Run | Pause:
     """Whether a node may run now. If several limits forbid it, the first one below is the reason."""
     if paused_by_owner:
         return Pause("its owner paused it")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import Limits, Observed, Usage, month_of
+from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, month_of
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
@@ -90,7 +90,7 @@ class OwnersMachine:
             on_battery=limits.no_battery and _on_battery(),
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> MonthlyUsage:
         month = month_of(datetime.fromtimestamp(self._clock()))  # noqa: DTZ006
         with self._counting:  # ``observe`` runs on another thread
             up, down = int(self._link.up.total_bytes), int(self._link.down.total_bytes)
@@ -160,16 +160,16 @@ def release_memory() -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def _load_usage(folder: Path) -> Usage:
+def _load_usage(folder: Path) -> MonthlyUsage:
     """The saved usage; none if the file is damaged: a new one is written within a minute."""
     try:
         fields = json.loads(_read(folder / USAGE_NAME) or "{}")
         month, up, down = fields["month"], fields["up_bytes"], fields["down_bytes"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Usage()
+        return MonthlyUsage()
     if not (isinstance(month, str) and all(type(each) is int and each >= 0 for each in (up, down))):
-        return Usage()
-    return Usage(month, up, down)
+        return MonthlyUsage()
+    return MonthlyUsage(month, up, down)
 
 
 def _read(path: Path) -> str | None:

@@ -3,7 +3,7 @@
 1. ``open_corpus`` tokenises the documents (``documents.py``) once, into files keyed by the content of the data and the tokenizer.
 2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts.
 3. Each part is cut into ``Sequences`` of equal length.
-4. ``Sampler`` gives each worker's slot its sequences, as a pure function of the job's seed: no worker hands samples out.
+4. ``BatchSampler`` gives each worker's slot its sequences, as a pure function of the job's seed: no worker hands samples out.
 """
 
 import hashlib
@@ -145,7 +145,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
 
 
 @dataclass(frozen=True)
-class Sampler:
+class BatchSampler:
     """Divides the ``sequences`` of a corpus among rounds, steps and slots.
 
     The batches of all (round, step, slot) lie one after another in an endless row, which each epoch over the corpus fills with a new

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from swarmnet_node.training.data import Corpus, Sampler, Sequences, open_corpus
+from swarmnet_node.training.data import BatchSampler, Corpus, Sequences, open_corpus
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import Progress
@@ -65,7 +65,7 @@ class Trainer:
         self._steps_per_round = steps_per_round
         self._total_steps = job.job.rounds * steps_per_round
         self._device = device
-        self._sampler = Sampler(
+        self._sampler = BatchSampler(
             seed=job.job.seed,
             sequences=len(corpus.train),
             batch_size=job.training.batch_size,

@@ -39,7 +39,7 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catch_up import Position, Stay, catch_up
+from swarmnet_protocols.training.catch_up import Stay, WorkerPosition, catch_up
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.jobs import Job, open_job
@@ -47,7 +47,7 @@ from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
-from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundTiming, Rules
+from swarmnet_protocols.training.rounds.averaging import AggregationRules, Averager, Outcome, RoundTiming
 from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
 
 P = ParamSpec("P")
@@ -371,7 +371,7 @@ class Worker:
         positions = await self._matchmaking.positions(self._workers.voters())
         if not positions:  # all voters have left
             positions = await self._matchmaking.positions(self._workers.alive())
-        mine = Position(self.round, self._state)
+        mine = WorkerPosition(self.round, self._state)
         verdict = catch_up(mine, positions, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
             reason = f"{out_of_sync}, and most workers of the last roster do not confirm it"
@@ -451,7 +451,7 @@ class Worker:
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
 
 
-def averaging_rules(job: Job) -> Rules:
+def averaging_rules(job: Job) -> AggregationRules:
     """The job's aggregation rules, equal on all workers."""
 
     def aggregate_clipped(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -459,4 +459,6 @@ def averaging_rules(job: Job) -> Rules:
 
     tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
     verifiable = job.exchange.aggregate != "mean"
-    return Rules(aggregate_clipped, screen=outliers, max_weight=float(tokens), verifiable=verifiable)
+    return AggregationRules(
+        aggregate_clipped, screen=outliers, max_weight=float(tokens), verifiable=verifiable
+    )

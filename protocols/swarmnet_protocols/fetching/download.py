@@ -29,7 +29,7 @@ PAUSE_S = 0.5
 """Pause in seconds after the first failure of a source; it doubles with each further one."""
 
 
-class Source(Protocol):
+class PieceSource(Protocol):
     """A source of pieces: the hub, or a peer."""
 
     name: str
@@ -86,7 +86,7 @@ def _units(file: PieceFile, pieces: Sequence[int]) -> list[_Unit]:
 
 async def download(
     wanted: Sequence[tuple[PieceFile, Sequence[int]]],
-    sources: Sequence[Source],
+    sources: Sequence[PieceSource],
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, int]:
     """Fetch the missing ones of the wanted pieces; returns the bytes by source. ``on_bytes`` is called with bytes done and of all.
@@ -114,10 +114,10 @@ class _Download:
         self._failed: dict[str, SwarmnetError] = {}
         self._dropped: dict[str, IntegrityError] = {}
         self._changed = asyncio.Event()
-        self._sources: Sequence[Source] = ()
+        self._sources: Sequence[PieceSource] = ()
         self._writing = asyncio.Lock()
 
-    async def run(self, sources: Sequence[Source]) -> None:
+    async def run(self, sources: Sequence[PieceSource]) -> None:
         self._sources = sources
         working = {
             asyncio.create_task(self._work(source)) for source in sources for _ in range(source.connections)
@@ -139,10 +139,10 @@ class _Download:
                 hint="check the connection, and start again: what has arrived is kept",
             )
 
-    def _is_out(self, source: Source) -> bool:
+    def _is_out(self, source: PieceSource) -> bool:
         return source.name in self._dropped or source.name in self._failed
 
-    async def _work(self, source: Source) -> None:
+    async def _work(self, source: PieceSource) -> None:
         """Fetch with one connection of a source until nothing is left that it could bring."""
         began, failures = _now(), 0
         while not self._is_out(source):
@@ -167,7 +167,7 @@ class _Download:
             if failures and not self._is_out(source):
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
-    def _take(self, source: Source, began: float) -> list[_Unit] | None:
+    def _take(self, source: PieceSource, began: float) -> list[_Unit] | None:
         """Adjacent units for one read. Empty if the source has to wait, None if nothing is left for it."""
         if not self._queue and not self._asked:
             return None
@@ -190,7 +190,7 @@ class _Download:
             return None
         return []
 
-    def _with_adjacent(self, source: Source, unit: _Unit) -> list[_Unit]:
+    def _with_adjacent(self, source: PieceSource, unit: _Unit) -> list[_Unit]:
         """``unit`` and the units in the queue that follow it, up to a fair share of the bytes that are left."""
         workers = sum(each.connections for each in self._sources if not self._is_out(each))
         left = sum(each.end - each.start for each in self._queue)
@@ -209,7 +209,7 @@ class _Download:
             each.asked[source.name] = _now()
         return units
 
-    def _release(self, source: Source, units: list[_Unit]) -> None:
+    def _release(self, source: PieceSource, units: list[_Unit]) -> None:
         """Return units that a source has not brought to the queue, unless another source is fetching them."""
         for unit in units:
             unit.asked.pop(source.name, None)
@@ -219,7 +219,7 @@ class _Download:
                     self._queue.appendleft(unit)
         self._changed.set()
 
-    async def _fetch(self, source: Source, units: list[_Unit]) -> SwarmnetError | None:
+    async def _fetch(self, source: PieceSource, units: list[_Unit]) -> SwarmnetError | None:
         """Read and write adjacent units. Returns the fault of the source, if any. Raises ``OutOfResources`` for a full disk."""
         first, last = units[0], units[-1]
         try:
@@ -238,7 +238,7 @@ class _Download:
         return None if written else Unreachable("it sent less than one piece")
 
 
-def _has(source: Source, unit: _Unit) -> bool:
+def _has(source: PieceSource, unit: _Unit) -> bool:
     return all(source.has(unit.file.file, piece) for piece in range(unit.first, unit.last))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.fetching.download import Source
+from swarmnet_protocols.fetching.download import PieceSource
 from swarmnet_protocols.fetching.pieces import (
     HASH_BYTES,
     PIECE_BYTES,
@@ -37,7 +37,7 @@ MAX_LISTING_BYTES = 1 << 20
 WeightStream = TypedStream[pb.WeightsRequest, pb.WeightsReply]
 
 
-class Host(Protocol):
+class WeightHost(Protocol):
     """A peer that may have weights."""
 
     @property
@@ -47,7 +47,7 @@ class Host(Protocol):
     def addresses(self) -> Sequence[str]: ...
 
 
-FindHosts = Callable[[bytes], Awaitable[Sequence[Host]]]
+FindHosts = Callable[[bytes], Awaitable[Sequence[WeightHost]]]
 """The hosts of a model, by the hash of its manifest."""
 
 
@@ -222,7 +222,7 @@ class SwarmPeers:
         return model not in self._pieces_hashes
 
     @asynccontextmanager
-    async def sources(self, model: bytes, files: Sequence[FileKey]) -> AsyncIterator[Sequence[Source]]:
+    async def sources(self, model: bytes, files: Sequence[FileKey]) -> AsyncIterator[Sequence[PieceSource]]:
         """Hosts of a model that have pieces of files, while the context is open."""
         async with self._streams(model, STREAMS) as streams:
             found = await asyncio.gather(
@@ -254,7 +254,7 @@ class SwarmPeers:
             return
         timing = self._timing
 
-        async def open_one(host: Host) -> WeightStream:
+        async def open_one(host: WeightHost) -> WeightStream:
             stream = await transport.open(
                 host.peer, WEIGHTS, addresses=host.addresses, deadline_s=timing.open_s
             )
@@ -262,7 +262,7 @@ class SwarmPeers:
                 stream, pb.WeightsRequest, pb.WeightsReply, silence_s=timing.chunk_s, send_s=timing.chunk_s
             )
 
-        hosts: Sequence[Host] = []
+        hosts: Sequence[WeightHost] = []
         with suppress(SwarmnetError):
             hosts = [host for host in await find(model) if host.peer != transport.peer_id]
         # Each newcomer asks others first, so that no host serves them all.

@@ -42,7 +42,7 @@ _PROOF = b"swarmnet-redeem-1"
 
 
 @dataclass(frozen=True)
-class Terms:
+class InviteTerms:
     """The grant of an invite. ``not_after``: Unix time in seconds; ``peer``: the only peer that may redeem it; None: any."""
 
     roles: frozenset[Role]
@@ -57,7 +57,7 @@ class Grant:
 
     swarm: bytes
     id: bytes
-    terms: Terms
+    terms: InviteTerms
     key: bytes
     signer: bytes
 
@@ -72,7 +72,7 @@ class Invite:
     bootstrap: tuple[str, ...]
 
 
-def make_invite(terms: Terms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
+def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
     """An invite with ``terms``, signed by ``key``. The newcomer joins at the first ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``.
 
     Raises ``ValueError`` without a role, and for a number of uses outside of [1, ``MAX_USES``].
@@ -167,7 +167,7 @@ def _open_grant(data: bytes) -> Grant:
     if not 1 <= message.uses <= MAX_USES:
         raise IntegrityError(f"an invite has 1 to {MAX_USES} uses")
     peer = PeerId(message.peer) if message.peer else None
-    terms = Terms(roles, message.not_after, message.uses, peer)
+    terms = InviteTerms(roles, message.not_after, message.uses, peer)
     return Grant(message.swarm, message.id, terms, message.key, signer)
 
 

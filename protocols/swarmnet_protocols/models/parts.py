@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.disk import make_room
-from swarmnet_protocols.fetching.download import Source, download
+from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.hub_files import HubFiles, check_free_space
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, Tables, pieces_between
@@ -42,7 +42,7 @@ class Peers(Protocol):
 
     def sources(
         self, model: bytes, files: Sequence[FileKey]
-    ) -> AbstractAsyncContextManager[Sequence[Source]]:
+    ) -> AbstractAsyncContextManager[Sequence[PieceSource]]:
         """Peers that have pieces of these files."""
 
 
@@ -219,7 +219,7 @@ class Parts:
     ) -> dict[str, int]:
         hub, progress = self._checkpoint.hub, self._progress
         async with AsyncExitStack() as stack:
-            sources: list[Source] = [hub.ranges] if hub is not None and hub.repository else []
+            sources: list[PieceSource] = [hub.ranges] if hub is not None and hub.repository else []
             if peers is not None:
                 files = [file.file for file, _ in wanted]
                 sources += await stack.enter_async_context(peers.sources(self._model, files))

@@ -28,7 +28,7 @@ MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True)
-class Reservation:
+class RelayReservation:
     """A reservation that is held."""
 
     relay: PeerId
@@ -53,16 +53,16 @@ class Reservations:
         self._transport = transport
         self._candidates = candidates
         self._address_of = address_of
-        self._held: dict[PeerId, Reservation] = {}
+        self._held: dict[PeerId, RelayReservation] = {}
         self._attempts: dict[PeerId, asyncio.Task[bool]] = {}
         self._pauses: dict[PeerId, tuple[float, float]] = {}
         """Relays that failed: when each may be tried again, and the pause after its next failure."""
         self._changed = asyncio.Event()
-        self.on_incoming: Callable[[Reservation, pb.Incoming, bytes], None] = lambda *_: None
+        self.on_incoming: Callable[[RelayReservation, pb.Incoming, bytes], None] = lambda *_: None
         """Called with each circuit that another peer wants, and the first message of its handshake."""
 
     @property
-    def held(self) -> Sequence[Reservation]:
+    def held(self) -> Sequence[RelayReservation]:
         return tuple(self._held.values())
 
     def has(self, relay: PeerId) -> bool:
@@ -122,7 +122,7 @@ class Reservations:
                     typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
                 )
                 try:
-                    self._held[peer] = Reservation(
+                    self._held[peer] = RelayReservation(
                         peer, await self._address_of(peer), reply.accepted.observed_address
                     )
                     self._pauses.pop(peer, None)

@@ -26,7 +26,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.reachability.circuit import CircuitEnd, join
-from swarmnet_protocols.reachability.reservations import Reservation, Reservations
+from swarmnet_protocols.reachability.reservations import RelayReservation, Reservations
 from swarmnet_protocols.wire import relay_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -260,11 +260,11 @@ class RoutedTransport(TransportWrapper):
         if reservations is not None:
             reservations.on_incoming = self._on_incoming
 
-    def _on_incoming(self, reservation: Reservation, incoming: pb.Incoming, hello: bytes) -> None:
+    def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
         if self._accepting < MAX_ACCEPTING:
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
-    async def _accept(self, reservation: Reservation, incoming: pb.Incoming, hello: bytes) -> None:
+    async def _accept(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
         """Accept a circuit, and serve its stream."""
         try:
             self._accepting += 1
@@ -281,7 +281,7 @@ class RoutedTransport(TransportWrapper):
             _log.info("a circuit through %s was not made: %s", reservation.relay, error)
 
     async def _answer(
-        self, reservation: Reservation, incoming: pb.Incoming, hello: bytes
+        self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes
     ) -> tuple[Stream, CircuitEnd, str]:
         """The stream of an accepted circuit after its handshake, and the protocol id; empty if that is not served.
 
@@ -304,7 +304,7 @@ class RoutedTransport(TransportWrapper):
         return stream, end, protocol_id if is_supported else ""
 
     async def _serve(
-        self, reservation: Reservation, stream: Stream, end: CircuitEnd, source: PeerId, protocol_id: str
+        self, reservation: RelayReservation, stream: Stream, end: CircuitEnd, source: PeerId, protocol_id: str
     ) -> None:
         pipe, carry = await join(stream, end)
         carrying = asyncio.create_task(carry)

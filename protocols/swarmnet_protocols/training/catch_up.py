@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Position:
+class WorkerPosition:
     """A worker's next round number, and the id of the state that this round starts from."""
 
     round: int
@@ -25,10 +25,10 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Move:
+class CatchUp:
     """Fetch the state of ``position``, which these voters have, and go on from there."""
 
-    position: Position
+    position: WorkerPosition
     peers: tuple[PeerId, ...]
 
 
@@ -39,7 +39,9 @@ class Stay:
     is_settled: bool
 
 
-def catch_up(mine: Position, votes: Mapping[PeerId, Position], *, same_state: bool) -> Move | Stay:
+def catch_up(
+    mine: WorkerPosition, votes: Mapping[PeerId, WorkerPosition], *, same_state: bool
+) -> CatchUp | Stay:
     """Whether a worker at position ``mine`` moves, given the positions that its voters named.
 
     ``same_state``: all workers share one state (all methods but gossip), so positions can be compared. Otherwise the median of the
@@ -54,13 +56,13 @@ def catch_up(mine: Position, votes: Mapping[PeerId, Position], *, same_state: bo
         # A round that was split in two: the larger part wins; of equal parts, the one whose state has the larger id.
         is_other = position.round == mine.round and (count, position.state) > (with_us, mine.state)
         if position != mine and (is_later or is_other):
-            return Move(position, tuple(peer for peer, each in votes.items() if each == position))
+            return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
     else:
         reached = median_low(each.round for each in votes.values())
         there = {peer: each for peer, each in votes.items() if each.round == reached}
         if reached > mine.round:
             peer = min(there)
-            return Move(there[peer], (peer,))
+            return CatchUp(there[peer], (peer,))
     near = sum(each.round <= mine.round + 1 for each in votes.values())
     return Stay(is_settled=2 * near > len(votes))
 

@@ -24,7 +24,7 @@ from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import Measured
-from swarmnet_protocols.training.catch_up import Position
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.rosters import (
     MAX_AHEAD_OF_LEADER,
     NO_ADDRESSES,
@@ -175,10 +175,10 @@ class Matchmaking:
                 continue
         return None
 
-    async def positions(self, members: Sequence[Candidate]) -> dict[PeerId, Position]:
+    async def positions(self, members: Sequence[Candidate]) -> dict[PeerId, WorkerPosition]:
         """The positions of ``members``, without those that do not answer."""
         found = await asyncio.gather(*(self._position_of(member) for member in members[:MAX_MEMBERS]))
-        return {each.peer: Position(each.round, each.state) for each in found if each is not None}
+        return {each.peer: WorkerPosition(each.round, each.state) for each in found if each is not None}
 
     # ---- as follower ------------------------------------------------------------------------------------
 

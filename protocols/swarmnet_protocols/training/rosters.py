@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
-from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS, Member
+from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS, RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16
@@ -26,7 +26,7 @@ ADDRESS_BOOK_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Candidate(Member):
+class Candidate(RoundMember):
     """A worker that wants to join a round."""
 
     last_exchange: int = 0
@@ -86,7 +86,7 @@ class AddressBook:
     hash: bytes
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> "AddressBook":
+    def of(cls, members: Sequence[RoundMember]) -> "AddressBook":
         addresses = {member.peer: member.addresses[:MAX_ADDRESSES] for member in members}
         text = json.dumps(list(addresses.items()))
         return cls(addresses, hashlib.sha256(text.encode()).digest()[:ADDRESS_BOOK_HASH_BYTES])
@@ -95,7 +95,7 @@ class AddressBook:
         """Whether this is the book with this hash, and ``peer`` is in it."""
         return hash == self.hash and peer in self.addresses
 
-    def has(self, member: Member) -> bool:
+    def has(self, member: RoundMember) -> bool:
         """Whether the book has the present addresses of ``member``."""
         return self.addresses.get(member.peer) == member.addresses[:MAX_ADDRESSES]
 

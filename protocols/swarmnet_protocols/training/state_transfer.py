@@ -89,7 +89,7 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
 
 
 @dataclass(frozen=True)
-class Source:
+class StateSource:
     """A worker that may have a state."""
 
     peer: PeerId
@@ -180,7 +180,7 @@ class StateDownload:
     async def run(
         self,
         transport: Transport,
-        sources: Sequence[Source],
+        sources: Sequence[StateSource],
         timing: Timing,
         on_chunk: Callable[[int, int], None] = lambda done, total: None,
     ) -> bytearray:
@@ -191,7 +191,7 @@ class StateDownload:
         """
         errors: dict[PeerId, SwarmnetError] = {}
 
-        async def take(source: Source) -> None:
+        async def take(source: StateSource) -> None:
             try:
                 await self._take(transport, source, timing, on_chunk)
             except IntegrityError as error:
@@ -212,7 +212,7 @@ class StateDownload:
     async def _take(
         self,
         transport: Transport,
-        source: Source,
+        source: StateSource,
         timing: Timing,
         on_chunk: Callable[[int, int], None],
     ) -> None:

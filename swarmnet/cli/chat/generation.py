@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How the next token is chosen. ``temperature`` 0: greedily. ``top_p`` None: the model's own setting."""
 
     max_new_tokens: int = 256
@@ -26,14 +26,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Hop:
+class RunHop:
     peer_id: str
     start: int
     end: int
 
 
 @dataclass(frozen=True)
-class Answer:
+class RunAnswer:
     """An answer as ``run --json`` prints it. ``token_ids``: the new tokens. ``precisions``: all precisions of its hosts; one if a chain of one was found.
 
     ``trips``: steps sent around the chain, of which speculation needs fewer than ``token_ids`` has. ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
@@ -45,7 +45,7 @@ class Answer:
     first_token_s: float
     total_s: float
     tokens_per_s: float
-    route: list[Hop]
+    route: list[RunHop]
     trips: int
     tokens_per_trip: float
     failovers: int
@@ -71,7 +71,7 @@ class Screen:
         elif self.pieces:
             print_json({"event": "token", "text": piece})
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: RunAnswer) -> None:
         """Print the end of an answer."""
         if self.as_json:
             print_json(answer.to_json())
@@ -91,14 +91,14 @@ class Screen:
 class Stopped(KeyboardInterrupt):
     """Ctrl-C while a model answered. ``answer``: the answer up to then."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: RunAnswer) -> None:
         super().__init__()
         self.answer = answer
 
 
 def generate(
-    model: Any, input_ids: "torch.Tensor", sampling: Sampling, show: Callable[[str], None]
-) -> Answer:
+    model: Any, input_ids: "torch.Tensor", sampling: SamplingOptions, show: Callable[[str], None]
+) -> RunAnswer:
     """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece.
 
     Raises ``Stopped`` for Ctrl-C.
@@ -170,17 +170,17 @@ class _Streamer:
     def end(self) -> None:
         self._show_rest(self._line())
 
-    def answer(self, prompt_tokens: int, run: Any) -> Answer:
+    def answer(self, prompt_tokens: int, run: Any) -> RunAnswer:
         """The answer so far, and the hosts that computed it."""
         total_s = time.monotonic() - self.started
-        return Answer(
+        return RunAnswer(
             text=self._tokenizer.decode(self.token_ids, skip_special_tokens=True),
             token_ids=self.token_ids,
             prompt_tokens=prompt_tokens,
             first_token_s=self.first_token_s,
             total_s=total_s,
             tokens_per_s=len(self.token_ids) / total_s,
-            route=[Hop(*hop) for hop in run.route],
+            route=[RunHop(*hop) for hop in run.route],
             trips=run.trips,
             tokens_per_trip=len(self.token_ids) / max(1, run.trips),
             failovers=run.failovers,

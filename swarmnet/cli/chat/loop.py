@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from swarmnet.cli.chat.conversation import Conversation, Turn
-from swarmnet.cli.chat.generation import Answer, Hop, Sampling, Screen, Stopped, generate
+from swarmnet.cli.chat.generation import RunAnswer, RunHop, SamplingOptions, Screen, Stopped, generate
 from swarmnet.cli.chat.keyboard import QUOTES, keyboard
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 from swarmnet.cli.options import check_at_least_zero, check_share
@@ -43,7 +43,7 @@ class _Totals:
     failovers: int = 0
     longest_stall_s: float = 0.0
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: RunAnswer) -> None:
         self.answers += 1
         self.tokens += len(answer.token_ids)
         self.seconds += answer.total_s
@@ -59,7 +59,7 @@ class Chat:
         model: Any,
         open_session: Callable[[], AbstractContextManager[object]],
         conversation: Conversation,
-        sampling: Sampling,
+        sampling: SamplingOptions,
         screen: Screen,
     ) -> None:
         self.conversation = conversation
@@ -68,7 +68,7 @@ class Chat:
         self._open_session = open_session
         self._session = ExitStack()
         self._screen = screen
-        self._route: list[Hop] = []
+        self._route: list[RunHop] = []
         self._totals = _Totals()
         self._unanswered = ""
 
@@ -130,7 +130,7 @@ class Chat:
             else:
                 self.conversation.turns.pop()
 
-    def _generate(self) -> Answer:
+    def _generate(self) -> RunAnswer:
         prompt, dropped = self.conversation.prompt(self.sampling.max_new_tokens)
         if dropped:
             note(
@@ -138,7 +138,7 @@ class Chat:
             )
         return generate(self._model, prompt, self.sampling, self._screen.show)
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: RunAnswer) -> None:
         self._totals.add(answer)
         self._screen.end(answer)
         if len(answer.token_ids) + answer.prompt_tokens >= self.conversation.context:
@@ -252,14 +252,14 @@ def _what_happened(error: BaseException) -> str:
     return f"error: {failure.message}\nhint: {failure.hint}; then /retry"
 
 
-def changed(sampling: Sampling, name: str, value: str) -> Sampling:
+def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions:
     """``sampling`` with one setting changed by text; `default` resets it. Raises ``typer.BadParameter``."""
-    fields = {field.name: field for field in dataclasses.fields(Sampling)}
+    fields = {field.name: field for field in dataclasses.fields(SamplingOptions)}
     if name not in fields:
         known = ", ".join([*fields, "system"])
         raise typer.BadParameter(f"there is no setting {name}: use one of {known}")
     if value == "default":
-        usual: dict[str, Any] = {name: getattr(Sampling(), name)}
+        usual: dict[str, Any] = {name: getattr(SamplingOptions(), name)}
         return dataclasses.replace(sampling, **usual)
     try:
         number: Any = float(value) if name in {"temperature", "top_p"} else int(value)
@@ -274,7 +274,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     return dataclasses.replace(sampling, **{name: number})
 
 
-def _mended(before: Sequence[Hop], answer: Answer) -> str:
+def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:
     """A sentence on the hosts that were replaced during an answer."""
     newcomers = [hop for hop in answer.route if hop not in before]
     names = ", ".join(f"…{hop.peer_id[-8:]} ({hop.start}:{hop.end})" for hop in newcomers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import parse_hosts
-from swarmnet.cli.chat.generation import Hop
+from swarmnet.cli.chat.generation import RunHop
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -45,7 +45,7 @@ class Run:
     first_token_s: float
     tokens_per_s: float
     failovers: int
-    route: list[Hop]
+    route: list[RunHop]
 
 
 def bench(  # noqa: PLR0913 - a command line, not an interface
@@ -152,7 +152,7 @@ def _measure(model: Any, prompt_tokens: int, tokens: int) -> Run:
         first_token_s=first - started,
         tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
         failovers=model.last_run.failovers,
-        route=[Hop(*hop) for hop in model.last_run.route],
+        route=[RunHop(*hop) for hop in model.last_run.route],
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from swarmnet.addresses import parse_hosts
 from swarmnet.cli.chat.conversation import Conversation, Turn
-from swarmnet.cli.chat.generation import Sampling, Screen, generate
+from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS
 from swarmnet.cli.chat.loop import Chat
 from swarmnet.cli.options import (
@@ -139,7 +139,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if is_chat and trace is not None:
         raise typer.BadParameter("one answer is traced: give a PROMPT", param_hint="'--trace'")
     question = "" if is_chat else _question(prompt)
-    sampling = Sampling(max_new_tokens, temperature, seed, top_p, speculate)
+    sampling = SamplingOptions(max_new_tokens, temperature, seed, top_p, speculate)
     screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)

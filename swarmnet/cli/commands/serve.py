@@ -215,7 +215,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.gateway.app import Gateway
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
-    from swarmnet_client.batching.continuous_batching import Limits, open_engine
+    from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
     from swarmnet_client.model.local_layers import LoadOptions
     from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race
@@ -225,7 +225,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
     options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
-    limits = Limits(active=serving.max_concurrent, waiting=serving.max_concurrent)
+    limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))
         engine = await stack.enter_async_context(

@@ -32,7 +32,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire.roles import Role, name_roles
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.membership.invites import Terms
+    from swarmnet_protocols.membership.invites import InviteTerms
     from swarmnet_protocols.membership.revocations import RevocationList, RevokedIds
     from swarmnet_protocols.net.identity import Identity
 
@@ -186,8 +186,8 @@ def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: fl
         _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
 
 
-def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "Terms":
-    from swarmnet_protocols.membership.invites import MAX_VALID_S, Terms
+def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "InviteTerms":
+    from swarmnet_protocols.membership.invites import MAX_VALID_S, InviteTerms
 
     valid_s = parse_duration(expires, option="--expires")
     if valid_s > MAX_VALID_S:
@@ -195,13 +195,13 @@ def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None
             f"an invite is valid for {MAX_VALID_S // 86_400}d at most", param_hint="'--expires'"
         )
     not_after = int(wall_clock()) + valid_s
-    return Terms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
+    return InviteTerms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
 
 
 def _print_invite(
     file: SwarmFile,
     signer: "Identity",
-    terms: "Terms",
+    terms: "InviteTerms",
     bootstrap: list[str],
     *,
     as_json: bool,

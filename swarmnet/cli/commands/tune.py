@@ -29,7 +29,7 @@ from swarmnet.cli.progress.displays import Fields, display
 from swarmnet.cli.progress.tuning import Words
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
-from swarmnet_client.tuning.methods import LEARNING_RATES, Method, Settings, attach, require_peft
+from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swarmnet_client.model.model import SwarmModel
     from swarmnet_client.tuning.batches import Dataset
     from swarmnet_client.tuning.run_dir import RunDir
-    from swarmnet_client.tuning.trainer import Tuner, Usage
+    from swarmnet_client.tuning.trainer import SwarmUsage, Tuner
     from swarmnet_protocols.models import LocalModel
 
 
@@ -51,7 +51,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     hosts: HostsOption = "",
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the adapter.")],
-    method: Annotated[Method, typer.Option("--method", help="What is trained.")] = Method.LORA,
+    method: Annotated[TuneMethod, typer.Option("--method", help="What is trained.")] = TuneMethod.LORA,
     eval_data: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +142,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
     max_disk_bytes = parse_max_disk(max_disk)
     require_peft()
-    settings = Settings(
+    settings = TuneSettings(
         method=method,
         learning_rate=rate,
         steps=steps,
@@ -203,13 +203,13 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         show(_finish(tuned, tuner, dataset, folder))
 
 
-def _check_sizes(local: "LocalModel", settings: Settings) -> None:
+def _check_sizes(local: "LocalModel", settings: TuneSettings) -> None:
     from swarmnet_protocols.session.adapters import MAX_PREFIX_POSITIONS, MAX_RANK
     from swarmnet_protocols.session.passes import MAX_POSITIONS
 
     if settings.rank > MAX_RANK:
         raise typer.BadParameter(f"hosts take {MAX_RANK} at most", param_hint="'--rank'")
-    if settings.method == Method.DEEP_PROMPT and settings.virtual_tokens > MAX_PREFIX_POSITIONS:
+    if settings.method == TuneMethod.DEEP_PROMPT and settings.virtual_tokens > MAX_PREFIX_POSITIONS:
         raise typer.BadParameter(
             f"hosts take {MAX_PREFIX_POSITIONS} at most", param_hint="'--virtual-tokens'"
         )
@@ -221,13 +221,13 @@ def _check_sizes(local: "LocalModel", settings: Settings) -> None:
         )
 
 
-def _usage(model: "SwarmModel") -> "Usage":
-    from swarmnet_client.tuning.trainer import Usage
+def _usage(model: "SwarmModel") -> "SwarmUsage":
+    from swarmnet_client.tuning.trainer import SwarmUsage
 
-    return Usage(model.traffic.sent, model.traffic.received, model.last_run.failovers)
+    return SwarmUsage(model.traffic.sent, model.traffic.received, model.last_run.failovers)
 
 
-def _beginning(model: str, dataset: "Dataset", settings: Settings, tuner: "Tuner") -> dict[str, Any]:
+def _beginning(model: str, dataset: "Dataset", settings: TuneSettings, tuner: "Tuner") -> dict[str, Any]:
     return {
         "event": "begin",
         "model": model,

@@ -21,7 +21,7 @@ SPARE_ROWS = 64
 """Positions behind those of sequences: rows that fill up a recorded step write there."""
 
 
-class Shape(Protocol):
+class CacheShape(Protocol):
     """Sizes of the keys and values that one layer keeps for each position."""
 
     @property
@@ -50,7 +50,7 @@ class CacheArena:
 
     def __init__(
         self,
-        shapes: Sequence[Shape],
+        shapes: Sequence[CacheShape],
         dtype: torch.dtype,
         devices: Sequence[torch.device],
         positions: int,

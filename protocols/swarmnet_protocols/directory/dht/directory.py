@@ -47,7 +47,7 @@ class DhtDirectory:
         publisher: Publisher,
     ) -> None:
         from swarmnet_protocols.directory.dht.replication import Replicator
-        from swarmnet_protocols.directory.dht.sampling import Sampler
+        from swarmnet_protocols.directory.dht.sampling import RecordSampler
 
         self._transport = transport
         self._handshakes = handshakes
@@ -55,7 +55,7 @@ class DhtDirectory:
         self._bootstrap = bootstrap
         self._publisher = publisher
         self._replicator = Replicator(node, publisher.clock)
-        self._sampler = Sampler(node, publisher.swarm, publisher.clock)
+        self._sampler = RecordSampler(node, publisher.swarm, publisher.clock)
         self._opened: OrderedDict[bytes, Record] = OrderedDict()
         """Records that samples held, by their sealed form: the next sample holds some of them again."""
         self._unresponsive: set[PeerId] = set()

@@ -40,7 +40,7 @@ class _Place:
         return [peer for peer in self.replicas if peer not in self.silent]
 
 
-class Sampler:
+class RecordSampler:
     """Reads samples for one peer."""
 
     def __init__(self, node: DHTNode, swarm: bytes, clock: Clock) -> None:

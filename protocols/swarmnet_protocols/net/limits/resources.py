@@ -328,7 +328,7 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """The use of one resource: the amount reserved, its limits, and how often a limit was reached."""
 
     used: int
@@ -338,11 +338,11 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ResourceSnapshot:
     """The state of a resource manager, for metrics. ``spent`` is what was used of each rate since the start."""
 
     peers: int
-    resources: Mapping[Resource, Usage]
+    resources: Mapping[Resource, ResourceUsage]
     spent: Mapping[Rate, float]
 
 
@@ -405,12 +405,12 @@ class ResourceManager:
         if per_peer is not None:
             self._peer_rates[rate] = per_peer
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ResourceSnapshot:
         used, refused = self.system.used, self.system.refused
-        return Snapshot(
+        return ResourceSnapshot(
             peers=len(self._peers),
             resources={
-                resource: Usage(
+                resource: ResourceUsage(
                     used[resource],
                     self._system_limits.get(resource),
                     self._peer_limits.get(resource),

@@ -43,7 +43,7 @@ class Use(IntEnum):
 
 
 @dataclass(frozen=True)
-class Connection:
+class ListedConnection:
     peer: bytes
     """The peer id in binary form."""
     peer_id: PeerId
@@ -65,18 +65,18 @@ class ConnectionLimits:
 
 
 def excess(
-    connections: Iterable[Connection], use: Callable[[Connection], Use], limits: ConnectionLimits
-) -> list[Connection]:
+    connections: Iterable[ListedConnection], use: Callable[[ListedConnection], Use], limits: ConnectionLimits
+) -> list[ListedConnection]:
     """The connections to close so that the rest is within ``limits``.
 
     Within a host or a subnet, those of the lowest use are closed, of equal use the newest. Beyond the total, those of the lowest use are
     closed, of equal use those of the subnet with most of them.
     """
-    closing: list[Connection] = []
+    closing: list[ListedConnection] = []
     kept = sorted(connections, key=lambda each: (-use(each), each.since))
     for place, cap in (_host, limits.per_host), (_subnet, limits.per_subnet):
         counts = Counter[Hashable]()
-        within: list[Connection] = []
+        within: list[ListedConnection] = []
         for each in kept:
             counts[place(each)] += 1
             (within if counts[place(each)] <= cap else closing).append(each)
@@ -91,11 +91,11 @@ def excess(
     return closing + [kept[number] for number in order[limits.total :]]
 
 
-def _host(each: Connection) -> str:
+def _host(each: ListedConnection) -> str:
     return each.host
 
 
-def _subnet(each: Connection) -> str:
+def _subnet(each: ListedConnection) -> str:
     return each.subnet
 
 
@@ -103,20 +103,20 @@ class Connections:
     """The connections of a p2pd with the times they were first listed."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bytes], Connection] = {}
+        self._known: dict[tuple[bytes, bytes], ListedConnection] = {}
 
-    def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[Connection]:
+    def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[ListedConnection]:
         """The connections for a list of peers and multiaddrs in binary form."""
         self._known = {key: self._known.get(key) or _connection(*key, now) for key in listed}
         return list(self._known.values())
 
 
-def _connection(peer: bytes, packed_address: bytes, now: float) -> Connection:
+def _connection(peer: bytes, packed_address: bytes, now: float) -> ListedConnection:
     try:
         address = unpack_multiaddr(packed_address)
     except ValueError:  # of an unknown kind
         address = ""
-    return Connection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
+    return ListedConnection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
 
 
 class ConnectionGuard:
@@ -167,7 +167,7 @@ class ConnectionGuard:
             self._above_since = now
             _log.warning("p2pd uses more than %d MiB: disconnecting unknown peers", limit_bytes >> 20)
 
-        def use(each: Connection) -> Use:
+        def use(each: ListedConnection) -> Use:
             return self._use(each, now)
 
         closing = excess(connections, use, self._limits)
@@ -184,7 +184,7 @@ class ConnectionGuard:
         now = asyncio.get_running_loop().time()
         return self._above_since is not None and now - self._above_since >= RELIEF_S
 
-    def _use(self, each: Connection, now: float) -> Use:
+    def _use(self, each: ListedConnection, now: float) -> Use:
         scope = self._resources.find(each.peer_id)
         if each.peer_id in self._dialled or (scope is not None and not scope.is_unknown):
             return Use.KNOWN

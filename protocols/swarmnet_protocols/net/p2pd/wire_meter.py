@@ -31,7 +31,7 @@ _TCP_HEADER_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Traffic:
+class WireTraffic:
     """Bytes of packets sent and received."""
 
     up: int = 0
@@ -43,14 +43,14 @@ class WireMeter:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._previous: Mapping[int, Traffic] = {}
+        self._previous: Mapping[int, WireTraffic] = {}
         """Totals of each connection at the last reading, by inode."""
 
     @staticmethod
     def is_supported() -> bool:
         return sys.platform == "linux"
 
-    def read(self) -> Traffic:
+    def read(self) -> WireTraffic:
         """The traffic since the last reading. Raises ``OSError`` when the process has ended, or the kernel does not answer.
 
         What a connection carried between the last reading and its end is not counted.
@@ -63,8 +63,8 @@ class WireMeter:
             if each.inode in inodes and len(each.info) >= _TCP_INFO.size
         }
         previous, self._previous = self._previous, current
-        zero = Traffic()
-        return Traffic(
+        zero = WireTraffic()
+        return WireTraffic(
             sum(total.up - previous.get(inode, zero).up for inode, total in current.items()),
             sum(total.down - previous.get(inode, zero).down for inode, total in current.items()),
         )
@@ -77,10 +77,10 @@ class _TcpSocket(NamedTuple):
     """``struct tcp_info`` of linux/tcp.h, as much of it as this kernel has."""
 
 
-def _traffic(connection: _TcpSocket) -> Traffic:
+def _traffic(connection: _TcpSocket) -> WireTraffic:
     received, segments_out, segments_in, sent = _TCP_INFO.unpack_from(connection.info)
     header_bytes = _IP_HEADER_BYTES[connection.family] + _TCP_HEADER_BYTES
-    return Traffic(sent + segments_out * header_bytes, received + segments_in * header_bytes)
+    return WireTraffic(sent + segments_out * header_bytes, received + segments_in * header_bytes)
 
 
 def _tcp_sockets(family: int) -> Iterator[_TcpSocket]:

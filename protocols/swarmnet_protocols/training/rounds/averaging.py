@@ -22,19 +22,19 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import HASH_BYTES
-from swarmnet_protocols.training.rounds.reduction import Rules
+from swarmnet_protocols.training.rounds.reduction import AggregationRules
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext, RoundRunner
-from swarmnet_protocols.training.rounds.terms import Member, Terms
+from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import training_pb2 as pb
 
-__all__ = ["Averager", "Member", "Outcome", "RoundTiming", "Rules"]
+__all__ = ["AggregationRules", "Averager", "Outcome", "RoundMember", "RoundTiming"]
 
 ROUNDS_KEPT = 2
 """Rounds that are answered. A member that was delayed, and is not in this round, can still fetch the outcome of the last one."""
 
 _TIMING = RoundTiming()
-_RULES = Rules()
+_RULES = AggregationRules()
 
 
 class Averager:
@@ -50,7 +50,7 @@ class Averager:
         job: bytes,
         *,
         timing: RoundTiming = _TIMING,
-        rules: Rules = _RULES,
+        rules: AggregationRules = _RULES,
         executor: Executor | None = None,
         sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Averager:
     async def average(
         self,
         exchange_number: int,
-        members: Sequence[Member],
+        members: Sequence[RoundMember],
         values: torch.Tensor,
         *,
         weight: float,
@@ -111,7 +111,9 @@ class Averager:
         if not (math.isfinite(spread_s) and spread_s >= 0):
             raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
         verifiable = self._rules.verifiable
-        terms = Terms.of(self._job, exchange_number, members, values.numel(), codec, verifiable=verifiable)
+        terms = RoundTerms.of(
+            self._job, exchange_number, members, values.numel(), codec, verifiable=verifiable
+        )
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         context = RoundContext(
@@ -128,7 +130,7 @@ class Averager:
             self._begun.notify_all()
         return await runner.run()
 
-    def _is_over(self, old: int, terms: Terms) -> bool:
+    def _is_over(self, old: int, terms: RoundTerms) -> bool:
         """Whether an old round need not be served: all its members are in the new one, or ``ROUNDS_KEPT`` newer ones exist."""
         here = {member.peer for member in terms.members}
         return old <= terms.exchange_number - ROUNDS_KEPT or self._runners[old].peers <= here

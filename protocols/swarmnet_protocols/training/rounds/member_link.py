@@ -11,7 +11,7 @@ from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
-from swarmnet_protocols.training.rounds.terms import Member
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
 
@@ -25,7 +25,7 @@ class MemberLink:
     def __init__(
         self,
         transport: Transport,
-        member: Member,
+        member: RoundMember,
         hello: pb.Hello,
         timing: RoundTiming,
         on_change: Callable[[bool], None],

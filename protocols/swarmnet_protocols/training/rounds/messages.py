@@ -1,7 +1,7 @@
 """The control messages of a round with their wire form, and the effects that its state machine returns.
 
 ``RoundState.receive`` (round_state.py) takes the control messages that arrive; the effect ``Send`` carries those to be sent. Numbers in received
-messages are checked against :class:`Shape`.
+messages are checked against :class:`RoundShape`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ DISCARD: Hashes = ()
 
 
 @dataclass(frozen=True)
-class Shape:
+class RoundShape:
     """Exclusive upper bounds on the member and slice numbers in the messages of a round."""
 
     members: int
@@ -70,7 +70,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlicePlan:
     """The coordinator's assignment of every slice."""
 
     attempt: int
@@ -106,7 +106,7 @@ class RequestContribution:
     slice: int
 
 
-Control = Prepare | Report | Plan | Vote | Ack | Decided | RequestResult | RequestContribution
+Control = Prepare | Report | SlicePlan | Vote | Ack | Decided | RequestResult | RequestContribution
 
 
 # Effects: what a member must do -------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
             return pb.ExchangeRequest(
                 report=pb.Report(attempt=attempt, held=entries, vote=None if vote is None else _vote(vote))
             )
-        case Plan(attempt, assignments):
+        case SlicePlan(attempt, assignments):
             parts = [
                 pb.Assignment(reducer=assignment.reducer, chosen=assignment.chosen, holder=assignment.holder)
                 for assignment in assignments
@@ -189,7 +189,7 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
             return pb.ExchangeRequest(request_contribution=pb.RequestContribution(slice=index))
 
 
-def decode_control(request: pb.ExchangeRequest, shape: Shape) -> Control | None:
+def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | None:
     """The control message in ``request``; None if ``request`` is a contribution, a result or a hello.
 
     Raises ``ProtocolViolation`` for a number outside ``shape`` or a hash of the wrong size.
@@ -202,7 +202,7 @@ def decode_control(request: pb.ExchangeRequest, shape: Shape) -> Control | None:
             vote = _read_vote(report.vote, shape) if report.HasField("vote") else None
             return Report(_attempt(report.attempt), _held(report.held, shape), vote)
         case "plan":
-            return Plan(_attempt(request.plan.attempt), _assignments(request.plan.assignments, shape))
+            return SlicePlan(_attempt(request.plan.attempt), _assignments(request.plan.assignments, shape))
         case "propose":
             return _read_vote(request.propose, shape)
         case "ack":
@@ -242,17 +242,17 @@ def _vote(vote: Vote) -> pb.Vote:
     return pb.Vote(attempt=vote.attempt, hashes=b"".join(vote.hashes))
 
 
-def _read_vote(vote: pb.Vote, shape: Shape) -> Vote:
+def _read_vote(vote: pb.Vote, shape: RoundShape) -> Vote:
     return Vote(_attempt(vote.attempt), _hashes(vote.hashes, shape))
 
 
-def _hashes(joined: bytes, shape: Shape) -> Hashes:
+def _hashes(joined: bytes, shape: RoundShape) -> Hashes:
     if len(joined) not in (0, shape.slices * HASH_BYTES):
         raise ProtocolViolation(f"{len(joined)} bytes of hashes for {shape.slices} slices")
     return tuple(joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES))
 
 
-def _held(entries: Sequence[pb.Held], shape: Shape) -> tuple[tuple[bytes, ...], ...]:
+def _held(entries: Sequence[pb.Held], shape: RoundShape) -> tuple[tuple[bytes, ...], ...]:
     if len(entries) > CANDIDATES * shape.slices:
         raise ProtocolViolation(f"{len(entries)} results of {shape.slices} slices")
     held: list[tuple[bytes, ...]] = [()] * shape.slices
@@ -261,7 +261,7 @@ def _held(entries: Sequence[pb.Held], shape: Shape) -> tuple[tuple[bytes, ...], 
     return tuple(held)
 
 
-def _assignments(entries: Sequence[pb.Assignment], shape: Shape) -> tuple[Assignment, ...]:
+def _assignments(entries: Sequence[pb.Assignment], shape: RoundShape) -> tuple[Assignment, ...]:
     if len(entries) != shape.slices:
         raise ProtocolViolation(f"a plan of {len(entries)} slices, not {shape.slices}")
     return tuple(

@@ -40,7 +40,7 @@ def accept_all(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Rules:
+class AggregationRules:
     """How contributions are screened and aggregated. Equal at all members of a job."""
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
@@ -137,7 +137,7 @@ class SliceTerms:
 
 
 def reduce_slice(
-    terms: SliceTerms, rules: Rules, contributions: Sequence[tuple[int, Contribution]]
+    terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
     """The result of a slice and its values [count], from (member, contribution) in the order of members; None if no contribution counts."""
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
@@ -171,7 +171,7 @@ def reduce_slice(
 
 
 def _aggregate_valid(
-    terms: SliceTerms, rules: Rules, contributions: Sequence[tuple[int, Contribution]]
+    terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
     """The contributions that count, their aggregate [count] (without any: [0, count]), and why each of the others is left out."""
     accepted: list[tuple[int, Contribution]] = []
@@ -203,7 +203,9 @@ def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
     return terms.verification is None or contributors >= terms.verification.quorum
 
 
-def _decode(terms: SliceTerms, rules: Rules, member: int, contribution: Contribution) -> torch.Tensor:
+def _decode(
+    terms: SliceTerms, rules: AggregationRules, member: int, contribution: Contribution
+) -> torch.Tensor:
     """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for one that cannot count."""
     if contribution.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
@@ -221,7 +223,7 @@ class ResultReader:
     """Verifies and decodes results of a slice at member ``me`` of ``members``. ``own``: its own contribution, None if it made none."""
 
     terms: SliceTerms
-    rules: Rules
+    rules: AggregationRules
     members: int
     me: int
     own: Contribution | None

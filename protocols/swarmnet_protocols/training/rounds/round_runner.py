@@ -34,15 +34,15 @@ from swarmnet_protocols.training.rounds.messages import (
 )
 from swarmnet_protocols.training.rounds.reduction import (
     CONTRIBUTION_HASH_BYTES,
+    AggregationRules,
     Contribution,
     Result,
     ResultReader,
-    Rules,
     read_summary,
     reduce_slice,
 )
 from swarmnet_protocols.training.rounds.round_state import RoundState
-from swarmnet_protocols.training.rounds.terms import Slice, Terms
+from swarmnet_protocols.training.rounds.terms import RoundTerms, Slice
 from swarmnet_protocols.training.rounds.transfers import (
     MAX_SUMMARY_BYTES,
     Outgoing,
@@ -99,7 +99,7 @@ class RoundContext:
 
     transport: Transport
     timing: RoundTiming
-    rules: Rules
+    rules: AggregationRules
     executor: Executor | None
     sign: Callable[[bytes], bytes]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -108,7 +108,7 @@ class RoundContext:
 class RoundRunner:
     """One round at this member: ``prepare``, then ``run``. Other members are served until ``close``."""
 
-    def __init__(self, terms: Terms, context: RoundContext, spread_s: float) -> None:
+    def __init__(self, terms: RoundTerms, context: RoundContext, spread_s: float) -> None:
         """``spread_s``: seconds over which transfers are spread. Raises ``ConfigError`` if this worker is not in the roster."""
         me = terms.find(context.transport.peer_id)
         if me is None:

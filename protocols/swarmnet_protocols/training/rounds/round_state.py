@@ -29,7 +29,6 @@ from swarmnet_protocols.training.rounds.messages import (
     Effect,
     Finish,
     Hashes,
-    Plan,
     Prepare,
     Reduce,
     Report,
@@ -38,6 +37,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Send,
     SendContribution,
     SendResult,
+    SlicePlan,
     Vote,
 )
 
@@ -206,7 +206,7 @@ class RoundState:
         elif self._coordinator(self._promised) == self._me:
             self._send(member, Prepare(self._promised))
             if self._announced:
-                self._send(member, Plan(self._promised, self._announced))
+                self._send(member, SlicePlan(self._promised, self._announced))
             if self._proposal is not None:
                 self._send(member, self._proposal)
         elif self._coordinator(self._promised) == member:
@@ -218,7 +218,7 @@ class RoundState:
                     self._send(member, RequestContribution(index))
 
     def _receive(self, member: int, message: Control, now: float) -> None:
-        if self.decision is not None and isinstance(message, Prepare | Report | Vote | Plan):
+        if self.decision is not None and isinstance(message, Prepare | Report | Vote | SlicePlan):
             self._send(member, Decided(self.decision))
             return
         match message:
@@ -233,14 +233,14 @@ class RoundState:
             case Ack(attempt):
                 if attempt == self._promised:
                     self._acks.add(member)
-            case Prepare(attempt) | Report(attempt) | Plan(attempt) | Vote(attempt):
+            case Prepare(attempt) | Report(attempt) | SlicePlan(attempt) | Vote(attempt):
                 self._promise(attempt, now)
                 if attempt < self._promised:
                     self._send(member, Prepare(self._promised))
                 elif attempt == self._promised:
                     self._receive_current(member, message, now)
 
-    def _receive_current(self, member: int, message: Prepare | Report | Plan | Vote, now: float) -> None:
+    def _receive_current(self, member: int, message: Prepare | Report | SlicePlan | Vote, now: float) -> None:
         """Process a message of the current attempt."""
         coordinator = self._coordinator(self._promised)
         match message:
@@ -250,7 +250,7 @@ class RoundState:
                 self._reports[member] = message
                 if message.vote is not None and message.vote == self._proposal:
                     self._acks.add(member)
-            case Plan() if coordinator == member:
+            case SlicePlan() if coordinator == member:
                 self._adopt(message.assignments, now)
             case Vote() if coordinator == member:
                 self._vote = message
@@ -377,7 +377,7 @@ class RoundState:
             self._adopt(assignments, now)
             if tick and assignments != self._announced:
                 self._announced = assignments
-                self._broadcast(Plan(self._promised, assignments))
+                self._broadcast(SlicePlan(self._promised, assignments))
             majority_suffices = now >= self._began + self._timing.majority_s
             hashes = propose(
                 assignments, reports, live, majority=self._majority, majority_suffices=majority_suffices

@@ -14,7 +14,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training.codecs import ALIGNMENT, Codec
-from swarmnet_protocols.training.rounds.messages import Shape
+from swarmnet_protocols.training.rounds.messages import RoundShape
 from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verification
 
 MAX_MEMBERS = 64
@@ -30,7 +30,7 @@ Slice = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Member:
+class RoundMember:
     """A worker in a round, as the roster describes it, and therefore equal at all members."""
 
     peer: PeerId
@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RoundTerms:
     """The terms of one averaging round, on which all members agree. Made by :meth:`of`.
 
     Members are numbered in the order of their peer ids, slices in the order of the vector. ``reducers[i]`` is the member that reduces
@@ -50,7 +50,7 @@ class Terms:
 
     job: bytes
     exchange_number: int
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     slices: tuple[Slice, ...]
     reducers: tuple[int, ...]
     codec: Codec
@@ -61,12 +61,12 @@ class Terms:
         cls,
         job: bytes,
         exchange_number: int,
-        members: Sequence[Member],
+        members: Sequence[RoundMember],
         count: int,
         codec: Codec,
         *,
         verifiable: bool = False,
-    ) -> "Terms":
+    ) -> "RoundTerms":
         """The terms for averaging ``count`` values among ``members``, given in any order. ``verifiable``: see :class:`Verification`.
 
         Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
@@ -94,9 +94,9 @@ class Terms:
         return self.slices[-1][1]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> RoundShape:
         """Bounds for the numbers in this round's messages."""
-        return Shape(len(self.members), len(self.slices))
+        return RoundShape(len(self.members), len(self.slices))
 
     @property
     def contribution_fraction(self) -> float:
@@ -131,7 +131,7 @@ class Terms:
         return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
 
 
-def _keys(members: Sequence[Member]) -> tuple[bytes, ...]:
+def _keys(members: Sequence[RoundMember]) -> tuple[bytes, ...]:
     try:
         return tuple(public_key_of(member.peer) for member in members)
     except ValueError as error:
