@@ -44,7 +44,7 @@ TOKENS = 24
 SHORT = list(range(100, 132))
 PROMPT = "Once upon a time"
 STORY_TOKENS = 60
-LONG = [100 + number % 3000 for number in range(1000)]
+LONG = [100 + number % 3000 for number in range(600)]  # three chunks
 
 KILL_GOAL_S = 0.5
 HANG_GOAL_S = 3.0

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TOKENS = 40
 IDS = list(range(100, 132))
-P2PD_HOSTS = {"first": "0:15", "second": "15:30"}
 LIBP2P_HOST = "third"
 
 
@@ -28,10 +27,12 @@ def lab(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     lab = Swarm(tmp_path / "lab", cache_dir)
     try:
         monkeypatch.setenv(TRANSPORT_VARIABLE, "p2pd")
-        for name, blocks in P2PD_HOSTS.items():
-            _ = lab.launch(name, "--blocks", blocks).ready
+        _ = lab.launch("first", "--blocks", "0:15").ready
+        _ = lab.launch("second", "--blocks", "15:30")
         monkeypatch.setenv(TRANSPORT_VARIABLE, "libp2p")
-        _ = lab.launch(LIBP2P_HOST, "--blocks", "15:30").ready
+        _ = lab.launch(LIBP2P_HOST, "--blocks", "15:30")
+        for node in lab.nodes.values():
+            _ = node.ready
         yield lab
     finally:
         lab.close()

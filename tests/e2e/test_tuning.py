@@ -11,14 +11,11 @@ import torch
 
 from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support import faults
-from tests.support.generation import greedy, padded
-from tests.support.processes import swarm
+from tests.support.generation import padded
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import TinySwarm, tiny_swarm
 
@@ -203,30 +200,3 @@ def test_the_example_in_the_page_on_tuning_runs(
     assert names["loss"].isfinite()
     assert names["prompts"].grad is None
     assert names["optimizer"].state[names["prompts"]]["step"] == 20
-
-
-# ---- the real model --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_real_model_trains_through_hosts_that_are_killed(tmp_path: Path, cache_dir: Path) -> None:
-    """The host of the upper half is killed after the forward: another computes its gradients."""
-    texts = [list(range(100 + row, 130 + row)) for row in range(5)]
-    spans = ((0, 15), (15, 30), (15, 30))
-    with swarm(tmp_path / "lab", cache_dir, *spans) as lab, lab.connect() as model:
-        whole: Any = resolve(lab.model, cache_dir=cache_dir).load_whole(
-            dtype=torch.float32, device=torch.device("cpu")
-        )
-        prompts, local_prompts = new_prompts(576), new_prompts(576)
-        local_loss = whole(**prompted(whole, local_prompts, texts)).loss
-        local_loss.backward()
-
-        loss = model(**prompted(model, prompts, texts)).loss
-        victim = next(peer for peer, start, _ in model.last_run.route if start == 15)
-        faults.kill(faults.node_of(lab, victim))
-        loss.backward()
-
-        assert_near(loss.detach(), local_loss.detach())
-        assert_near(prompts.grad, local_prompts.grad)
-        assert model.last_run.failovers
-        assert greedy(model, [texts[0]], 4) == greedy(whole, [texts[0]], 4)
