@@ -137,7 +137,9 @@ def without_positions_again(patch: Patch) -> None:
     work = engine._StepWork
 
     def counting_new(*arguments: Any, **fields: Any) -> Any:
-        return work(*arguments, **{**fields, "behind": 0})
+        made = work(*arguments, **fields)
+        made.behind = 0
+        return made
 
     patch.setattr(engine, "_StepWork", counting_new)
 

@@ -168,7 +168,7 @@ MaxDiskOption = Annotated[
     typer.Option(
         "--max-disk",
         metavar="SIZE",
-        help="Most room for parts of models from the hub or peers; what was used least recently makes way.",
+        help="Most disk space for parts of models from the hub or peers; the least recently used files are removed.",
         show_default="no limit",
     ),
 ]

@@ -54,7 +54,7 @@ POLLS_PER_S = 125
 REPLY_S = 3.0
 """Seconds within which a report must arrive. With ``MAX_POLL_S`` and a tick of the feed, a fault is shown within 10 s."""
 LEAVE_CHECK_S = 3.0
-"""Seconds that a crawl may take which looks whether an unreachable peer announced that it leaves."""
+"""Timeout in seconds of the crawl that checks whether an unreachable peer has announced its leave."""
 MIN_CRAWL_S = 1.0
 """Seconds between two crawls, also when one is requested."""
 CATALOG_S = 20.0
@@ -171,7 +171,7 @@ class Observer:
                     await self._crawl_requested.wait()
 
     async def _update_catalog(self, catalog: Catalog) -> None:
-        """Take the models and jobs of the catalog. Those that are missing from it stay while a known peer hosts or trains them."""
+        """Take the models and jobs of the catalog. Models and jobs that are missing from it stay while a known peer hosts or trains them."""
         hosted = self._hosted()
         kept = {manifest: model for manifest, model in self._listed.items() if manifest in hosted}
         names = self._model_names

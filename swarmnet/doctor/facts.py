@@ -105,7 +105,7 @@ class Facts:
     node_reached: str = ""
     """How other peers reach that node; empty if none runs or it does not know."""
     node_advice: str = ""
-    """What would let other peers reach that node directly; empty if they do."""
+    """A change that would let other peers reach that node directly; empty if they do."""
     listening: Sequence[ListenAddress] = ()
     swarm: SwarmFacts | None = None
     peers: Sequence[BootstrapPeer] = ()

@@ -296,8 +296,8 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
     """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
 
-    Raises ``ConfigError`` if several swarms have the name. A damaged file does not hide another one; if no other one matches,
-    its error is raised, as it may be the file that is meant.
+    Raises ``ConfigError`` if several swarms have the name. A damaged file does not hide another one. If no file matches, the error of the
+    damaged one is raised, because it may be the file that was meant.
     """
     matches: list[SwarmFile] = []
     damage: SwarmnetError | None = None

@@ -392,7 +392,7 @@ def measure(headline: Headline, reports: Sequence[Report]) -> Measurement | None
 
 
 def record(bench: str, options: Sequence[str]) -> None:
-    """Run a bench and keep its figures. Those that it does not report this time stay as they were."""
+    """Run a bench and keep its figures. Figures that it does not report this time stay as they were."""
     [headlines] = [benches[bench] for benches in SECTIONS.values() if bench in benches]
     command = [sys.executable, "-W", "ignore", "-m", f"tests.bench.{bench}", *options]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

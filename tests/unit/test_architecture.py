@@ -58,6 +58,16 @@ def test_text_reaches_the_terminal_through_one_module() -> None:
     ]
 
 
+def test_public_classes_have_names_of_their_own() -> None:
+    """One name for one thing: a reader who searches for a class finds one."""
+    modules: dict[str, list[str]] = {}
+    for _, path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
 def test_deploy_has_no_code_of_ours() -> None:
     texts = [path.read_text() for path in (ROOT / "deploy").rglob("*.py")]
     assert not [

@@ -5,39 +5,39 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarmnet_node.hosting.step_times import MAX_STEPS, StepTimes
+from swarmnet_node.hosting.step_times import MAX_STEPS, HopStepTimes
 from swarmnet_protocols.session.hop_times import HOP_MOMENTS, HopTimes, Moment
 
 
 @pytest.fixture
-def times() -> StepTimes:
+def times() -> HopStepTimes:
     return fresh()
 
 
-def fresh(*, are_wanted: bool = True) -> StepTimes:
+def fresh(*, are_wanted: bool = True) -> HopStepTimes:
     ticks: Iterator[int] = itertools.count(100)
-    return StepTimes(lambda: float(next(ticks)), are_wanted=are_wanted)
+    return HopStepTimes(lambda: float(next(ticks)), are_wanted=are_wanted)
 
 
-def send(times: StepTimes, seq: int) -> None:
+def send(times: HopStepTimes, seq: int) -> None:
     for moment in HOP_MOMENTS[1:]:
         times.note(seq, moment)
 
 
-def test_times_count_from_the_opening_of_the_session(times: StepTimes) -> None:
+def test_times_count_from_the_opening_of_the_session(times: HopStepTimes) -> None:
     times.received(7)
     send(times, 7)
     assert times.complete.get_nowait() == HopTimes(7, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
 
 
-def test_the_times_of_a_step_that_is_sent_again_are_told_once(times: StepTimes) -> None:
+def test_the_times_of_a_step_that_is_sent_again_are_told_once(times: HopStepTimes) -> None:
     times.received(7)
     for moment in (*HOP_MOMENTS[1:], *HOP_MOMENTS[3:]):
         times.note(7, moment)
     assert times.complete.qsize() == 1
 
 
-def test_a_step_that_was_computed_unseen_has_no_times(times: StepTimes) -> None:
+def test_a_step_that_was_computed_unseen_has_no_times(times: HopStepTimes) -> None:
     times.received(7)
     times.note(7, Moment.TAKEN)
     times.note(7, Moment.SENT)

@@ -1,6 +1,6 @@
 """Audits one chain beside its steps: outputs of a hop are computed again by another host, and a third host decides a mismatch.
 
-The inputs of a hop are the outputs that the hop before it reports, and its outputs are those that it reports itself. Both are compared with
+The inputs of a hop are the outputs that the hop before it reports; its outputs it reports itself. Both are compared with
 digests that the receivers report. So a neighbour that lies about the data between them cannot have a host convicted: if two neighbours disagree,
 both are replaced and not made neighbours again for a while. The client is the sender to the first hop and the receiver from the last.
 """

@@ -150,7 +150,7 @@ class LiveHop:
     stands_by: bool = False
     """Whether it was not told yet where to send its outputs."""
     is_switching: bool = False
-    """Whether it has to be told that a standby, which it feeds, is its next hop now."""
+    """Whether the client still has to tell the hop that the standby which it feeds is its next hop now."""
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
@@ -223,7 +223,7 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
 
 
 def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
-    """The hop that sends to ``live``, the one that sends to that, and so on."""
+    """The hops before ``live``, the nearest first."""
     found: list[LiveHop] = []
     while sender := next((hop for hop in hops if hop.next is (found[-1] if found else live)), None):
         found.append(sender)

@@ -37,7 +37,7 @@ HOP_SLICES = ("waiting", "computing", "waiting to be sent", "encoding", "sending
 
 
 @dataclass(frozen=True)
-class Stay:
+class HopStay:
     """A step on one hop, by the clock of that."""
 
     session: bytes
@@ -53,7 +53,7 @@ class TracedStep:
     positions: int
     blocks: int
     noted: dict[Moment, float] = field(default_factory=dict)
-    stays: dict[int, Stay] = field(default_factory=dict)
+    stays: dict[int, HopStay] = field(default_factory=dict)
 
     @property
     def is_answered(self) -> bool:
@@ -65,7 +65,7 @@ class TracedStep:
         return sorted(min(self.noted[moment], self.noted[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
 
     @property
-    def route(self) -> list[Stay]:
+    def route(self) -> list[HopStay]:
         """The hops in order; none if not all of them told their times."""
         stays = [self.stays[start] for start in sorted(self.stays)]
         edges = [0, *(stay.hop.end for stay in stays)]
@@ -132,7 +132,7 @@ class Trace:
             return
         if times.stay_s > self._clock() - step.noted[Moment.ASKED] + SLACK_S:
             raise ProtocolViolation("a hop says that it had a step before that was sent")
-        step.stays[hop.start] = Stay(session, hop, times)
+        step.stays[hop.start] = HopStay(session, hop, times)
         self._told.set()
 
     async def complete(self) -> None:
@@ -215,7 +215,7 @@ def _client_slices(
     return slices
 
 
-def _hop_slices(step: TracedStep, stay: Stay, sent_s: float, offset_s: float) -> list[Slice]:
+def _hop_slices(step: TracedStep, stay: HopStay, sent_s: float, offset_s: float) -> list[Slice]:
     """``sent_s``: when the peer before had sent the step."""
     at_s = [each + offset_s for each in stay.times.at_s]
     slices = [Slice("travelling here", sent_s, at_s[0]), _whole(step, at_s[0], at_s[-1])]

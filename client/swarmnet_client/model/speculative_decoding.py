@@ -24,7 +24,7 @@ _OTHER_LOOPS = (
 
 @dataclass
 class SpeculativeDecoding:
-    """One call of ``generate``, which takes it as its ``custom_generate``. ``times`` lives as long as the model.
+    """The decoding loop of one call of ``generate``, given as its ``custom_generate``. ``times`` lives as long as the model.
 
     ``streamer`` is a field because transformers does not pass it to a ``custom_generate``.
     """

@@ -31,7 +31,7 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG_FILE).is_file() and (directory / CHECKPOINT_FILE).is_file():
         raise ConfigError(
             f"the run in {directory} is not done",
-            hint="give its `swarmnet tune` command again, which goes on",
+            hint="give its `swarmnet tune` command again: it resumes the run",
         )
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is no adapter: it has no {CONFIG_FILE}", hint=_HINT)

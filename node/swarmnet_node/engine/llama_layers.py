@@ -78,7 +78,7 @@ class LlamaLayers:
                 device = own_device
                 inputs = inputs.to(device)
                 angles = angles[0].to(device), angles[1].to(device)
-            # One after the other, and in functions of their own, so that neither's temporary tensors outlive it.
+            # Attention and MLP are functions of their own, so that the temporary tensors of each are freed when it returns.
             inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
             inputs = inputs + self._mlp(layer, inputs, lora)
         return inputs

@@ -426,7 +426,7 @@ class Stage:
         )
 
     def _fused_agrees(self) -> bool:
-        """Whether attention of several sequences in one call gives what it gives for one after the other."""
+        """Whether attention of several sequences in one call gives the same outputs as attention of one sequence after another."""
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(2, TRIAL_POSITIONS + 1, self.hidden_size, generator=generator)
         found = []

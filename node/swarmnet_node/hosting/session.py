@@ -31,7 +31,7 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.slots import Slot
-from swarmnet_node.hosting.step_times import StepTimes
+from swarmnet_node.hosting.step_times import HopStepTimes
 from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -125,7 +125,7 @@ class HostedSession:
         self._received = ReceivedDigests(self._received_reservation)
         self._sequences: dict[int, SequenceCache] = {}
         self._outbox = Outbox(self._new_log(), asyncio.Event())
-        self._step_times = StepTimes(parts.engine.stopwatch, are_wanted=wanted.timed)
+        self._step_times = HopStepTimes(parts.engine.stopwatch, are_wanted=wanted.timed)
         self._link_sender = LinkSender(
             parts.introductions.by(stream.scope),
             self._outbox,

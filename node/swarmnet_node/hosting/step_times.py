@@ -9,7 +9,7 @@ MAX_STEPS = 1024
 """Steps of one session whose times are taken, or wait to be told; those of the oldest, or of the newest, are left out."""
 
 
-class StepTimes:
+class HopStepTimes:
     """Takes the times of a session's steps, if its client asked for them, and else does nothing."""
 
     def __init__(self, stopwatch: Callable[[], float], *, are_wanted: bool) -> None:

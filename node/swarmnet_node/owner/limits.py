@@ -57,9 +57,7 @@ class Limits:
             try:
                 Schedule.parse(self.schedule)
             except ValueError as error:
-                raise ConfigError(
-                    f"the schedule {self.schedule[:80]!r} is not one", hint=str(error)
-                ) from error
+                raise ConfigError(f"{self.schedule[:80]!r} is not a schedule", hint=str(error)) from error
 
     @property
     def are_conditional(self) -> bool:

@@ -116,7 +116,7 @@ class PeerSource:
         """The bytes [start, end). Raises ``Unreachable`` if the peer does not have them any more, and what streams raise."""
         _, payload = await _ask(self.stream, self.model, pb.WHAT_DATA, file.sha256, start, end - start)
         if len(payload) < end - start:
-            raise Unreachable("it does not have what it said that it has")
+            raise Unreachable("it does not have pieces that it reported")
         return bytes(payload)
 
 

@@ -53,7 +53,7 @@ def resolve(
     """The model with this name, downloaded if it is not on this machine.
 
     ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
-    ``max_disk_bytes``: most room for partial files of all models in ``cache_dir``; the least recently used ones make way.
+    ``max_disk_bytes``: most room for partial files of all models in ``cache_dir``; the least recently used ones are removed.
     ``published``: another peer chose the name, so it may not be a path of this machine. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """

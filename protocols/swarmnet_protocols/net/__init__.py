@@ -75,7 +75,7 @@ class ReachKind(StrEnum):
 
 @dataclass(frozen=True)
 class Reach:
-    """How other peers reach this one, and what it does so that they reach others. Counts are since the start, unless they say otherwise."""
+    """How other peers reach this one, and what this peer forwards for others. Counts are since the start, unless they say otherwise."""
 
     kind: ReachKind = ReachKind.UNKNOWN
     nat: str = ""

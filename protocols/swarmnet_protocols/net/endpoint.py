@@ -1,4 +1,4 @@
-"""The streams of one peer, over any carrier: limits on those that come in, their handlers, and their last messages when they close."""
+"""The streams of one peer, over any carrier: limits on inbound streams, their handlers, and their last messages when they close."""
 
 import asyncio
 import logging

@@ -56,7 +56,8 @@ class PackedLinear(nn.Linear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table is packed. It is no ``nn.Embedding``: transformers would initialise its ``weight``, which it does not have."""
+    """An embedding whose table is packed. It is no ``nn.Embedding``, because transformers would initialise the ``weight`` of one, and this
+    module has none."""
 
     def __init__(self, products: Products, packed: PackedTensor) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class RoutedTransport(TransportWrapper):
     # ---- addresses ---------------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
-        """The multiaddrs on which this peer listens, and those that its router forwards if it said so."""
+        """The multiaddrs on which this peer listens, and those that its router has agreed to forward."""
         return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:

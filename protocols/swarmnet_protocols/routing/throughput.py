@@ -29,8 +29,8 @@ ROUNDING = 1e-9
 class Claim:
     """Blocks [start, end) that a host serves, or intends to, at ``blocks_per_s`` single-token steps of one block per second.
 
-    ``settled``: whether it serves them or has chosen them for good. A host that moves has two claims: a settled one for the blocks that it
-    still serves, and another one for those that it will serve.
+    ``settled``: whether it serves them or has chosen them for good. A host that moves has two claims: a settled claim to the blocks that
+    it still serves, and another claim to the blocks that it will serve.
     """
 
     peer: PeerId

@@ -42,7 +42,8 @@ class StepsCompacted(SwarmnetError):
 
 
 class _SequenceBuffer:
-    """The compacted values of one sequence, [length, ...]: those that it shares with others, and its own in a buffer that doubles when it is full.
+    """The compacted values of one sequence, [length, ...]: values shared with other sequences, and then own values in a buffer that
+    doubles when it is full.
 
     Values that were appended never change.
     """

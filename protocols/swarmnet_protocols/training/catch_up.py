@@ -1,4 +1,4 @@
-"""When a worker that is behind may replace its weights with those of others. Pure.
+"""The conditions under which a worker that is behind replaces its weights with those of other workers. Pure.
 
 No single worker may send another to a state of its choice. A worker that learns of a later position therefore asks its *voters*, each over a
 stream that proves the peer id: the members of the last roster that continued the one before it. It moves only to a position that more

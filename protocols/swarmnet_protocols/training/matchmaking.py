@@ -3,8 +3,8 @@
 The worker with the lowest peer id among those believed alive is the *leader*; the others are its *followers*:
 
 1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
-2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes those that are missing and stops
-   expecting those that do not answer.
+2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes the missing workers, and
+stops expecting those that do not answer.
 3. Every follower gets the same roster and closes its stream.
 
 Special cases: a worker that asks a follower is redirected to its leader, since a leader does not wait for the followers of a follower. A worker at

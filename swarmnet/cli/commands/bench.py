@@ -39,7 +39,7 @@ LOCAL_BLOCKS = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """One prompt and its answer. ``tokens_per_s`` counts from the first token on; 0 if there was only one."""
 
     first_token_s: float
@@ -126,7 +126,7 @@ def _open(name: str, network: Network, formats: tuple[str, str], files: tuple[Pa
     return load(name, network=network, cache_dir=files[0], options=options, max_disk_bytes=files[1])
 
 
-def _measure(model: Any, prompt_tokens: int, tokens: int) -> Run:
+def _measure(model: Any, prompt_tokens: int, tokens: int) -> BenchRun:
     import torch
 
     most = model.config.max_position_embeddings
@@ -148,7 +148,7 @@ def _measure(model: Any, prompt_tokens: int, tokens: int) -> Run:
         speculate=False,
     )
     first, last = clock.times[0], clock.times[-1]
-    return Run(
+    return BenchRun(
         first_token_s=first - started,
         tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
         failovers=model.last_run.failovers,
@@ -172,7 +172,7 @@ class _Clock:
         pass
 
 
-def _print(results: Sequence[Run], *, as_json: bool) -> None:
+def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
     first_token_s = statistics.median(each.first_token_s for each in results)
     tokens_per_s = statistics.median(each.tokens_per_s for each in results)
     if as_json:

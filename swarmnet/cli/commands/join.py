@@ -101,7 +101,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--priority",
             metavar="low|normal",
-            help="Whether everything else on this machine goes first.",
+            help="low: all other programs of this machine have precedence.",
             rich_help_panel=limit_options.PANEL,
         ),
     ] = "low",

@@ -25,7 +25,7 @@ MEASURE_S = 10.0
 RETRY_S = 15.0
 """Period at which a host that has loaded its new blocks looks whether it may leave the old ones."""
 GIVE_UP_S = 600.0
-"""After which it drops the new ones instead."""
+"""Seconds after which such a host drops the new blocks instead."""
 
 
 @dataclass(eq=False)

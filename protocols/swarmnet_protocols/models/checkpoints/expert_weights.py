@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 class ExpertPlace:
     """Where a tensor belongs: ``parameter`` names the merged weight in the model, and the tensor is part ``part`` of ``parts`` of its rows.
 
-    ``expert`` is the number of its expert; None if it has those of all ``count``, one after another along its first dimension.
+    ``expert`` is the number of its expert; None if the tensor has the matrices of all ``count`` experts, one after another along its first dimension.
     """
 
     parameter: str

@@ -5,7 +5,7 @@ A sender that only waits for a slow reader fills p2pd and its sockets first, nea
 
 1. LIMIT, once, before anything else: payloads over this many bytes need credit from here on.
 2. The sender announces such a payload with NEEDS_CREDIT and waits.
-3. CREDIT, repeatedly: this many bytes more may be sent. The receiver charges its rate limiter with them as it grants them.
+3. CREDIT, repeatedly: this many bytes more may be sent. The receiver charges its rate limiter for the bytes as it grants them.
 
 Smaller payloads (decode steps) need no credit: they are charged when they are read.
 

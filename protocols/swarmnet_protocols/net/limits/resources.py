@@ -347,7 +347,7 @@ class ResourceSnapshot:
 
 
 class ResourceManager:
-    """The system scope and the peer scopes. Everything that is served over one transport shares one."""
+    """The system scope and the peer scopes. All that is served over one transport shares one manager."""
 
     def __init__(self) -> None:
         self._system_limits: dict[Resource, int] = dict(SYSTEM_LIMITS)
