@@ -376,16 +376,17 @@ class SequenceGroup:
 
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
         """The parts of one step: the newest token of each sequence, and a draft."""
+        answers = [sequence.answer for sequence in turn]
         if self._draft_model is None:
-            drafts, going = self._drafts(turn), turn
+            drafts = self._drafts(turn)
         else:
-            answers = [sequence.answer for sequence in turn]
             drafts = await self._head.compute(partial(self._drafts, turn))
-            # An answer may have left meanwhile, and another one come.
-            going = [
-                each if each.answer is answer else None for each, answer in zip(turn, answers, strict=True)
-            ]
-        return [_Part(each, 1, draft) for each, draft in zip(going, drafts, strict=True) if each is not None]
+        return [
+            _Part(sequence, 1, draft)
+            for sequence, answer, draft in zip(turn, answers, drafts, strict=True)
+            if sequence.answer
+            is answer  # else it left while drafts were computed, and another one may have come
+        ]
 
     def _drafts(self, turn: Sequence[RunningSequence]) -> list[tuple[int, ...]]:
         """A draft for each of the sequences of one step, together at most ``CHUNK`` positions with their newest tokens."""

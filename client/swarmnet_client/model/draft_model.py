@@ -1,7 +1,7 @@
 """A draft model: a small model in this process that proposes the next tokens of a large one on the swarm (Leviathan et al. 2023, section 2)."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ _SMOOTHING = 0.2
 class DraftModel:
     """A causal model of transformers in this process, with the tokenizer of the model that it drafts for."""
 
-    def __init__(self, model: Any) -> None:
-        """Raises ``ConfigError`` for a model with recurrent states, which cannot go back behind a wrong token."""
+    def __init__(self, model: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock``, in seconds, times its tokens. Raises ``ConfigError`` for a model with recurrent states, which cannot go back behind a wrong token."""
         if model._is_stateful:
             raise ConfigError(
                 "a model with recurrent states cannot draft", hint="--draft takes one with attention only"
             )
         self.model = model
+        self.clock = clock
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
     @classmethod
@@ -45,7 +46,7 @@ class DraftModel:
 
     def sequence(self, ids: Sequence[int]) -> "DraftModelSequence":
         """A sequence that begins with ``ids``, which are read in the background."""
-        return DraftModelSequence(self.model, self._reading, ids)
+        return DraftModelSequence(self, self._reading, ids)
 
     def close(self) -> None:
         """Stop reading; idempotent."""
@@ -55,8 +56,9 @@ class DraftModel:
 class DraftModelSequence:
     """A ``DraftSequence`` with a KV cache. Used by one thread at a time."""
 
-    def __init__(self, model: Any, reading: ThreadPoolExecutor, ids: Sequence[int]) -> None:
-        self._model = model
+    def __init__(self, draft_model: DraftModel, reading: ThreadPoolExecutor, ids: Sequence[int]) -> None:
+        self._model = draft_model.model
+        self._clock = draft_model.clock
         self._reading = reading
         self._ids = list(ids)
         self._cache = DynamicCache()
@@ -84,9 +86,9 @@ class DraftModelSequence:
         self._rewind()
         coming = self._ids[len(self._held) :]
         while len(self._held) + len(coming) <= self._model.config.max_position_embeddings:
-            started = time.perf_counter()
+            started = self._clock()
             probabilities = self._forward(coming)
-            seconds = time.perf_counter() - started
+            seconds = self._clock() - started
             self._token_s += (_SMOOTHING if self._token_s else 1.0) * (seconds - self._token_s)
             probability, token = probabilities.max(dim=-1)
             coming = [int(token)]
