@@ -32,6 +32,7 @@ class AutoSwarmModelForCausalLM:
         data_dir: str | Path | None = None,
         standby: bool = False,
         wire: str = "auto",
+        draft: str = "",
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
@@ -39,11 +40,12 @@ class AutoSwarmModelForCausalLM:
         embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. ``standby``: other hosts get
         what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. ``wire``: the
         format in which activations travel: ``auto`` (as hosts compute them), ``float32``, ``bfloat16`` or ``int8`` (a quarter of the bytes,
-        rounded). Use the model as a context manager, or ``close`` it.
+        rounded). ``draft``: a small model with the same tokenizer, which runs in this process and proposes the next tokens; answers are the
+        same. Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
-        options = replace(LoadOptions.picked(dtype, device, wire=wire), standby=standby)
+        options = replace(LoadOptions.picked(dtype, device, wire=wire), standby=standby, draft=draft)
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
 
 

@@ -179,6 +179,15 @@ SpeculateOption = Annotated[
         help="Send drafts of the next tokens along, so that one trip around the chain may bring several. Answers are the same.",
     ),
 ]
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="M",
+        help="A small model with the same tokenizer. It runs here and drafts the next tokens. Answers are the same.",
+        show_default="drafts from the text itself",
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(

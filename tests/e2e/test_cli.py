@@ -144,6 +144,13 @@ def test_a_seed_makes_sampling_repeatable(node: RunningNode) -> None:
     assert first != other
 
 
+def test_a_draft_model_changes_no_answer(node: RunningNode) -> None:
+    question = ("What is a swarm?", "-n", "16")
+    plain, drafted = (node.ask(*question, *options) for options in (("--no-speculate",), ("--draft", MODEL)))
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["trips"] <= plain["trips"] == 16
+
+
 def test_the_prompt_may_come_from_stdin(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is"))
     result = node.ask("--raw", "-n", "3")

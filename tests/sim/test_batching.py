@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Busy
 from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.support.batching import all_answered, answered, batcher, head_of, request
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -119,6 +121,61 @@ def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference
     assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in fewer]
     assert all(trips == len(tokens) for tokens, trips in plain)
     assert sum(trips for _, trips in fewer) < 0.8 * sum(trips for _, trips in plain)
+
+
+def draft_model(reference: Reference, *, is_right: bool) -> DraftModel:
+    """The model of the swarm, or one of the same shape with other weights, whose tokens take no time."""
+    model = reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    if not is_right:
+        torch.manual_seed(3)
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.5)
+    return DraftModel(model, clock=lambda: 0.0)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("moment", [0, 9])
+def test_a_draft_model_saves_trips_and_changes_no_answer(
+    reference: Reference, moment: int, *, is_right: bool
+) -> None:
+    """Without a failure, and with a node that dies at its ninth token. Prompts are random: they have nothing to look up."""
+    wanted = [
+        request(ids, TOKENS, temperature=number % 2, seed=number) for number, ids in enumerate(prompts(6))
+    ]
+
+    async def scenario(lab: Lab, drafts: DraftModel | None) -> tuple[list[list[int]], int, int]:
+        await start(lab)
+        await lab.start("b2", lab.hosting((2, 4)))
+        trips = []
+        async with batcher(lab, draft_model=drafts) as (running, _):
+
+            def strike(answer: Answer) -> None:
+                if moment and len(answer.ids) >= moment and running.failovers == 0:
+                    (group,) = running._groups
+                    lab.network.crash(group.report.route[1][0])
+
+            async def ask(each: Request) -> list[int]:
+                async with running.answer(each) as answer:
+                    tokens = []
+                    async for token in answer:
+                        tokens.append(token.id)
+                        strike(answer)
+                    trips.append(answer.trips)
+                    return tokens
+
+            found = await asyncio.gather(*map(ask, wanted))
+            return found, sum(trips), running.failovers
+
+    plain, plain_trips, _ = simulate(reference, lambda lab: scenario(lab, None))
+    drafts = draft_model(reference, is_right=is_right)
+    drafted, trips, failovers = simulate(reference, lambda lab: scenario(lab, drafts))
+    drafts.close()
+    assert drafted == plain
+    assert (failovers > 0) == (moment > 0)
+    if is_right:
+        assert trips < 0.7 * plain_trips
+    else:
+        assert trips <= plain_trips
 
 
 @pytest.mark.parametrize("moment", [3, 9, 20])

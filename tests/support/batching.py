@@ -10,6 +10,7 @@ import torch
 
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.batching.sequences import Answer, Request
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_client.swarm.swarm import Swarm
@@ -24,12 +25,12 @@ def head_of(local: LocalModel) -> LmHead:
 
 @asynccontextmanager
 async def batcher(
-    lab: Lab, limits: BatchLimits | None = None, client: str = "client"
+    lab: Lab, limits: BatchLimits | None = None, client: str = "client", draft_model: DraftModel | None = None
 ) -> AsyncIterator[tuple[Batcher, Swarm]]:
     async with (
         lab.client(client) as swarm,
         Batcher.run(
-            head_of(lab.reference.local), lambda: lab.chain(swarm), limits or BatchLimits()
+            head_of(lab.reference.local), lambda: lab.chain(swarm), limits or BatchLimits(), draft_model
         ) as running,
     ):
         yield running, swarm

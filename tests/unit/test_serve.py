@@ -47,6 +47,7 @@ def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
         wire="auto",
         device="auto",
         speculate=True,
+        draft="",
         as_json=True,
         stop_on_eof=stop_on_eof,
     )

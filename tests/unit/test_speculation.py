@@ -1,6 +1,9 @@
 """Speculative decoding: drafts from the sequence itself, the length that pays, and the choice of valid tokens."""
 
+import itertools
+import math
 import random
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -74,6 +77,68 @@ def test_drafts_are_tried_again_after_a_while_without() -> None:
     for _ in range(200):
         measured.add(1, 0.04)
     assert Speculator([5] * 40).draft(measured)
+
+
+class Counting:
+    """A draft model that continues a sequence by counting, and counts the tokens that were asked for."""
+
+    def __init__(self, probability: float = 0.95, token_s: float = 0.0) -> None:
+        self.ids = [100]
+        self.asked = 0
+        self.probability = probability
+        self.token_s = token_s
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+
+    def tokens(self) -> Iterator[tuple[int, float]]:
+        for token in itertools.count(self.ids[-1] + 1):
+            self.asked += 1
+            yield token, self.probability
+
+
+def test_a_draft_model_drafts_what_cannot_be_looked_up() -> None:
+    model = Counting()
+    speculator, chain = Speculator([100], model), times(0.4, 0.002)
+    assert speculator.draft(chain, most=3) == (101, 102, 103)
+    assert speculator.choose([101, 102, 7, 8], 3) == 3
+    assert model.ids == [100, 101, 102, 7]
+    assert speculator.draft(chain, most=2) == (8, 9)
+
+
+def test_a_long_match_is_continued_without_the_draft_model() -> None:
+    model, text = Counting(), [1, 2, 3, 4, 9, 8, 1, 2, 3, 4]
+    assert Speculator(text, model).draft(times(0.4, 0.002), most=2) == (9, 8)
+    assert Speculator(text[:-1], model).draft(times(0.4, 0.002), most=2) == (101, 102), "three tokens"
+
+
+def test_a_draft_model_that_takes_longer_than_it_saves_computes_nothing() -> None:
+    for token_s in (0.1, math.inf):
+        model = Counting(token_s=token_s)
+        assert Speculator([100], model).draft(times(0.05, 0.002)) == ()
+        assert model.asked == 0
+
+
+def test_while_a_draft_model_reads_what_was_found_is_drafted() -> None:
+    assert Speculator([5, 6, 5], Counting(token_s=math.inf)).draft(times(0.4, 0.002), most=1) == (6,)
+
+
+def test_the_less_a_draft_model_is_sure_the_shorter_are_its_drafts() -> None:
+    chain = times(0.1, 0.02)
+    sure, unsure = (len(Speculator([100], Counting(each)).draft(chain)) for each in (0.95, 0.4))
+    assert sure > unsure
+
+
+def test_a_draft_model_that_is_always_wrong_is_given_up() -> None:
+    model, chain = Counting(), times(0.1, 0.02)
+    speculator = Speculator([100], model)
+    for number in range(60):
+        speculator.choose([5 * number, *speculator.draft(chain)], 0)
+    asked = model.asked
+    for number in range(20):
+        draft = speculator.draft(chain)
+        speculator.choose([7 * number, *draft], len(draft))
+    assert model.asked - asked <= 20
 
 
 @pytest.mark.parametrize("number", range(20))

@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swarmnet_client.batching.sequences import KEPT_POSITIONS, Answer, Request, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
@@ -93,8 +95,10 @@ class Batcher:
         head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        """``open_chain`` opens chains whose sequences are long enough for every request."""
+        """``open_chain`` opens chains whose sequences are long enough for every request. ``draft_model`` drafts, besides the texts themselves."""
+        self._draft_model = draft_model
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
@@ -113,9 +117,10 @@ class Batcher:
         head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
+        draft_model: DraftModel | None = None,
     ) -> AsyncIterator["Batcher"]:
         """A batcher that answers while the context is open."""
-        batcher = cls(head, open_chain, limits)
+        batcher = cls(head, open_chain, limits, draft_model)
         try:
             yield batcher
         finally:
@@ -175,7 +180,7 @@ class Batcher:
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
-        group = SequenceGroup(size, self._head, self._open_chain, self._kept)
+        group = SequenceGroup(size, self._head, self._open_chain, self._kept, self._draft_model)
         self._groups[group] = asyncio.create_task(self._keep(group), name="sequences")
         return group
 
@@ -246,10 +251,22 @@ async def open_engine(
     ``speculate``: decode speculatively, if the model's caches can go back.
     """
     computing = ThreadPoolExecutor(1, thread_name_prefix="head")
+    draft_model = None
     try:
         await compute_on(computing, threads=None)
         loop = asyncio.get_running_loop()
         local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
+        speculates = speculate and local_layers.can_rewind
+        if speculates and options.draft:
+            load = partial(
+                DraftModel.load,
+                options.draft,
+                local,
+                cache_dir=local.cache_dir,
+                dtype=options.dtype,
+                device=options.device,
+            )
+            draft_model = await loop.run_in_executor(computing, load)
         spec = ChainSpec(
             local.manifest.blocks,
             local.manifest.hidden_size,
@@ -260,13 +277,17 @@ async def open_engine(
         tokenizer = local.tokenizer()
         await swarm.refresh()
         async with Batcher.run(
-            LmHead(local_layers, computing), lambda: Chain.open(swarm, spec, local_layers.embed), limits
+            LmHead(local_layers, computing),
+            lambda: Chain.open(swarm, spec, local_layers.embed),
+            limits,
+            draft_model,
         ) as batcher:
             ends = _end_ids(local_layers.generation_config, tokenizer)
-            speculates = speculate and local_layers.can_rewind
             yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends, speculates)
     finally:
         computing.shutdown(wait=False)
+        if draft_model is not None:
+            draft_model.close()
 
 
 def _end_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_client.model.speculation import Speculator, StepTimes
@@ -272,8 +274,10 @@ class SequenceGroup:
         head: LmHead,
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         kept: int = KEPT_POSITIONS,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """``kept``: positions of all KV caches beyond which those of finished answers are dropped."""
+        self._draft_model = draft_model
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]
         self._head = head
@@ -304,7 +308,10 @@ class SequenceGroup:
         sequence.has_begun, sequence.start = False, 0
         sequence.todo = [*request.ids, *answer.ids]
         sequence.answer = answer
-        sequence.speculator = Speculator([*request.ids, *answer.ids])
+        drafts = None
+        if self._draft_model is not None and request.speculate:
+            drafts = self._draft_model.sequence(sequence.todo)
+        sequence.speculator = Speculator(sequence.todo, drafts)
         self._arrived.set()
 
     def leave(self, answer: Answer) -> None:
@@ -360,12 +367,26 @@ class SequenceGroup:
             if not turn:
                 self._ready.clear()
                 continue
+            parts = await self._with_drafts(turn)
             clock = asyncio.get_running_loop().time
-            drafts, started = self._drafts(turn), clock()
-            await self._step(
-                chain, [_Part(sequence, 1, draft) for sequence, draft in zip(turn, drafts, strict=True)]
-            )
-            self._times.add(len(turn) + sum(map(len, drafts)), clock() - started)
+            started = clock()
+            if parts:
+                await self._step(chain, parts)
+                self._times.add(sum(1 + len(part.draft) for part in parts), clock() - started)
+
+    async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
+        """The parts of one step: the newest token of each sequence, and a draft."""
+        answers = [sequence.answer for sequence in turn]
+        if self._draft_model is None:
+            drafts = self._drafts(turn)
+        else:
+            drafts = await self._head.compute(partial(self._drafts, turn))
+        return [
+            _Part(sequence, 1, draft)
+            for sequence, answer, draft in zip(turn, answers, drafts, strict=True)
+            if sequence.answer
+            is answer  # else it left while drafts were computed, and another one may have come
+        ]
 
     def _drafts(self, turn: Sequence[RunningSequence]) -> list[tuple[int, ...]]:
         """A draft for each of the sequences of one step, together at most ``CHUNK`` positions with their newest tokens."""
@@ -429,6 +450,7 @@ class SequenceGroup:
     def _release(self, sequence: RunningSequence) -> None:
         self._turn += 1
         sequence.answer, sequence.todo, sequence.used = None, [], self._turn
+        sequence.speculator = Speculator()
         self._left.set()
 
     async def _idle(self) -> None:

@@ -1,10 +1,11 @@
 """The local layers of a model: embeddings before the blocks, final norm and lm_head after them."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
@@ -20,6 +21,8 @@ from swarmnet_protocols.models.partial_model import embed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
+
 IMPLEMENTATION = "swarmnet_remote"
 """Name of an attention implementation for which transformers builds no mask: hosts know which positions attend to which."""
 _WIRES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -30,7 +33,7 @@ class LoadOptions:
     """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
 
     ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``wire``: the element type in which activations
-    travel, as in ``ChainSpec``. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
+    travel, as in ``ChainSpec``. ``draft``: the name of a small model that drafts; empty: none. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
     adapted.
     """
 
@@ -40,6 +43,7 @@ class LoadOptions:
     packed: bool = False
     standby: bool = False
     wire: torch.dtype | None = None
+    draft: str = ""
 
     @classmethod
     def picked(
@@ -124,7 +128,10 @@ class LmHead:
 
     async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
         """The next token for each of the hidden states [N, D], one draw for each."""
-        work = partial(self._choose, hidden, draws)
+        return await self.compute(partial(self._choose, hidden, draws))
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the thread that computes."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
 
     @torch.inference_mode()

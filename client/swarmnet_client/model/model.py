@@ -27,6 +27,7 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.trace import Trace
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
@@ -102,6 +103,7 @@ class SwarmModel:
     """While ``generate`` runs: holds the core lock from a step's outputs to the next step."""
     _step_times: StepTimes
     """Times of decode steps, from which the length of drafts follows."""
+    _draft_model: DraftModel | None
     _closing: ExitStack
     core_lock: CoreLock
     """Held while lm_head is computed: nodes on this machine use the same cores."""
@@ -199,6 +201,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model._generating = None
     model._between = None
     model._step_times = StepTimes()
+    model._draft_model = None
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
     model.core_lock = NO_CORE_LOCK
@@ -227,6 +230,11 @@ def load(
     runtime = Runtime(lambda: Swarm.connect(local, network))
     try:
         model = wrap(local, runtime, options)
+        if options.draft:
+            model._draft_model = DraftModel.load(
+                options.draft, local, cache_dir=cache_dir, dtype=options.dtype, device=options.device
+            )
+            model._closing.callback(model._draft_model.close)
         if options.device.type == "cpu":
             model.core_lock = model._closing.enter_context(open_core_lock())
         return model
@@ -343,7 +351,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             config = {"generation_config": args[0]} if args else {}
             if speculate and may_speculate(self, ids, config | kwargs) and not _is_prompted(self):
                 kwargs["custom_generate"] = SpeculativeDecoding(
-                    self._step_times, cache, kwargs.get("streamer")
+                    self._step_times, self._draft_model, cache, kwargs.get("streamer")
                 )
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 

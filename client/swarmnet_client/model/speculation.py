@@ -7,9 +7,11 @@ Decoding", with a deterministic draft): one random number is used for each token
 Pure: no model, no clock, no I/O.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_DRAFT = 16
 """Most tokens of a draft."""
@@ -20,7 +22,13 @@ MAX_PLACES = 64
 MIN_GAIN = 1.05
 """A draft position is sent if it multiplies the expected tokens per second by this at least. A smaller gain is within the noise of measurements."""
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.9)
-"""Acceptance rates before any draft was checked, for matches of 1, 2-3, 4-7, 8-15 and 16 tokens."""
+"""Acceptance rates before any draft was checked, for matches of 1, 2-3, 4-7, 8-15 and 16 tokens; and for tokens to which a draft model gives a
+probability up to each of ``_CONFIDENCES``."""
+_CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 1.0)
+_OF_MODEL = len(_PRIOR_RATES)
+"""Index of the first acceptance rate of a draft model; those of prompt lookup come before it."""
+TRUSTED_MATCH = 4
+"""Matches of so many tokens are continued although there is a draft model: it costs time, and knows no names and numbers of the text."""
 _PRIOR_DRAFTS = 4.0
 """Number of checked tokens that the prior rates count for."""
 _KEPT = 0.95
@@ -107,58 +115,91 @@ class StepTimes:
         return max(0.0, self._seconds + (positions - self._positions) * self.position_s)
 
 
-class Speculator:
-    """Drafts for one sequence, and their acceptance rates by length of match."""
+class DraftSequence(Protocol):
+    """The sequence, as a small model continues it."""
 
-    def __init__(self, ids: Sequence[int] = ()) -> None:
+    @property
+    def token_s(self) -> float:
+        """Seconds of one token of a draft; infinite while the model is still reading the sequence."""
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add tokens at the end of the sequence."""
+
+    def tokens(self) -> Iterator[tuple[int, float]]:
+        """The most likely continuation: each token with its probability, computed when it is asked for."""
+
+
+class Speculator:
+    """Drafts for one sequence, and their acceptance rates by length of match or by probability."""
+
+    def __init__(self, ids: Sequence[int] = (), model: DraftSequence | None = None) -> None:
+        """``ids``: the beginning of the sequence, which ``model`` has already."""
         self._lookup = PromptLookup(ids)
-        self._accepted = [rate * _PRIOR_DRAFTS for rate in _PRIOR_RATES]
-        self._checked = [_PRIOR_DRAFTS] * len(_PRIOR_RATES)
-        self._next = Draft()
+        self._model = model
+        self._accepted = [rate * _PRIOR_DRAFTS for rate in (*_PRIOR_RATES, *_PRIOR_RATES)]
+        self._checked = [_PRIOR_DRAFTS] * len(self._accepted)
+        self._drafted: list[tuple[int, int]] = []
+        """Tokens of the last draft, sent or not, and the index of the acceptance rate of each."""
 
     def draft(self, times: StepTimes, *, positions: int = 1, most: int = MAX_DRAFT) -> tuple[int, ...]:
         """The tokens to send after the newest one, in a step that has ``positions`` without them; at most ``most``.
 
         A draft token is worth its time while the expected tokens per second grow.
         """
-        self._next = self._lookup.draft(MAX_DRAFT)
-        if not self._next.tokens:
-            return ()
-        rate = self._rate(self._next.match)
+        found = self._lookup.draft(MAX_DRAFT)
+        self._drafted = [(token, _bucket(found.match)) for token in found.tokens]
         position_s, step_s = times.position_s, times.step_s(positions)
+        coming: Iterator[tuple[int, float]] = iter(())
+        token_s = math.inf if self._model is None else self._model.token_s
+        if self._model is not None and found.match < TRUSTED_MATCH and math.isfinite(token_s):
+            self._drafted, coming = [], self._model.tokens()
+            position_s += token_s
+        best = max(map(self._rate, range(_OF_MODEL, len(self._accepted))))
         expected, chance, length = float(positions), 1.0, 0
-        while length < min(most, len(self._next.tokens)):
-            chance *= rate
-            if chance * step_s < MIN_GAIN * expected * position_s or not step_s:
+
+        def pays(rate: float) -> bool:
+            return step_s > 0 and chance * rate * step_s >= MIN_GAIN * expected * position_s
+
+        while length < min(most, MAX_DRAFT):
+            if length == len(self._drafted):
+                token = next(coming, None) if pays(best) else None
+                if token is None:
+                    break
+                self._drafted.append((token[0], _bucket_of_model(token[1])))
+            rate = self._rate(self._drafted[length][1])
+            if not pays(rate):
                 break
+            chance *= rate
             expected, step_s, length = expected + chance, step_s + position_s, length + 1
-        return self._next.tokens[:length]
+        return tuple(token for token, _ in self._drafted[:length])
 
     def choose(self, chosen: Sequence[int], sent: int) -> int:
         """Take the model's choices after a draft of ``sent`` tokens, [sent + 1]; returns how many of them are valid.
 
         Those after the first that differs from the draft followed a wrong token. The first draft token is checked even if it was not sent.
         """
-        drafted = self._next.tokens
         valid = 1
-        while valid <= sent and chosen[valid - 1] == drafted[valid - 1]:
+        while valid <= sent and chosen[valid - 1] == self._drafted[valid - 1][0]:
             valid += 1
-        if drafted:
-            bucket = _bucket(self._next.match)
-            last = max(
-                1, min(valid, sent)
-            )  # the draft tokens that were checked: those accepted and the first refused
-            right = valid - 1 if sent else int(chosen[0] == drafted[0])
-            self._accepted[bucket] = self._accepted[bucket] * _KEPT**last + right
-            self._checked[bucket] = self._checked[bucket] * _KEPT**last + last
+        # Those that were accepted, and the first that was refused.
+        for at, (token, bucket) in enumerate(self._drafted[: max(1, min(valid, sent))]):
+            self._accepted[bucket] = self._accepted[bucket] * _KEPT + (token == chosen[at])
+            self._checked[bucket] = self._checked[bucket] * _KEPT + 1
         self._lookup.extend(chosen[:valid])
+        if self._model is not None:
+            self._model.extend(chosen[:valid])
         return valid
 
-    def _rate(self, match: int) -> float:
-        """The expected share of right tokens in a draft after a match of ``match`` tokens."""
-        bucket = _bucket(match)
+    def _rate(self, bucket: int) -> float:
+        """The expected share of right tokens among those of a bucket."""
         return self._accepted[bucket] / self._checked[bucket]
 
 
 def _bucket(match: int) -> int:
+    """The index of the acceptance rate of tokens after a match of ``match`` tokens."""
     return min(match, MAX_MATCH).bit_length() - 1
+
+
+def _bucket_of_model(probability: float) -> int:
+    """The index of the acceptance rate of tokens to which a draft model gives this probability."""
+    return _OF_MODEL + sum(probability > each for each in _CONFIDENCES[:-1])

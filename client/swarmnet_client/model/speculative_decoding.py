@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from swarmnet_client.model.cache import SwarmCache
+from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.speculation import Speculator, StepTimes
 
 _OTHER_LOOPS = (
@@ -24,12 +25,13 @@ _OTHER_LOOPS = (
 
 @dataclass
 class SpeculativeDecoding:
-    """The decoding loop of one call of ``generate``, given as its ``custom_generate``. ``times`` lives as long as the model.
+    """The decoding loop of one call of ``generate``, given as its ``custom_generate``. ``times`` and ``draft_model`` live as long as the model.
 
     ``streamer`` is a field because transformers does not pass it to a ``custom_generate``.
     """
 
     times: StepTimes
+    draft_model: DraftModel | None
     cache: SwarmCache
     streamer: Any
 
@@ -47,7 +49,8 @@ class SpeculativeDecoding:
         Logits processors, stopping criteria and random numbers are used once for each token, in the order of ``_sample``, so the
         tokens are the same.
         """
-        cache, speculator = self.cache, Speculator(input_ids[0].tolist())
+        cache, ids = self.cache, input_ids[0].tolist()
+        speculator = Speculator(ids, self.draft_model.sequence(ids) if self.draft_model else None)
         mask = model_kwargs.get("attention_mask")
         prompt = input_ids.shape[1]
         logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1:]
@@ -76,18 +79,18 @@ class SpeculativeDecoding:
             draft = speculator.draft(
                 self.times, most=min(generation_config.max_length, cache.max_cache_len) - held - 2
             )
-            ids = torch.cat([input_ids[:, held:], input_ids.new_tensor([draft])], dim=-1)
+            sent = torch.cat([input_ids[:, held:], input_ids.new_tensor([draft])], dim=-1)
             if mask is not None:
-                mask = torch.cat([mask[:, :prompt], mask.new_ones(1, held + ids.shape[1] - prompt)], dim=-1)
+                mask = torch.cat([mask[:, :prompt], mask.new_ones(1, held + sent.shape[1] - prompt)], dim=-1)
             started = time.perf_counter()
             logits = model(
-                input_ids=ids,
+                input_ids=sent,
                 attention_mask=mask,
                 past_key_values=cache,
-                logits_to_keep=ids.shape[1],
+                logits_to_keep=sent.shape[1],
                 return_dict=True,
             ).logits
-            self.times.add(ids.shape[1], time.perf_counter() - started)
+            self.times.add(sent.shape[1], time.perf_counter() - started)
         if self.streamer is not None:
             self.streamer.end()
         return input_ids

@@ -18,6 +18,7 @@ from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
+    DraftOption,
     DtypeOption,
     HostsOption,
     JsonFlag,
@@ -82,6 +83,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = "",
     speculate: SpeculateOption = True,
+    draft: DraftOption = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
     ] = False,
@@ -154,6 +156,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             (dtype, wire),
             files,
             standby=standby,
+            draft=draft if speculate else "",
             is_adapted=adapter is not None,
             quiet=as_json,
         ) as opened,
@@ -207,6 +210,7 @@ def _open(  # noqa: PLR0913 - options of the command line
     files: tuple[Path, int | None],
     *,
     standby: bool,
+    draft: str,
     is_adapted: bool,
     quiet: bool,
 ) -> Iterator["SwarmModel"]:
@@ -219,7 +223,7 @@ def _open(  # noqa: PLR0913 - options of the command line
 
         dtype, wire = formats
         options = LoadOptions.picked(dtype, only_generates=not is_adapted, wire=wire)
-        options = replace(options, standby=standby)
+        options = replace(options, standby=standby, draft=draft)
         cache_dir, max_disk_bytes = files
         model = load(
             name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,7 @@ from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
+    DraftOption,
     DtypeOption,
     HostOption,
     HostsOption,
@@ -68,6 +69,7 @@ class _Serving:
     wire: str
     device: str
     speculate: bool
+    draft: str
     as_json: bool
     stop_on_eof: bool = False
 
@@ -128,6 +130,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
     speculate: SpeculateOption = True,
+    draft: DraftOption = "",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
@@ -159,7 +162,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             max_disk_bytes=max_disk_bytes,
         )
     serving = _Serving(
-        host, port, access, quota, max_concurrent, dtype, wire, device, speculate, as_json, stop_on_eof
+        host, port, access, quota, max_concurrent, dtype, wire, device, speculate, draft, as_json, stop_on_eof
     )
     prepare_rendering()
     allow_open_files(MAX_FILES)
@@ -225,6 +228,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
     options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
+    options = replace(options, draft=serving.draft)
     limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(Swarm.connect(local, network))

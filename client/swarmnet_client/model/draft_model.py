@@ -1,0 +1,126 @@
+"""A draft model: a small model in this process that proposes the next tokens of a large one on the swarm (Leviathan et al. 2023, section 2)."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel, resolve
+
+FEW = 32
+"""New tokens that are read as part of a draft. More are read in the background."""
+_SMOOTHING = 0.2
+"""Weight of the newest measurement of the seconds of a token."""
+
+
+class DraftModel:
+    """A causal model of transformers in this process, with the tokenizer of the model that it drafts for."""
+
+    def __init__(self, model: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock``, in seconds, times its tokens. Raises ``ConfigError`` for a model with recurrent states, which cannot go back behind a wrong token."""
+        if model._is_stateful:
+            raise ConfigError(
+                "a model with recurrent states cannot draft", hint="--draft takes one with attention only"
+            )
+        self.model = model
+        self.clock = clock
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="draft")
+
+    @classmethod
+    def load(
+        cls, name: str, target: LocalModel, *, cache_dir: Path, dtype: torch.dtype, device: torch.device
+    ) -> "DraftModel":
+        """The model ``name``, to draft for ``target``. Raises ``ConfigError`` if their tokens differ, and what ``resolve`` raises."""
+        local = resolve(name, cache_dir=cache_dir)
+        if local.tokenizer().get_vocab() != target.tokenizer().get_vocab():
+            raise ConfigError(
+                f"{name} has other tokens than {target.name}: it cannot draft for it",
+                hint="use a small model of the same family",
+            )
+        return cls(local.load_whole(dtype=dtype, device=device).eval())
+
+    def sequence(self, ids: Sequence[int]) -> "DraftModelSequence":
+        """A sequence that begins with ``ids``, which are read in the background."""
+        return DraftModelSequence(self, self._reading, ids)
+
+    def close(self) -> None:
+        """Stop reading; idempotent."""
+        self._reading.shutdown(cancel_futures=True)
+
+
+class DraftModelSequence:
+    """A ``DraftSequence`` with a KV cache. Used by one thread at a time."""
+
+    def __init__(self, draft_model: DraftModel, reading: ThreadPoolExecutor, ids: Sequence[int]) -> None:
+        self._model = draft_model.model
+        self._clock = draft_model.clock
+        self._reading = reading
+        self._ids = list(ids)
+        self._cache = DynamicCache()
+        self._held: list[int] = []
+        """The tokens in the KV cache: a beginning of the sequence, and after it the last draft."""
+        self._token_s = 0.0
+        self._read: Future[None] | None = None
+        self._read_ahead()
+
+    @property
+    def token_s(self) -> float:
+        is_reading = self._read is not None and not self._read.done()
+        has_room = len(self._ids) < self._model.config.max_position_embeddings
+        return self._token_s if has_room and not is_reading else float("inf")
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self._ids += ids
+        if self._read is None or self._read.done():
+            self._read_ahead()
+
+    def tokens(self) -> Iterator[tuple[int, float]]:
+        if self._read is not None:
+            self._read.result()
+            self._read = None
+        self._rewind()
+        coming = self._ids[len(self._held) :]
+        while len(self._held) + len(coming) <= self._model.config.max_position_embeddings:
+            started = self._clock()
+            probabilities = self._forward(coming)
+            seconds = self._clock() - started
+            self._token_s += (_SMOOTHING if self._token_s else 1.0) * (seconds - self._token_s)
+            probability, token = probabilities.max(dim=-1)
+            coming = [int(token)]
+            yield coming[0], float(probability)
+
+    def _read_ahead(self) -> None:
+        """Read what is too much for a draft in the background, except the last token, which gives the first of a draft."""
+        if len(self._ids) - len(self._held) > FEW:
+            self._rewind()
+            ids = self._ids[len(self._held) : -1]
+            self._read = self._reading.submit(lambda: (self._forward(ids), None)[1])
+
+    def _rewind(self) -> None:
+        """Forget what the KV cache holds beyond the sequence, and at least its last token: its logits are wanted."""
+        same = 0
+        for held, wanted in zip(self._held, self._ids[:-1], strict=False):
+            if held != wanted:
+                break
+            same += 1
+        self._cache.crop(same - len(self._held))
+        del self._held[same:]
+
+    @torch.inference_mode()
+    def _forward(self, ids: Sequence[int]) -> torch.Tensor:
+        """Probabilities [V] of the token after ``ids``, which follow those that are held."""
+        output = self._model(
+            input_ids=torch.tensor([ids], device=self._model.device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            return_dict=True,
+        )
+        self._held += ids
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits.softmax(dim=-1).cpu()
