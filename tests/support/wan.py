@@ -101,11 +101,13 @@ class Router:
         if (begins - now) * source.uplink.bytes_per_s > QUEUE_BYTES:
             return
         source.free_at = begins + len(packet) / source.uplink.bytes_per_s
-        comes = source.free_at + source.uplink.delay_s + sink.uplink.delay_s
-        waits_s = max(0.0, sink.down_free_at - comes)
-        if waits_s and waits_s * sink.uplink.down_bytes_per_s > QUEUE_BYTES:
-            return
-        arrives = sink.down_free_at = comes + waits_s + len(packet) / sink.uplink.down_bytes_per_s
+        arrives = source.free_at + source.uplink.delay_s + sink.uplink.delay_s
+        if math.isfinite(sink.uplink.down_bytes_per_s):
+            waits_s = max(0.0, sink.down_free_at - arrives)
+            if waits_s * sink.uplink.down_bytes_per_s > QUEUE_BYTES:
+                return
+            arrives += waits_s + len(packet) / sink.uplink.down_bytes_per_s
+            sink.down_free_at = arrives
         heapq.heappush(self._on_the_way, (arrives, next(self._order), sink.tun, packet))
 
     def _set_timer(self) -> None:

@@ -345,6 +345,8 @@ class ChainSupervisor:
 
     def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
         """Replace a hop."""
+        if live.alive:
+            _log.info("host replaced", extra={"peer": live.hop.peer, "reason": str(error)[:200]})
         live.alive = False
         if live.showing is not None and not live.showing.done():
             live.showing.set_exception(error)

@@ -217,22 +217,19 @@ class P2pdTransport:
         self._connection_guard.dialled(peer)
 
     async def _check_alive(self, peer: PeerId) -> None:
-        """Close the connection to ``peer`` if it does not answer a ping and sends nothing else for ``silence_s``.
+        """Close the connection to ``peer`` if it does not answer a ping within ``silence_s``, and sends nothing else.
 
         After an interruption of the path TCP retransmits about as long after it as it lasted, and p2pd keeps the connection for 40 s.
         Meanwhile streams over it open, and nothing arrives.
         """
-        clock, alive_s = asyncio.get_running_loop().time, self._timing.alive_s
+        clock = asyncio.get_running_loop().time
         asked = clock()
-        if peer in self._pinging or self._heard_at(peer) > asked - alive_s:
+        if peer in self._pinging or self._heard_at(peer) > asked - self._timing.alive_s:
             return
         self._pinging.add(peer)
         try:
-            if await self._daemon.answers(peer, within_s=alive_s) or self._heard_at(peer) > asked:
-                return
-            # An answer may be late in the queue of a slow uplink, behind a long prompt.
-            await asyncio.sleep(self._heard_at(peer) + self._timing.silence_s - clock())
-            if self._heard_at(peer) > asked:
+            # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
+            if await self._daemon.answers(peer, within_s=self._timing.silence_s) or self._heard_at(peer) > asked:
                 return
             if any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer)):
                 return
