@@ -204,6 +204,8 @@ def _host(number: int, uplink: Uplink) -> Iterator[WanHost]:
             _ip("-n", namespace, "link", "set", name, "mtu", str(MTU_BYTES), "txqueuelen", "2000")
             _ip("-n", namespace, "addr", "add", f"{NETWORK}.{number}/24", "dev", name)
             _ip("-n", namespace, "link", "set", name, "up")
+            # What nearly all home machines use; it fills the queue of an uplink, where BBR keeps it short.
+            _ip("-n", namespace, "route", "change", f"{NETWORK}.0/24", "dev", name, "congctl", "cubic")
             yield WanHost(number, namespace, tun, uplink)
         finally:
             os.close(tun)
