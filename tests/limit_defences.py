@@ -19,7 +19,6 @@ from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
 from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe
-from swarmnet_protocols.net.limits.congestion import CongestionWindow
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
@@ -301,18 +300,6 @@ LIMITS = (
         lambda _: test_flow_control.test_too_little_or_too_much_credit_is_a_violation(
             (test_flow_control.MIN_BYTES - 1,)
         ),
-    ),
-    Defence(
-        "a stream keeps no more under way than its congestion window",
-        replacing(CongestionWindow, "has_room", lambda _: True),
-        lambda _: (
-            test_flow_control_streams.test_no_more_is_under_way_than_the_congestion_window_until_it_is_confirmed()
-        ),
-    ),
-    Defence(
-        "a receiver that confirms what was not sent is disconnected",
-        replacing(CongestionWindow, "on_confirmed", nothing),
-        lambda _: test_flow_control_streams.test_a_host_that_confirms_what_was_not_sent_is_disconnected(),
     ),
     Defence(
         "a host that grants no credit is replaced",

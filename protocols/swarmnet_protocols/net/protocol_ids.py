@@ -19,7 +19,7 @@ SESSION = ProtocolSpec(
     served_by=_HOST,
 )
 LINK = ProtocolSpec(
-    "/swarmnet/link/4",
+    "/swarmnet/link/3",
     max_header_bytes=64 << 10,
     max_payload_bytes=_ACTIVATIONS_BYTES,
     roles=_CLIENT | _HOST,
@@ -27,7 +27,7 @@ LINK = ProtocolSpec(
     has_flow_control=True,
 )
 PASS = ProtocolSpec(
-    "/swarmnet/pass/4",
+    "/swarmnet/pass/3",
     max_header_bytes=4096,
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,
@@ -35,7 +35,7 @@ PASS = ProtocolSpec(
     has_flow_control=True,
 )
 ADAPTER = ProtocolSpec(
-    "/swarmnet/adapter/4",
+    "/swarmnet/adapter/3",
     max_header_bytes=4096,
     max_payload_bytes=_PART_BYTES,
     roles=_CLIENT,

@@ -11,9 +11,8 @@ from swarmnet_protocols.errors import ProtocolViolation
 
 CONFIRMED_BYTES = 64 << 10
 """Of a payload over this size, the receiver confirms each part of this size, and the rest."""
-FIRST_WINDOW_BYTES = 256 << 10
-"""The window of a new stream: 0.1 s of an uplink of 20 Mbit/s, and as much as a new stream of yamux takes."""
-MIN_WINDOW_BYTES = CONFIRMED_BYTES
+MIN_WINDOW_BYTES = 256 << 10
+"""The window of a new stream, and the least one: 0.1 s of an uplink of 20 Mbit/s, and as much as a new stream of yamux takes."""
 MAX_WINDOW_BYTES = 16 << 20
 """As much as a stream of yamux takes."""
 QUEUE_S = 0.2
@@ -34,7 +33,7 @@ class CongestionWindow:
     """The sender's account of the bytes under way on one stream. Times are in seconds on any one clock."""
 
     def __init__(self) -> None:
-        self.window_bytes = float(FIRST_WINDOW_BYTES)
+        self.window_bytes = float(MIN_WINDOW_BYTES)
         self.in_flight_bytes = 0
         self._pieces: deque[tuple[int, float]] = deque()
         """Size and time of sending of each piece under way."""
@@ -56,9 +55,7 @@ class CongestionWindow:
     def on_confirmed(self, size_bytes: int, now: float) -> None:
         """The other side has received this many bytes more. Raises ``ProtocolViolation`` if fewer, or none, were under way."""
         if not 0 < size_bytes <= self.in_flight_bytes:
-            raise ProtocolViolation(
-                f"{size_bytes} bytes were confirmed while {self.in_flight_bytes} were sent"
-            )
+            raise ProtocolViolation(f"{size_bytes} bytes were confirmed while {self.in_flight_bytes} were sent")
         self.in_flight_bytes -= size_bytes
         left_bytes, sent_at = size_bytes, now
         while left_bytes:
