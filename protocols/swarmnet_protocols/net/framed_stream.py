@@ -101,50 +101,29 @@ class FramedStream:
         if self._pipe.writer.is_closing() or self._pipe.reader.at_eof() or self._frames.is_ending:
             raise StreamEnded("the stream ended")
         needs_credit = len(payload) > max_uncredited_bytes
-        is_limited = needs_credit or (self._up.is_limited and message_bytes > PIECE_BYTES)
-        is_confirmed = window is not None and len(payload) > CONFIRMED_BYTES
-        if is_limited or is_confirmed:
-            await self._write_in_pieces(
-                head,
-                memoryview(payload),
-                PIECE_BYTES if is_limited else CONFIRMED_BYTES,
-                granted_by=window if needs_credit else None,
-                confirmed_to=window if is_confirmed else None,
-            )
+        if needs_credit or (self._up.is_limited and message_bytes > PIECE_BYTES):
+            await self._write_in_pieces(head, memoryview(payload), window if needs_credit else None)
             return
         await self._acquire(message_bytes, message_bytes=message_bytes)
         # At once: p2pd would send the head on by itself.
         self._pipe.writer.writelines((head, payload) if payload else (head,))
         await self._pipe.writer.drain()
 
-    async def _write_in_pieces(
-        self,
-        head: bytes,
-        payload: memoryview,
-        piece_bytes: int,
-        *,
-        granted_by: SendWindow | None,
-        confirmed_to: SendWindow | None,
-    ) -> None:
-        """Send a message in pieces, each when credit has been granted, and when the congestion window has room for it."""
-        if granted_by is not None:
-            granted_by.start(len(payload))
+    async def _write_in_pieces(self, head: bytes, payload: memoryview, window: SendWindow | None) -> None:
+        if window is not None:
+            window.start(len(payload))
         piece: Buffer = head
-        confirmed_bytes = len(head) - SIZES.size
         sent_bytes = 0
         try:
             while piece:
-                if confirmed_to is not None:
-                    await confirmed_to.wait_for_room(confirmed_bytes)
                 await self._acquire(len(piece), message_bytes=len(head) + len(payload))
                 self._is_mid_message = True
                 self._pipe.writer.write(piece)
                 await self._pipe.writer.drain()
-                next_bytes = min(piece_bytes, len(payload) - sent_bytes)
-                if granted_by is not None and next_bytes:
-                    next_bytes = await granted_by.acquire(next_bytes)
+                next_bytes = min(PIECE_BYTES, len(payload) - sent_bytes)
+                if window is not None and next_bytes:
+                    next_bytes = await window.acquire(next_bytes)
                 piece = payload[sent_bytes : sent_bytes + next_bytes]
-                confirmed_bytes = next_bytes
                 sent_bytes += next_bytes
         except BaseException:
             self.close()

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec
-from swarmnet_protocols.net.limits.flow_control import CONTROL_KINDS, NEEDS_CREDIT, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2 as pb
@@ -132,7 +132,6 @@ class FrameReader:
                     needs_credit=needs_credit,
                     received_bytes=self._reader.buffered_bytes,
                 )
-                self._receive_window.arrived(self._reader.buffered_bytes)
                 self._is_started = True
             body = await self._read_body(header_bytes + payload_bytes)
         except asyncio.IncompleteReadError as error:
@@ -152,7 +151,7 @@ class FrameReader:
         while True:
             if self._sizes is None:
                 self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
-            if self._send_window is None or self._sizes[0] not in CONTROL_KINDS:
+            if self._send_window is None or self._sizes[0] not in (LIMIT, CREDIT):
                 return self._sizes
             self._send_window.on_control(*self._sizes)
             self._sizes = None

@@ -8,9 +8,6 @@ A sender that only waits for a slow reader fills p2pd and its sockets first, nea
 3. CREDIT, repeatedly: this many bytes more may be sent. The receiver charges its rate limiter for the bytes as it grants them.
 
 Smaller payloads (decode steps) need no credit: they are charged when they are read.
-
-Whether its link is limited or not, the receiver sends CONFIRMED as a large payload arrives, and the sender keeps no more under way than its
-congestion window (``congestion.py``).
 """
 
 import asyncio
@@ -18,17 +15,17 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+<<<<<<< HEAD:protocols/swarmnet_protocols/net/limits/flow_control.py
 from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES, CongestionWindow
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
+=======
+from swarmnet_protocols.net.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
+>>>>>>> parent of 7856225 (A stream keeps a window of bytes under way: a long prompt filled the buffer of an uplink, and heartbeats came too late behind it):protocols/swarmnet_protocols/net/flow_control.py
 
 LIMIT = 0xFFFF_FFFD
 """In place of the header size, once. The second size is the largest payload that needs no credit."""
 CREDIT = 0xFFFF_FFFE
 """In place of the header size. The second size is the credit in bytes."""
-CONFIRMED = 0xFFFF_FFFC
-"""In place of the header size. The second size is the bytes of a large payload, and of its header, that have come since the last one."""
-CONTROL_KINDS = (LIMIT, CREDIT, CONFIRMED)
-"""What stands in place of the header size of a flow control frame."""
 NEEDS_CREDIT = 0x8000_0000
 """Flag in the header size: the payload is sent as credit is granted."""
 MIN_BYTES = PIECE_BYTES
@@ -63,16 +60,13 @@ class SendWindow:
         """Larger payloads need credit."""
         self._ungranted_bytes = 0
         self._credit_bytes = 0
-        self._congestion = CongestionWindow()
-        self._clock = asyncio.get_running_loop().time
         self._is_closed = False
         self._changed = asyncio.Event()
 
     def on_control(self, kind: int, size_bytes: int) -> None:
-        """Handle LIMIT, CREDIT or CONFIRMED of the other side.
+        """Handle LIMIT or CREDIT of the other side.
 
-        Raises ``ProtocolViolation`` for a second LIMIT, for credit that is too small or exceeds the payload, and for a confirmation of bytes
-        that were not sent.
+        Raises ``ProtocolViolation`` for a second LIMIT, and for credit that is too small or exceeds the payload.
         """
         least_bytes = min(self._ungranted_bytes, MIN_BYTES)
         if kind == LIMIT and math.isinf(self.max_uncredited_bytes):
@@ -80,9 +74,6 @@ class SendWindow:
         elif kind == CREDIT and 0 < least_bytes <= size_bytes <= self._ungranted_bytes:
             self._ungranted_bytes -= size_bytes
             self._credit_bytes += size_bytes
-            self._changed.set()
-        elif kind == CONFIRMED:
-            self._congestion.on_confirmed(size_bytes, self._clock())
             self._changed.set()
         else:
             what = "credit" if kind == CREDIT else "a second limit"
@@ -95,22 +86,13 @@ class SendWindow:
     async def acquire(self, max_bytes: int) -> int:
         """Wait for credit and use up to ``max_bytes`` of it: the number of bytes to send. Raises ``StreamEnded`` after ``close``."""
         while not self._credit_bytes:
-            await self._wait_changed()
+            if self._is_closed:
+                raise StreamEnded("the stream was closed")
+            self._changed.clear()
+            await self._changed.wait()
         size_bytes = min(max_bytes, self._credit_bytes)
         self._credit_bytes -= size_bytes
         return size_bytes
-
-    async def wait_for_room(self, size_bytes: int) -> None:
-        """Wait until the congestion window has room for a piece that is sent next, and count it. Raises ``StreamEnded`` after ``close``."""
-        while not self._congestion.has_room():
-            await self._wait_changed()
-        self._congestion.on_sent(size_bytes, self._clock())
-
-    async def _wait_changed(self) -> None:
-        if self._is_closed:
-            raise StreamEnded("the stream was closed")
-        self._changed.clear()
-        await self._changed.wait()
 
     def close(self) -> None:
         """The stream is closed. Idempotent."""
@@ -119,10 +101,7 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The side that serves the stream: grants credit at the rate of ``limiter``, and confirms what has come.
-
-    ``send_control`` sends LIMIT, CREDIT or CONFIRMED with a size.
-    """
+    """The side that serves the stream: grants credit at the rate of ``limiter``. ``send_control`` sends LIMIT or CREDIT with a size."""
 
     def __init__(self, limiter: RateLimiter, send_control: Callable[[int, int], None]) -> None:
         self._limiter = limiter
@@ -130,10 +109,6 @@ class ReceiveWindow:
         self._size_bytes = 0
         self._granted_bytes = 0
         self._received_bytes = 0
-        self._to_arrive_bytes = 0
-        """Bytes of a large message that have not come yet."""
-        self._unconfirmed_bytes = 0
-        """Bytes of it that have come since the last confirmation."""
         self._max_uncredited_bytes: int | None = None
         self._is_limited_from_start = limiter.is_limited
         self._send_limit()
@@ -156,7 +131,6 @@ class ReceiveWindow:
 
         Raises ``ProtocolViolation`` for a large payload that is sent without credit.
         """
-        self._to_arrive_bytes = header_bytes + payload_bytes if payload_bytes > CONFIRMED_BYTES else 0
         if needs_credit:
             self.close()
             self._size_bytes, self._granted_bytes = header_bytes + payload_bytes, header_bytes
@@ -189,16 +163,6 @@ class ReceiveWindow:
             raise ProtocolViolation("more of a payload came than credit was granted for")
         if size_bytes and not self.is_open:
             self._limiter.open_windows -= 1
-
-    def arrived(self, size_bytes: int) -> None:
-        """Confirm bytes as they come, for the sender's congestion window. Those of small messages, and of the next one, do not count."""
-        size_bytes = min(size_bytes, self._to_arrive_bytes)
-        self._to_arrive_bytes -= size_bytes
-        self._unconfirmed_bytes += size_bytes
-        is_due = self._unconfirmed_bytes >= CONFIRMED_BYTES or not self._to_arrive_bytes
-        if self._unconfirmed_bytes and is_due:
-            self._send_control(CONFIRMED, self._unconfirmed_bytes)
-            self._unconfirmed_bytes = 0
 
     def close(self) -> None:
         """End the payload under way, if there is one. Idempotent."""
@@ -248,7 +212,7 @@ class LimitedReader:
                     _resume(deadline, left_s)
                 self._append(await self._reader.read(wanted))
             elif self._limiter.is_limited or missing > READ_AHEAD_BYTES:
-                self._append(await self._reader.readexactly(min(missing, CONFIRMED_BYTES)))
+                self._append(await self._reader.readexactly(missing))
             else:
                 self._append(await self._reader.read(READ_AHEAD_BYTES))
         if len(self._buffer) == size_bytes:
@@ -274,8 +238,6 @@ class LimitedReader:
         self._acquired_bytes -= acquired
         if len(data) > acquired:
             self._limiter.count(len(data) - acquired)
-        if self._window is not None:
-            self._window.arrived(len(data))
         self._buffer += data
 
 
