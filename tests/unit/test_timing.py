@@ -10,7 +10,6 @@ from swarmnet_protocols.timing import Timing
     "change",
     [
         {"heartbeat_s": 0.7},
-        {"alive_s": 0.9},
         {"matchmaking_heartbeat_s": 2.7},
         {"announce_s": 23.0},
         {"recover_s": 4.4},

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
-from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES
 from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, LinkLimiter
 from swarmnet_protocols.net.limits.resources import Scope

@@ -15,12 +15,7 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-<<<<<<< HEAD:protocols/swarmnet_protocols/net/limits/flow_control.py
-from swarmnet_protocols.net.limits.congestion import CONFIRMED_BYTES, CongestionWindow
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
-=======
-from swarmnet_protocols.net.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
->>>>>>> parent of 7856225 (A stream keeps a window of bytes under way: a long prompt filled the buffer of an uplink, and heartbeats came too late behind it):protocols/swarmnet_protocols/net/flow_control.py
 
 LIMIT = 0xFFFF_FFFD
 """In place of the header size, once. The second size is the largest payload that needs no credit."""

@@ -229,7 +229,10 @@ class P2pdTransport:
         self._pinging.add(peer)
         try:
             # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
-            if await self._daemon.answers(peer, within_s=self._timing.silence_s) or self._heard_at(peer) > asked:
+            if (
+                await self._daemon.answers(peer, within_s=self._timing.silence_s)
+                or self._heard_at(peer) > asked
+            ):
                 return
             if any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer)):
                 return
