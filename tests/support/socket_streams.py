@@ -54,7 +54,8 @@ async def inbound_stream(link: LinkLimiter | None = None) -> AsyncIterator[tuple
         try:
             yield end, theirs
         finally:
-            end.pipe.writer.transport.abort()
+            if not end.pipe.writer.is_closing():
+                end.pipe.writer.transport.abort()
             await asyncio.gather(*end.flushes, return_exceptions=True)
 
 
@@ -67,5 +68,6 @@ async def two_ends(link: LinkLimiter | None = None) -> AsyncIterator[tuple[End, 
         try:
             yield one, other
         finally:
-            other.pipe.writer.transport.abort()
+            if not other.pipe.writer.is_closing():
+                other.pipe.writer.transport.abort()
             await asyncio.gather(*other.flushes, return_exceptions=True)

@@ -42,6 +42,23 @@ def test_a_stream_closes_when_its_messages_have_been_received() -> None:
     run(main())
 
 
+def test_a_stream_whose_last_bytes_leave_after_it_was_closed_ends_without_an_error() -> None:
+    """On a loop of asyncio itself: its transport forgets the loop when the last of its buffer is sent."""
+
+    async def main() -> None:
+        async with two_ends() as (one, other):
+            sending = asyncio.create_task(one.stream.send(Message(b"", bytes(SOCKET_BYTES))))
+            await asyncio.sleep(0.05)
+            one.stream.evict()
+            receiving = asyncio.create_task(other.stream.receive())
+            await asyncio.gather(sending, receiving, return_exceptions=True)
+            other.stream.close()
+            async with asyncio.timeout(TIMEOUT_S):
+                await asyncio.gather(*one.flushes, *other.flushes)
+
+    asyncio.run(main())
+
+
 def test_a_refused_peer_gets_the_reason_although_it_goes_on_sending() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):

@@ -65,7 +65,7 @@ class DraftModelSequence:
         self._held: list[int] = []
         """The tokens in the KV cache: a beginning of the sequence, and after it the last draft."""
         self._token_s = 0.0
-        self._read: Future[None] | None = None
+        self._read: Future[torch.Tensor] | None = None
         self._read_ahead()
 
     @property
@@ -98,8 +98,7 @@ class DraftModelSequence:
         """Read what is too much for a draft in the background, except the last token, which gives the first of a draft."""
         if len(self._ids) - len(self._held) > FEW:
             self._rewind()
-            ids = self._ids[len(self._held) : -1]
-            self._read = self._reading.submit(lambda: (self._forward(ids), None)[1])
+            self._read = self._reading.submit(self._forward, self._ids[len(self._held) : -1])
 
     def _rewind(self) -> None:
         """Forget what the KV cache holds beyond the sequence, and at least its last token: its logits are wanted."""

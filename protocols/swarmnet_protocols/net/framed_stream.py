@@ -202,6 +202,8 @@ class FramedStream:
         """Wait until the other side has received everything sent before ``close``, or its time is over. Cancelled: close at once."""
         try:
             await self._pipe.closed()
-        finally:
+        except asyncio.CancelledError:
             self._pipe.writer.transport.abort()
+            raise
+        finally:
             self._scope.close()
