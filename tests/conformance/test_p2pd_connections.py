@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.timing import Timing
 from tests.support.detour import Detour
@@ -70,6 +70,36 @@ def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolS
             await echoes(anew, b"anew")
 
     p2pd_lab.run(scenario)
+
+
+def test_a_stream_that_is_opened_during_a_ping_is_followed_by_another(
+    p2pd_lab: P2pdLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first ping may have come before a cut."""
+    peer, asked, closed = PeerId("other"), list[float](), list[PeerId]()
+
+    async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
+        answered = asyncio.Event()
+
+        async def answers(_: PeerId, *, within_s: float) -> bool:
+            asked.append(within_s)
+            await answered.wait()
+            return len(asked) == 1
+
+        async def disconnect(other: PeerId) -> None:
+            closed.append(other)
+
+        monkeypatch.setattr(a._daemon, "answers", answers)
+        monkeypatch.setattr(a._daemon, "disconnect", disconnect)
+        first = asyncio.create_task(a._check_alive(peer))
+        await asyncio.sleep(0)
+        await a._check_alive(peer)
+        answered.set()
+        await first
+
+    p2pd_lab.run(scenario)
+    assert len(asked) == 2
+    assert closed == [peer]
 
 
 @contextlib.asynccontextmanager

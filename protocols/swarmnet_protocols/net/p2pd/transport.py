@@ -109,7 +109,8 @@ class P2pdTransport:
             *(() if config.only_dials else (*config.listen, *config.announce)),
         )
         self._addresses: tuple[str, ...] = ()
-        self._pinging: set[PeerId] = set()
+        self._pinging: dict[PeerId, bool] = {}
+        """Peers that are being pinged, and whether they are to be pinged again."""
         self._connection_guard = ConnectionGuard(
             daemon, self.resources, config.connections, config.max_daemon_bytes
         )
@@ -222,26 +223,32 @@ class P2pdTransport:
         After an interruption of the path TCP retransmits about as long after it as it lasted, and p2pd keeps the connection for 40 s.
         Meanwhile streams over it open, and nothing arrives.
         """
-        clock = asyncio.get_running_loop().time
-        asked = clock()
-        if peer in self._pinging or self._heard_at(peer) > asked - self._timing.alive_s:
+        if peer in self._pinging:
+            self._pinging[peer] = True
             return
-        self._pinging.add(peer)
         try:
-            # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
-            if (
-                await self._daemon.answers(peer, within_s=self._timing.silence_s)
-                or self._heard_at(peer) > asked
-            ):
-                return
-            if any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer)):
-                return
-            _log.info("the connection to %s does not answer: closing it", peer)
-            await self._daemon.disconnect(peer)
+            self._pinging[peer] = True
+            while self._pinging[peer]:  # a stream that is opened during a ping needs another one
+                self._pinging[peer] = False
+                if not await self._is_alive(peer):
+                    _log.info("the connection to %s does not answer: closing it", peer)
+                    await self._daemon.disconnect(peer)
+                    return
         except (PeerUnreachable, IncompatibleVersion) as error:  # no connection, or one that answered
             _log.debug("no ping of %s: %s", peer, error)
         finally:
-            self._pinging.discard(peer)
+            self._pinging.pop(peer, None)
+
+    async def _is_alive(self, peer: PeerId) -> bool:
+        """Whether anything of ``peer`` came just now or comes within ``silence_s``, or all that was sent to it may still be on its way."""
+        clock = asyncio.get_running_loop().time
+        asked = clock()
+        if self._heard_at(peer) > asked - self._timing.alive_s:
+            return True
+        # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
+        if await self._daemon.answers(peer, within_s=self._timing.silence_s) or self._heard_at(peer) > asked:
+            return True
+        return any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer))
 
     def _heard_at(self, peer: PeerId) -> float:
         """Loop time of the last bytes of ``peer`` on any stream; minus infinity without one."""
