@@ -70,8 +70,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected, a million objects, lives as long as the tests. Looking for garbage among it takes two fifths of the
-    collection, which every process of ``make test`` repeats.
+    """Collect tests without garbage collection. All million objects of imports and tests live until the end, and looking for garbage among
+    them takes two fifths of the time of this phase, which every process of ``make test`` repeats.
     """
     gc.disable()
     try:

@@ -9,6 +9,7 @@ import torch
 
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.start import check_quantizable
 from swarmnet_protocols.machine.devices import pick_devices, pick_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.quantization.quantize import PRECISIONS
@@ -41,10 +42,12 @@ class BlockSpeed:
 def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, cache_dir: Path) -> BlockSpeed:
     """Load the first ``blocks`` as a host does, and time them.
 
-    ``device`` and ``dtype`` are those of ``swarmnet join``. Raises ``ConfigError`` for a model or device that cannot be used.
+    ``device`` and ``dtype`` are those of ``swarmnet join``. Raises ``ConfigError`` for a model, device or format that cannot be used.
     """
     where = pick_devices(device)[0]
     quantized = PRECISIONS.get(dtype)
+    if quantized is not None:
+        check_quantizable(model)
     stage = Stage.load(
         model,
         0,

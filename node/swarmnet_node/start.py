@@ -209,7 +209,7 @@ class _Loaded:
         model.parts.peers = peers
         config.network.rules.check_model(model.name, model.manifest.hash)
         if quantized is not None:
-            _check_quantizable(model)
+            check_quantizable(model)
         total = model.manifest.blocks
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
@@ -372,7 +372,7 @@ class _Loaded:
         return stage
 
 
-def _check_quantizable(model: "LocalModel") -> None:
+def check_quantizable(model: "LocalModel") -> None:
     """Raises ``ConfigError`` unless the weights of ``model`` can be quantised."""
     from swarmnet_protocols.quantization.quantize import UNQUANTIZED
 

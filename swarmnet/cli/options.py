@@ -301,6 +301,13 @@ def check_at_least_zero(value: float, *, option: str) -> float:
     return value
 
 
+def check_draft(draft: str, *, speculate: bool) -> None:
+    if draft and not speculate:
+        raise typer.BadParameter(
+            "a draft model needs speculation: leave out --no-speculate", param_hint="'--draft'"
+        )
+
+
 def check_share(value: float, *, option: str) -> float:
     if not 0 < value <= 1:
         raise typer.BadParameter(

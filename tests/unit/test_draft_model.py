@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnet_client.model.draft_model import FEW, DraftModel, DraftModelSequence
+from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from tests.support.tiny import save_tiny_llama
@@ -60,7 +61,7 @@ def test_a_long_prompt_is_read_in_the_background(model: Any) -> None:
     draft_model = DraftModel(model)
     ids = [number % 47 for number in range(FEW + 40)]
     sequence = draft_model.sequence(ids)
-    draft_model._reading.shutdown()  # waits until it is read
+    draft_model.reading.shutdown()  # waits until it is read
     assert sequence.token_s == 0.0
     assert len(sequence._held) == len(ids) - 1
     assert drafted(sequence, 5) == continued(model, ids, 5)
@@ -69,11 +70,11 @@ def test_a_long_prompt_is_read_in_the_background(model: Any) -> None:
 def test_nothing_is_drafted_while_a_prompt_is_read_and_beyond_the_context(model: Any) -> None:
     draft_model = DraftModel(model)
     gate = threading.Event()
-    draft_model._reading.submit(gate.wait)
+    draft_model.reading.submit(gate.wait)
     sequence = draft_model.sequence(list(range(FEW + 2)))
     assert math.isinf(sequence.token_s)
     gate.set()
-    draft_model._reading.shutdown()
+    draft_model.reading.shutdown()
     assert sequence.token_s == 0.0
     sequence._ids += [1] * CONTEXT
     assert math.isinf(sequence.token_s)
@@ -92,9 +93,9 @@ def test_a_model_with_other_tokens_or_with_recurrent_states_is_refused(tmp_path:
     tokenizer = target.tokenizer()
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(tmp_path / "tiny")
-    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    options = LoadOptions(torch.float32, torch.device("cpu"), draft=str(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match="other tokens than smollm2"):
-        DraftModel.load(str(tmp_path / "tiny"), target, cache_dir=tmp_path / "cache", **where)
+        DraftModel.load(target, options)
     model_with_states = type("Recurrent", (), {"_is_stateful": True})()
     with pytest.raises(ConfigError, match="recurrent states"):
         DraftModel(model_with_states)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.start import _check_quantizable
+from swarmnet_node.start import check_quantizable
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization import quantize as module
@@ -155,7 +155,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
 def test_what_is_quantised_already_is_refused_with_the_reason() -> None:
     model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
     with pytest.raises(ConfigError, match="already: q4_1"):
-        _check_quantizable(model)
+        check_quantizable(model)
 
 
 def test_int4_stores_the_most_sensitive_tensors_in_more_bits() -> None:

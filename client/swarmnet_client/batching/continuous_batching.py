@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from swarmnet_client.batching.sequences import KEPT_POSITIONS, Answer, Request, SequenceGroup
@@ -258,15 +257,7 @@ async def open_engine(
         local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
         speculates = speculate and local_layers.can_rewind
         if speculates and options.draft:
-            load = partial(
-                DraftModel.load,
-                options.draft,
-                local,
-                cache_dir=local.cache_dir,
-                dtype=options.dtype,
-                device=options.device,
-            )
-            draft_model = await loop.run_in_executor(computing, load)
+            draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
         spec = ChainSpec(
             local.manifest.blocks,
             local.manifest.hidden_size,

@@ -20,7 +20,7 @@ from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
-from swarmnet_client.model.speculation import Speculator, StepTimes
+from swarmnet_client.model.speculation import Speculator, StepTimes, common_prefix
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
@@ -105,11 +105,7 @@ class Answer:
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:
     """The number of equal ids at the beginning of both; 0 below ``MIN_SHARED``."""
-    count = 0
-    for one, other in zip(ids, others, strict=False):
-        if one != other:
-            break
-        count += 1
+    count = common_prefix(ids, others)
     return count if count >= MIN_SHARED else 0
 
 
@@ -213,7 +209,10 @@ def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> Run
 def find_origin(
     sequence: RunningSequence, sequences: Sequence[RunningSequence], request: Request
 ) -> Origin | None:
-    """What the answer to a request starts from in ``sequence``; None while it waits for a prompt that begins like it and is being sent."""
+    """The KV caches from which the answer to ``request`` starts in ``sequence``.
+
+    None: the answer waits, because a prompt with the same beginning is being sent, and its caches will serve both.
+    """
     best = max(sequences, key=lambda each: (each.shared(request), each is sequence))
     shared = best.shared(request)
     if any(each.will_share(request) >= shared + MIN_SHARED for each in sequences):
@@ -276,7 +275,7 @@ class SequenceGroup:
         kept: int = KEPT_POSITIONS,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """``kept``: positions of all KV caches beyond which those of finished answers are dropped."""
+        """``kept``: positions of all KV caches beyond which those of finished answers are dropped. ``draft_model``: as in ``Batcher``."""
         self._draft_model = draft_model
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]

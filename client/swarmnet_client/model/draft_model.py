@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.speculation import common_prefix
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 
@@ -29,37 +30,35 @@ class DraftModel:
             )
         self.model = model
         self.clock = clock
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="draft")
+        self.reading = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
     @classmethod
-    def load(
-        cls, name: str, target: LocalModel, *, cache_dir: Path, dtype: torch.dtype, device: torch.device
-    ) -> "DraftModel":
-        """The model ``name``, to draft for ``target``. Raises ``ConfigError`` if their tokens differ, and what ``resolve`` raises."""
-        local = resolve(name, cache_dir=cache_dir)
+    def load(cls, target: LocalModel, options: LoadOptions) -> "DraftModel":
+        """The model ``options.draft``, to draft for ``target``. Raises ``ConfigError`` if their tokens differ, and what ``resolve`` raises."""
+        local = resolve(options.draft, cache_dir=target.cache_dir)
         if local.tokenizer().get_vocab() != target.tokenizer().get_vocab():
             raise ConfigError(
-                f"{name} has other tokens than {target.name}: it cannot draft for it",
+                f"{options.draft} has other tokens than {target.name}: it cannot draft for it",
                 hint="use a small model of the same family",
             )
-        return cls(local.load_whole(dtype=dtype, device=device).eval())
+        return cls(local.load_whole(dtype=options.dtype, device=options.device).eval())
 
     def sequence(self, ids: Sequence[int]) -> "DraftModelSequence":
         """A sequence that begins with ``ids``, which are read in the background."""
-        return DraftModelSequence(self, self._reading, ids)
+        return DraftModelSequence(self, ids)
 
     def close(self) -> None:
         """Stop reading; idempotent."""
-        self._reading.shutdown(cancel_futures=True)
+        self.reading.shutdown(cancel_futures=True)
 
 
 class DraftModelSequence:
     """A ``DraftSequence`` with a KV cache. Used by one thread at a time."""
 
-    def __init__(self, draft_model: DraftModel, reading: ThreadPoolExecutor, ids: Sequence[int]) -> None:
+    def __init__(self, draft_model: DraftModel, ids: Sequence[int]) -> None:
         self._model = draft_model.model
         self._clock = draft_model.clock
-        self._reading = reading
+        self._reading = draft_model.reading
         self._ids = list(ids)
         self._cache = DynamicCache()
         self._held: list[int] = []
@@ -102,11 +101,7 @@ class DraftModelSequence:
 
     def _rewind(self) -> None:
         """Forget what the KV cache holds beyond the sequence, and at least its last token: its logits are wanted."""
-        same = 0
-        for held, wanted in zip(self._held, self._ids[:-1], strict=False):
-            if held != wanted:
-                break
-            same += 1
+        same = common_prefix(self._held, self._ids[:-1])
         self._cache.crop(same - len(self._held))
         del self._held[same:]
 

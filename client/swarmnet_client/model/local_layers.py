@@ -131,7 +131,7 @@ class LmHead:
         return await self.compute(partial(self._choose, hidden, draws))
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the thread that computes."""
+        """Run ``work`` on the thread that computes, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
 
     @torch.inference_mode()

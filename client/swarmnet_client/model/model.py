@@ -231,9 +231,7 @@ def load(
     try:
         model = wrap(local, runtime, options)
         if options.draft:
-            model._draft_model = DraftModel.load(
-                options.draft, local, cache_dir=cache_dir, dtype=options.dtype, device=options.device
-            )
+            model._draft_model = DraftModel.load(local, options)
             model._closing.callback(model._draft_model.close)
         if options.device.type == "cpu":
             model.core_lock = model._closing.enter_context(open_core_lock())

@@ -39,6 +39,16 @@ _PRIOR_VARIANCE = 0.25
 """Variance of the positions of recent steps that weighs as much as that guess."""
 
 
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The number of equal ids at the beginning of both."""
+    count = 0
+    for one, other in zip(ids, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
 @dataclass(frozen=True)
 class Draft:
     """Tokens that may come next. ``match``: tokens before them that equal the end of the sequence."""

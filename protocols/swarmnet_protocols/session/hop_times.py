@@ -12,7 +12,7 @@ MAX_S = 1e8
 
 
 class Moment(Enum):
-    """What had just happened to a step, on a hop or at the client."""
+    """An event in the life of a step, on a hop or at the client. Its time is noted when it has happened."""
 
     RECEIVED = "received"
     """Its inputs had arrived."""

@@ -23,6 +23,7 @@ class SamplingOptions:
     seed: int | None = None
     top_p: float | None = None
     speculate: bool = True
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def generate(
         choice |= {"do_sample": True, "temperature": sampling.temperature}
         if sampling.top_p is not None:
             choice["top_p"] = sampling.top_p
+    if sampling.min_new_tokens:
+        choice["min_new_tokens"] = sampling.min_new_tokens
     # A session counts across its answers.
     model.last_run.trips = 0
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0

@@ -1,7 +1,6 @@
 """``swarmnet bench``: measures what a swarm delivers, or how fast this machine would compute."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import parse_hosts
-from swarmnet.cli.chat.generation import RunHop
+from swarmnet.cli.chat.generation import RunHop, SamplingOptions, generate
+from swarmnet.cli.commands.run import open_model
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -28,7 +28,6 @@ from swarmnet.cli.output import note, print_json, print_table, print_text, progr
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import show_size
-from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     \b
     Examples:
       swarmnet bench smollm2-135m-instruct --swarm lab
-      swarmnet bench smollm2-135m-instruct --local --dtype int4
+      swarmnet bench smollm2-135m-instruct --local --dtype float32
     """
     if local == (swarm is not None):
         raise typer.BadParameter(
@@ -105,25 +104,15 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
             f"hosts choose their own formats; {dtype} is for --local", param_hint="'--dtype'"
         )
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
-    with progress(quiet=as_json) as report:
-        report("finding the swarm", 0, None)
-        opened = _open(model, network, (dtype, wire), files)
-        with opened:
-            results = []
-            for number in range(runs):
-                report("measuring", number, runs)
-                results.append(_measure(opened, prompt_tokens, tokens))
+    with (
+        open_model(model, network, (dtype, wire), files, quiet=as_json) as opened,
+        progress(quiet=as_json) as report,
+    ):
+        results = []
+        for number in range(runs):
+            report("measuring", number, runs)
+            results.append(_measure(opened, prompt_tokens, tokens))
     _print(results, as_json=as_json)
-
-
-def _open(name: str, network: Network, formats: tuple[str, str], files: tuple[Path, int | None]) -> Any:
-    import_transformers()
-    from swarmnet_client.model.local_layers import LoadOptions
-    from swarmnet_client.model.model import load
-
-    dtype, wire = formats
-    options = LoadOptions.picked(dtype, only_generates=True, wire=wire)
-    return load(name, network=network, cache_dir=files[0], options=options, max_disk_bytes=files[1])
 
 
 def _measure(model: Any, prompt_tokens: int, tokens: int) -> BenchRun:
@@ -135,41 +124,14 @@ def _measure(model: Any, prompt_tokens: int, tokens: int) -> BenchRun:
             f"the model takes {most} tokens, prompt and answer together", param_hint="'--prompt-tokens'"
         )
     ids = torch.randint(model.config.vocab_size, (1, prompt_tokens))
-    model.last_run.failovers = 0
-    clock = _Clock()
-    started = time.monotonic()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        streamer=clock,
-        speculate=False,
-    )
-    first, last = clock.times[0], clock.times[-1]
+    wanted = SamplingOptions(tokens, min_new_tokens=tokens, speculate=False)
+    answer = generate(model, ids, wanted, lambda _: None)
     return BenchRun(
-        first_token_s=first - started,
-        tokens_per_s=(tokens - 1) / (last - first) if tokens > 1 else 0.0,
-        failovers=model.last_run.failovers,
-        route=[RunHop(*hop) for hop in model.last_run.route],
+        first_token_s=answer.first_token_s,
+        tokens_per_s=(tokens - 1) / (answer.total_s - answer.first_token_s) if tokens > 1 else 0.0,
+        failovers=answer.failovers,
+        route=answer.route,
     )
-
-
-class _Clock:
-    """A transformers streamer that keeps the time of each new token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._prompt_seen = False
-
-    def put(self, tokens: Any) -> None:
-        if self._prompt_seen:
-            self.times.append(time.monotonic())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass
 
 
 def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:

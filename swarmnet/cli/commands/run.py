@@ -28,6 +28,7 @@ from swarmnet.cli.options import (
     TransportOption,
     WireOption,
     check_at_least_zero,
+    check_draft,
     check_share,
     parse_max_disk,
 )
@@ -135,6 +136,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     check_at_least_zero(temperature, option="--temperature")
     if top_p is not None:
         check_share(top_p, option="--top-p")
+    check_draft(draft, speculate=speculate)
     is_chat = chat or (prompt is None and sys.stdin.isatty())
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
@@ -150,14 +152,14 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         prepare_rendering()
     files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
     with (
-        _open(
+        open_model(
             model,
             network,
             (dtype, wire),
             files,
             standby=standby,
-            draft=draft if speculate else "",
-            is_adapted=adapter is not None,
+            draft=draft,
+            only_generates=adapter is None,
             quiet=as_json,
         ) as opened,
         _adapted(opened, adapter) as answering,
@@ -203,18 +205,21 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 
 @contextmanager
-def _open(  # noqa: PLR0913 - options of the command line
+def open_model(  # noqa: PLR0913 - options of the command line
     name: str,
     network: Network,
     formats: tuple[str, str],
     files: tuple[Path, int | None],
     *,
-    standby: bool,
-    draft: str,
-    is_adapted: bool,
     quiet: bool,
+    standby: bool = False,
+    draft: str = "",
+    only_generates: bool = True,
 ) -> Iterator["SwarmModel"]:
-    """``formats``: of the weights and of the wire. ``files``: the folder of model files, and most bytes of parts in it."""
+    """A model on the swarm, with progress on stderr while it is opened.
+
+    ``formats``: of the weights and of the wire. ``files``: the folder of model files, and most bytes of parts in it.
+    """
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)
         import_transformers()
@@ -222,7 +227,7 @@ def _open(  # noqa: PLR0913 - options of the command line
         from swarmnet_client.model.model import load
 
         dtype, wire = formats
-        options = LoadOptions.picked(dtype, only_generates=not is_adapted, wire=wire)
+        options = LoadOptions.picked(dtype, only_generates=only_generates, wire=wire)
         options = replace(options, standby=standby, draft=draft)
         cache_dir, max_disk_bytes = files
         model = load(

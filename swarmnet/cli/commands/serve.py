@@ -29,6 +29,7 @@ from swarmnet.cli.options import (
     SwarmOption,
     TransportOption,
     WireOption,
+    check_draft,
     device_option,
     parse_max_disk,
 )
@@ -145,6 +146,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.web.middleware import AccessPolicy, check_exposed
     from swarmnet.web.server import listen
 
+    check_draft(draft, speculate=speculate)
     max_disk_bytes = parse_max_disk(max_disk)
     keys = _keys(api_key_file)
     check_exposed(host, keys)

@@ -1,1 +1,1 @@
-"""What a stage keeps of each sequence between two steps: keys and values, or a recurrent state."""
+"""Caches of a stage: for each sequence, between two steps, its keys and values, or its recurrent state."""
