@@ -24,12 +24,12 @@ from swarmnet_protocols.directory import catalog, node_reports, records
 from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.fetching.pieces import PieceTable
+from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
-from swarmnet_protocols.models.manifest import Manifest, ManifestFile
+from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
 from swarmnet_protocols.net.identity import Identity
@@ -370,7 +370,7 @@ def read_manifest(data: bytes) -> None:
 
 
 def manifest_seeds() -> list[bytes]:
-    file = ManifestFile("model.safetensors", 1 << 20, bytes(32))
+    file = ModelFile("model.safetensors", 1 << 20, bytes(32))
     manifest = Manifest("LlamaForCausalLM", 1, 64, (file,), {"local_layers": ("embed",), 0: ("q", "k")})
     return [manifest.to_json().encode()]
 

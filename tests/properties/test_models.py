@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.models import Manifest, ManifestFile
+from swarmnet_protocols.models import Manifest, ModelFile
 from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
 from swarmnet_protocols.models.manifest import BlockKey
 from tests.support.tiny_models import save_tiny, write_gguf
@@ -27,7 +27,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     tensors: dict[BlockKey, tuple[str, ...]] = {"local_layers": tuple(draw(st.lists(names, max_size=2)))}
     tensors |= {block: tuple(draw(st.lists(names, max_size=2))) for block in range(blocks)}
     files = st.builds(
-        ManifestFile,
+        ModelFile,
         st.sampled_from(["config.json", "weights", "of/weights", "m/o/r/e", "ä b"]),
         st.integers(0, 1 << 40),
         st.binary(min_size=32, max_size=32),
@@ -50,7 +50,7 @@ def test_a_manifest_survives_json(manifest: Manifest) -> None:
 
 @given(manifests(), st.randoms(use_true_random=False))
 def test_the_hash_does_not_depend_on_order_or_file_names(manifest: Manifest, rng: random.Random) -> None:
-    files = [ManifestFile(f"renamed-{i}", file.size, file.sha256) for i, file in enumerate(manifest.files)]
+    files = [ModelFile(f"renamed-{i}", file.size, file.sha256) for i, file in enumerate(manifest.files)]
     rng.shuffle(files)
     tensors = list(manifest.tensors.items())
     rng.shuffle(tensors)
@@ -109,7 +109,7 @@ def read_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../b", "a\\b", "a\0b", ""])
 def test_a_manifest_cannot_name_a_file_outside_the_model(path: str) -> None:
-    manifest = Manifest("A", 1, 8, (ManifestFile(path, 1, bytes(32)),), {"local_layers": (), 0: ()})
+    manifest = Manifest("A", 1, 8, (ModelFile(path, 1, bytes(32)),), {"local_layers": (), 0: ()})
     with pytest.raises(IntegrityError):
         Manifest.from_json(manifest.to_json())
 

@@ -25,8 +25,8 @@ from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import (
     PIECE_BYTES,
-    FileKey,
     Hasher,
+    ModelFile,
     PieceTable,
     Tables,
     cut,
@@ -42,7 +42,7 @@ from tests.support.virtual_time import run
 DATA = random.Random(0).randbytes(5 * PIECE_BYTES + 1234)
 HEAD_BYTES = 100
 EDGES = [HEAD_BYTES, 5000, 2_000_000]
-KEY = FileKey("weights", len(DATA), hashlib.sha256(DATA).digest())
+KEY = ModelFile("weights", len(DATA), hashlib.sha256(DATA).digest())
 
 
 def table() -> PieceTable:
@@ -71,10 +71,10 @@ class Memory:
     pieces: Sequence[int] = range(100)
     reads: list[tuple[int, int]] = field(default_factory=list)
 
-    def has(self, file: FileKey, piece: int) -> bool:
+    def has(self, file: ModelFile, piece: int) -> bool:
         return piece in self.pieces
 
-    async def read(self, file: FileKey, start: int, end: int) -> bytes:
+    async def read(self, file: ModelFile, start: int, end: int) -> bytes:
         self.reads.append((start, end))
         await asyncio.sleep(self.delay_s)
         return self.data[start:end]

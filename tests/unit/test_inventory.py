@@ -9,7 +9,7 @@ import pytest
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.fetching.disk import make_room, stored_files
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import FileKey
+from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.inventory import remove_model, stored_models
 from tests.support.big_model import FLOAT32, load, make_tables, save_big
@@ -19,7 +19,7 @@ from tests.support.model_hub import NAME, ModelHub, model_hub
 def three_files(parts: Path) -> Path:
     """Three partial files of 64 KiB; the first was used least recently."""
     for number in range(3):
-        file = PieceFile(parts / f"{number}", FileKey("weights", 1 << 20, bytes(32)))
+        file = PieceFile(parts / f"{number}", ModelFile("weights", 1 << 20, bytes(32)))
         file.write_head(bytes([1]) * 65536)
         os.utime(file.folder, (1000 + number, 1000 + number))
     return parts
@@ -43,7 +43,7 @@ def test_the_least_recently_used_file_makes_way(parts: Path) -> None:
 
 
 def test_a_file_in_use_does_not_make_way(parts: Path) -> None:
-    used = PieceFile(parts / "0", FileKey("weights", 1 << 20, bytes(32)))
+    used = PieceFile(parts / "0", ModelFile("weights", 1 << 20, bytes(32)))
     used.hold()
     os.utime(used.folder, (1, 1))
     make_room(parts, 65536, 3 * 65536)

@@ -162,8 +162,8 @@ def test_the_manifest_describes_the_model(model: LocalModel) -> None:
     assert (manifest.architecture, manifest.blocks, manifest.hidden_size) == ("LlamaForCausalLM", 5, 32)
     assert model.max_positions == 256
     assert set(manifest.tensors) == {"local_layers", 0, 1, 2, 3, 4}
-    assert {file.path for file in manifest.files} >= {"config.json", "model-00001-of-00003.safetensors"}
-    assert all((model.path / file.path).stat().st_size == file.size for file in manifest.files)
+    assert {file.name for file in manifest.files} >= {"config.json", "model-00001-of-00003.safetensors"}
+    assert all((model.path / file.name).stat().st_size == file.size for file in manifest.files)
     model.verify()
 
 

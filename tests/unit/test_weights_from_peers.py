@@ -283,7 +283,7 @@ def test_nothing_outside_the_model_is_served(swarm: WeightSwarm, whole: LocalMod
 
 def test_a_file_that_was_not_verified_is_not_served(big: Path, tmp_path: Path) -> None:
     unread = resolve(str(big), cache_dir=tmp_path / "unread")
-    weights = next(file for file in unread.manifest.files if file.path.endswith(".safetensors"))
+    weights = next(file for file in unread.manifest.files if file.name.endswith(".safetensors"))
     assert unread.shared().place(weights.sha256, 0, 10) is None
     unread.verify()
     assert unread.shared().place(weights.sha256, 0, 10) is not None

@@ -1,8 +1,8 @@
-"""Downloads pieces from several sources at once, each as fast as it is, and verifies every piece on arrival.
+"""Downloads pieces from several sources at once, each at its own speed, and verifies every piece on arrival.
 
-Sources take work from one queue. Peers begin; the hub joins after ``HUB_WAIT_S`` if they have not brought everything, and takes what no peer has at
-once. At the end a source without work repeats what another one is slow to bring. A source that sends wrong bytes is dropped and named, and its
-pieces come from another one.
+Sources take work from one queue. Pieces that no peer has are read from the hub at once; the others come from peers, and after ``HUB_WAIT_S``
+from the hub too. When the queue is empty, an idle source repeats the reads of a slow one. A source that sends wrong bytes is dropped, and
+named in the error if no other source has the pieces.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from typing import Protocol
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import PIECE_BYTES, FileKey
+from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
 from swarmnet_protocols.machine.aio import cancel
 
 HUB_WAIT_S = 3.0
-"""Head start of peers over the hub in seconds: others pay for the traffic of the hub."""
+"""Head start of peers over the hub, in seconds: the traffic of the hub is paid for by its operator."""
 REPEAT_S = 5.0
 """Seconds after which a source without work repeats a read that another source has not finished."""
 MAX_HOLDERS = 2
 """Most sources that fetch the same bytes at the same time."""
 ATTEMPTS = 4
-"""Failures to answer in a row after which a source is given up."""
+"""Consecutive failures to answer after which the hub is no longer asked. Another source is dropped after one."""
 PAUSE_S = 0.5
 """Pause in seconds after the first failure of a source; it doubles with each further one."""
 
@@ -33,24 +33,24 @@ class PieceSource(Protocol):
     """A source of pieces: the hub, or a peer."""
 
     name: str
-    """The name of the source in messages."""
+    """Names the source in error messages."""
     is_last: bool
-    """Whether other sources have a head start over this one, as they have over the hub."""
+    """Whether other sources have the head start ``HUB_WAIT_S`` over this one; true of the hub."""
     connections: int
     """Most reads at the same time."""
     max_bytes: int
     """Most bytes of one read."""
 
-    def has(self, file: FileKey, piece: int) -> bool:
+    def has(self, file: ModelFile, piece: int) -> bool:
         """Whether the source may have a piece."""
 
-    async def read(self, file: FileKey, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file, or the first of them. Raises ``SwarmnetError``."""
+    async def read(self, file: ModelFile, start: int, end: int) -> bytes:
+        """The bytes [start, end) of a file, or a prefix of them that is not empty. Raises ``SwarmnetError``."""
 
 
 @dataclass
 class _Unit:
-    """Pieces [first, last) that follow each other, which are fetched together."""
+    """Consecutive pieces [first, last) of one file that are fetched together."""
 
     file: PieceFile
     first: int
@@ -89,10 +89,11 @@ async def download(
     sources: Sequence[PieceSource],
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, int]:
-    """Fetch the missing ones of the wanted pieces; returns the bytes by source. ``on_bytes`` is called with bytes done and of all.
+    """Fetch those of the wanted pieces that are missing. Returns the bytes from each source, by its name.
 
-    Raises ``IntegrityError`` if all sources sent wrong bytes, ``Unreachable`` if some pieces could not be fetched for another reason, both with
-    the sources named, and ``OutOfResources`` for a full disk. What was verified is kept in any case.
+    ``on_bytes`` is called with the bytes fetched so far and the bytes of all missing pieces. Raises ``IntegrityError`` if all sources sent
+    wrong bytes, ``Unreachable`` if pieces could not be fetched for another reason, both naming the sources, and ``OutOfResources`` for a
+    full disk. Verified pieces are kept in any case.
     """
     running = _Download([unit for file, pieces in wanted for unit in _units(file, pieces)], on_bytes)
     try:
@@ -143,7 +144,7 @@ class _Download:
         return source.name in self._dropped or source.name in self._failed
 
     async def _work(self, source: PieceSource) -> None:
-        """Fetch with one connection of a source until nothing is left that it could bring."""
+        """Fetch over one connection of a source until no unit is left that it could bring."""
         began, failures = _now(), 0
         while not self._is_out(source):
             units = self._take(source, began)
@@ -168,7 +169,7 @@ class _Download:
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
     def _take(self, source: PieceSource, began: float) -> list[_Unit] | None:
-        """Adjacent units for one read. Empty if the source has to wait, None if nothing is left for it."""
+        """Adjacent units for one read; empty if the source has to wait, None if no unit is left for it."""
         if not self._queue and not self._asked:
             return None
         others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
@@ -220,7 +221,7 @@ class _Download:
         self._changed.set()
 
     async def _fetch(self, source: PieceSource, units: list[_Unit]) -> SwarmnetError | None:
-        """Read and write adjacent units. Returns the fault of the source, if any. Raises ``OutOfResources`` for a full disk."""
+        """Read and write adjacent units. Returns the error of the source, None if it made none. Raises ``OutOfResources`` for a full disk."""
         first, last = units[0], units[-1]
         try:
             data = await source.read(first.file.file, first.start, last.end)

@@ -1,7 +1,7 @@
 """Weight files of a model on the hub, which are downloaded when their tensors are needed.
 
-The hub lists the size and the SHA-256 of every large file. They are enough for the model's manifest, so a host or a client knows the model's
-identity before it has the weights. It downloads pieces of the files where their hashes are known, and whole files elsewhere.
+The hub lists the size and SHA-256 of every large file. The model's manifest needs no more, so a host or a client knows the model's identity
+before it has the weights. Pieces of files are downloaded where the hashes of pieces are known, otherwise whole files.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from pathlib import Path
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.fetching.hub_ranges import HubRanges, no_answer
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import FileKey
+from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.machine.files import write_whole
 
 MAX_LISTED = 10_000
-"""Files of a repository that are looked at."""
+"""Files of a repository that are read from its listing; further ones are ignored."""
 MAX_FILE_BYTES = 1 << 50
 HEAD_BYTES = 128 << 10
-"""Bytes that are read first to find the header of a file; eight times as many each time that the header is longer."""
+"""Bytes of the first read of a file's header. While the header is longer, the next read is eight times as long."""
 MAX_HEAD_BYTES = 64 << 20
 _SHA256_BYTES = hashlib.sha256().digest_size
 Known = Mapping[str, tuple[int, bytes]]
@@ -32,34 +32,34 @@ Known = Mapping[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The large files of one commit of a repository; or of a model that only peers have, without one."""
+    """The large files of one commit of a repository, or of a model that only peers have."""
 
     repository: str
-    """Empty: none."""
+    """Empty for a model that only peers have."""
     commit: str
     known: Known
     parts: Path
-    """Folder of the files of which this machine has some pieces."""
+    """The folder of partial files."""
 
     @property
     def ranges(self) -> HubRanges:
         """The files as a source of their bytes."""
         return HubRanges(self.repository, self.commit)
 
-    def file(self, name: str) -> FileKey:
-        """The content of one file."""
-        return FileKey(name, *self.known[name])
+    def file(self, name: str) -> ModelFile:
+        """Name, size and hash of one file."""
+        return ModelFile(name, *self.known[name])
 
     def partial(self, name: str) -> PieceFile:
-        """The pieces of a file that are on this machine."""
+        """The partial file in which the pieces of a file are kept; it may not exist yet."""
         file = self.file(name)
         return PieceFile(self.parts / file.sha256.hex(), file)
 
     def read_head(self, name: str, whole: Path, head_bytes: Callable[[Path], int]) -> None:
-        """Read the header of a file, unless it is on disk. It is not verified: that is done before a tensor is read.
+        """Download the header of a file into its partial file, unless it is on disk. It is verified later, before a tensor is read.
 
-        ``head_bytes`` is the size of the header of the file at a path; it raises ``IntegrityError`` while too little is there. Raises that if the
-        file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``.
+        ``head_bytes`` returns the size of the header of the file at a path, and raises ``IntegrityError`` while that is incomplete. Raises
+        ``IntegrityError`` if the file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``.
         """
         if whole.is_file():
             return
@@ -83,7 +83,7 @@ class HubFiles:
             size *= 8
 
     def fetch(self, name: str) -> Path:
-        """Download one file into the hub's cache, where the files of its commit are; an interrupted download is continued. Returns its path.
+        """Download one whole file into the cache of huggingface_hub, continuing an interrupted download. Returns its path.
 
         Raises ``Unreachable`` if the hub does not send it, and ``OutOfResources`` if the disk has no room.
         """
@@ -126,9 +126,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def list_hub_files(repository: str, commit: str, cache_dir: Path) -> HubFiles | None:
-    """The large files of a commit, as the hub lists them; what it said is kept in ``cache_dir``, for a commit never changes.
+    """The large files of a commit, as the hub lists them; None if it cannot be asked. The list is cached in ``cache_dir``: a commit never changes.
 
-    None if the hub cannot be asked. Raises ``IntegrityError`` for a list that is out of bounds.
+    Raises ``IntegrityError`` for an entry without a valid size and SHA-256.
     """
     key = hashlib.sha256(f"{repository}@{commit}".encode()).hexdigest()[:32]
     kept = cache_dir / "hub" / f"{key}.json"
@@ -143,7 +143,7 @@ def list_hub_files(repository: str, commit: str, cache_dir: Path) -> HubFiles | 
 
 
 def parts_folder(cache_dir: Path) -> Path:
-    """The folder, in ``cache_dir``, of the files of which this machine has some pieces."""
+    """The folder of partial files in ``cache_dir``."""
     return cache_dir / "parts"
 
 

@@ -1,4 +1,4 @@
-"""Reads ranges of files on the hub over HTTP. What is read is not verified here."""
+"""Reads ranges of files on the hub over HTTP. Callers verify the bytes."""
 
 import asyncio
 import contextlib
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from swarmnet_protocols.errors import IntegrityError, Unreachable
-from swarmnet_protocols.fetching.pieces import FileKey
+from swarmnet_protocols.fetching.pieces import ModelFile
 
 TIMEOUT_S = 20.0
-"""Longest time in seconds for which the hub may send nothing."""
+"""Seconds after which a read is given up if the hub sends no byte."""
 MIN_BYTES_PER_S = 20_000
-"""Least mean rate of an answer. A slower one is given up after ``TIMEOUT_S``."""
+"""Least mean rate of an answer, in bytes per second. A slower one is ended after ``TIMEOUT_S``."""
 _CHUNK_BYTES = 256 << 10
 
 
 def no_answer() -> tuple[type[Exception], ...]:
-    """The errors raised if the hub cannot be reached or does not answer: base classes that depend on the HTTP library of huggingface_hub."""
+    """The errors raised if the hub cannot be reached or does not answer. They belong to the HTTP library that huggingface_hub uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
@@ -36,14 +36,14 @@ class HubRanges:
     connections: int = 4
     max_bytes: int = 16 << 20
 
-    def has(self, file: FileKey, piece: int) -> bool:
+    def has(self, file: ModelFile, piece: int) -> bool:
         """True: the hub has whole files."""
         return True
 
-    async def read(self, file: FileKey, start: int, end: int) -> bytes:
-        """The bytes [start, end), or the first of them if the connection breaks.
+    async def read(self, file: ModelFile, start: int, end: int) -> bytes:
+        """The bytes [start, end), or a prefix of them if the connection breaks.
 
-        Raises ``Unreachable`` if nothing comes, and ``IntegrityError`` for an answer that is no such part of the file.
+        Raises ``Unreachable`` if no byte arrives, and ``IntegrityError`` for an answer with another part of the file.
         """
         stopped = threading.Event()
         try:
@@ -52,7 +52,7 @@ class HubRanges:
             stopped.set()
 
     def read_now(
-        self, file: FileKey, start: int, end: int, is_stopped: Callable[[], bool] = lambda: False
+        self, file: ModelFile, start: int, end: int, is_stopped: Callable[[], bool] = lambda: False
     ) -> bytes:
         """The same as ``read``, for a thread without an event loop. ``is_stopped`` is called between chunks, and ends the read."""
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -76,7 +76,7 @@ class HubRanges:
         return bytes(found)
 
     @contextlib.contextmanager
-    def _answer(self, file: FileKey, start: int, end: int) -> Iterator[Any]:
+    def _answer(self, file: ModelFile, start: int, end: int) -> Iterator[Any]:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils._headers import build_hf_headers
         from huggingface_hub.utils._http import get_session
@@ -90,7 +90,7 @@ class HubRanges:
             yield answer
 
 
-def _check_range(answer: Any, file: FileKey, start: int, end: int) -> None:
+def _check_range(answer: Any, file: ModelFile, start: int, end: int) -> None:
     """Raise unless the answer is the bytes [start, end) of a file of the expected size, as they are stored."""
     if answer.status_code == 200 and (start, end) == (0, file.size):
         return

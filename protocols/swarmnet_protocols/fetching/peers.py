@@ -13,7 +13,7 @@ from swarmnet_protocols.fetching.download import PieceSource
 from swarmnet_protocols.fetching.pieces import (
     HASH_BYTES,
     PIECE_BYTES,
-    FileKey,
+    ModelFile,
     PieceTable,
     Tables,
     has_bit,
@@ -54,7 +54,7 @@ FindHosts = Callable[[bytes], Awaitable[Sequence[WeightHost]]]
 async def fetch_document(
     stream: WeightStream, model: bytes, what: pb.What, file: bytes = b"", *, max_bytes: int
 ) -> bytes:
-    """A document of a peer; empty if it does not have it. Raises ``IntegrityError`` for one over ``max_bytes``, or that ends too early."""
+    """A document of a peer; empty if the peer does not have it. Raises ``IntegrityError`` if it is longer than ``max_bytes``, or ends too early."""
     found = bytearray()
     total = 1
     while len(found) < total:
@@ -72,7 +72,7 @@ def _check_size(what: pb.What, total: int, max_bytes: int) -> None:
         raise IntegrityError(f"{pb.What.Name(what)} of {total} bytes, at most {max_bytes} were expected")
 
 
-async def fetch_file(stream: WeightStream, model: bytes, file: FileKey) -> bytes:
+async def fetch_file(stream: WeightStream, model: bytes, file: ModelFile) -> bytes:
     """A whole small file, not verified. Raises ``Unreachable`` if the peer does not have it."""
     found = bytearray()
     while len(found) < file.size:
@@ -108,12 +108,12 @@ class PeerSource:
     max_bytes: int = PIECE_BYTES
     sent: int = field(default=0, init=False)
 
-    def has(self, file: FileKey, piece: int) -> bool:
+    def has(self, file: ModelFile, piece: int) -> bool:
         """Whether the peer reported that it has a piece."""
         return has_bit(self.held.get(file.sha256, b""), piece)
 
-    async def read(self, file: FileKey, start: int, end: int) -> bytes:
-        """The bytes [start, end). Raises ``Unreachable`` if the peer does not have them any more, and what streams raise."""
+    async def read(self, file: ModelFile, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ``Unreachable`` if the peer does not have them any more, and the errors of ``TypedStream``."""
         _, payload = await _ask(self.stream, self.model, pb.WHAT_DATA, file.sha256, start, end - start)
         if len(payload) < end - start:
             raise Unreachable("it does not have pieces that it reported")
@@ -121,7 +121,7 @@ class PeerSource:
 
 
 class SwarmPeers:
-    """The hosts of models in one swarm. Made before the connection to the swarm, which another thread may wait for."""
+    """The hosts of models in one swarm. It exists before the connection to the swarm does, so that another thread can wait for that."""
 
     def __init__(self, pieces_hashes: Mapping[bytes, bytes], timing: Timing) -> None:
         """``pieces_hashes``: those of the swarm file, by the hash of the manifest."""
@@ -138,7 +138,7 @@ class SwarmPeers:
         self._settled.set()
 
     def detach(self) -> None:
-        """Note that there is no connection, or none any more: downloads continue without peers. Idempotent."""
+        """Report that the connection failed or has ended: downloads continue without peers. Idempotent."""
         self._loop = self._transport = self._find = None
         self._settled.set()
 
@@ -158,7 +158,7 @@ class SwarmPeers:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     async def first(self, model: bytes, ask: Callable[[WeightStream], Awaitable[T]]) -> T:
-        """Call ``ask`` with one host of a model after the other, until it returns something. Raises ``Unreachable`` with all errors if none did."""
+        """Call ``ask`` with one host of a model after another, until it returns. Raises ``Unreachable``, with all errors, if it raised for every host."""
         causes = []
         async with self._streams(model, 1) as streams:
             for stream in streams:
@@ -173,13 +173,13 @@ class SwarmPeers:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the connection to the swarm is there."""
+        """Whether there is a connection to the swarm."""
         return self._transport is not None
 
-    async def tables(self, model: bytes, files: Sequence[FileKey], tables: Tables) -> None:
+    async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
         """Ask hosts of a model for the tables of files, and add them to ``tables``.
 
-        Those that the swarm file's pieces hash vouches for are known, others are claimed. Peers that send nothing useful are passed over.
+        Tables that the swarm file's pieces hash covers are known, others are claimed. Peers that fail or have no table are passed over.
         """
         wanted = {file.sha256: file for file in files}
         vouched: dict[bytes, bytes] = {}
@@ -205,7 +205,7 @@ class SwarmPeers:
         return dict(zip(parts[::2], parts[1::2], strict=True))
 
     async def _table(
-        self, stream: WeightStream, model: bytes, file: FileKey, vouched: bytes | None, tables: Tables
+        self, stream: WeightStream, model: bytes, file: ModelFile, vouched: bytes | None, tables: Tables
     ) -> bool:
         """Ask one peer for the table of a file. Returns whether no other peer need be asked."""
         data = await fetch_document(
@@ -222,7 +222,7 @@ class SwarmPeers:
         return model not in self._pieces_hashes
 
     @asynccontextmanager
-    async def sources(self, model: bytes, files: Sequence[FileKey]) -> AsyncIterator[Sequence[PieceSource]]:
+    async def sources(self, model: bytes, files: Sequence[ModelFile]) -> AsyncIterator[Sequence[PieceSource]]:
         """Hosts of a model that have pieces of files, while the context is open."""
         async with self._streams(model, STREAMS) as streams:
             found = await asyncio.gather(
@@ -233,7 +233,7 @@ class SwarmPeers:
                     raise error
             yield [source for source in found if isinstance(source, PeerSource) and any(source.held.values())]
 
-    async def _source(self, stream: WeightStream, model: bytes, files: Sequence[FileKey]) -> PeerSource:
+    async def _source(self, stream: WeightStream, model: bytes, files: Sequence[ModelFile]) -> PeerSource:
         held: dict[bytes, bytes] = {}
         for file in files:
             held[file.sha256] = await fetch_document(
@@ -247,7 +247,7 @@ class SwarmPeers:
 
     @asynccontextmanager
     async def _streams(self, model: bytes, count: int) -> AsyncIterator[list[WeightStream]]:
-        """``count`` streams with each of the hosts of a model that answer."""
+        """``count`` streams with each host of a model that answers, of at most ``MAX_PEERS``."""
         transport, find = self._transport, self._find
         if transport is None or find is None:
             yield []
@@ -265,7 +265,7 @@ class SwarmPeers:
         hosts: Sequence[WeightHost] = []
         with suppress(SwarmnetError):
             hosts = [host for host in await find(model) if host.peer != transport.peer_id]
-        # Each newcomer asks others first, so that no host serves them all.
+        # The order depends on the asking peer, so that newcomers are spread over the hosts.
         order = sorted(
             hosts, key=lambda host: hashlib.sha256(f"{transport.peer_id} {host.peer}".encode()).digest()
         )

@@ -6,8 +6,8 @@ Readers of safetensors and gguf map it into memory like the whole file. Layout, 
     lock                               locked by the processes that use the file
     present                            one bit for each piece, set once the piece is verified and on disk
 
-The bits are set after the data has reached the disk, so a process or a machine may stop at any moment: what is marked is there, and the rest is
-fetched by the next start.
+Bits are set after the data has reached the disk, so a process or a machine may stop at any moment: marked pieces are on disk, and the next
+start fetches the others.
 """
 
 import errno
@@ -20,20 +20,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, has_bit
+from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, cut, has_bit
 from swarmnet_protocols.machine.files import make_private
 from swarmnet_protocols.machine.platform import lock
 
 _PRESENT, _LOCK = "present", "lock"
 SYNC_BYTES = 64 << 20
-"""Bytes that are written between two updates of the bits. A killed process loses as many at most."""
+"""Bytes that are written between two updates of the bits. A process that is killed loses at most as many."""
 
 
 class PieceFile:
     """A partial file. Methods that write raise ``OutOfResources`` for a full disk."""
 
-    def __init__(self, folder: Path, file: FileKey) -> None:
-        """``folder`` is for this file only."""
+    def __init__(self, folder: Path, file: ModelFile) -> None:
+        """``folder`` holds nothing but this file, its bits and its lock."""
         self.file = file
         self.folder = folder
         self.path = folder / file.name
@@ -47,7 +47,7 @@ class PieceFile:
 
     @property
     def exists(self) -> bool:
-        """Whether anything of the file has been fetched."""
+        """Whether the partial file is on disk, with or without pieces."""
         return self.path.is_file()
 
     @property
@@ -68,10 +68,10 @@ class PieceFile:
     # ---- which pieces are here ------------------------------------------------------------------------------
 
     def use(self, table: PieceTable, edges: Iterable[int] | None) -> None:
-        """Read which pieces are here, according to ``table``. ``edges``: the offsets at which tensors begin and end; None while the header
-        is not here.
+        """Read which pieces are here, numbered by ``table``. ``edges``: the offsets at which tensors begin and end; None while the header is
+        not here, when only its own pieces are numbered.
 
-        Raises ``IntegrityError`` if the table is not of a file with such tensors.
+        Raises ``IntegrityError`` if the table does not have one hash for each piece.
         """
         if edges is None:
             self._starts = table.head_starts
@@ -165,7 +165,7 @@ class PieceFile:
                 file.write(there)
 
     def verify(self, progress: Progress | None = None) -> bool:
-        """Hash the pieces that are here again, and forget those that have changed. Returns whether none has."""
+        """Hash again the pieces that are here, and forget those that have changed. Returns whether none has."""
         good = bytearray(len(self._bits))
         with self.path.open("rb") as file:
             for piece in range(len(self._starts) - 1):
@@ -184,7 +184,7 @@ class PieceFile:
         return False
 
     def adopt(self, pieces: Iterable[int]) -> None:
-        """Mark those of ``pieces`` as present that were written before their hashes were known and have these hashes."""
+        """Mark as present those of ``pieces`` that ``write_head`` wrote before their hashes were known, if they have these hashes."""
         with self.path.open("rb") as file:
             for piece in pieces:
                 start, end = self._starts[piece : piece + 2]
@@ -195,24 +195,24 @@ class PieceFile:
         self.sync()
 
     def remove(self) -> int:
-        """Remove the file and its bits. A process that has mapped it keeps its bytes. Returns the bytes that are free now."""
+        """Remove the file and its bits. A process that has mapped the file can still read it. Returns the bytes that this has freed."""
         self.release()
         return self.remove_folder(self.folder)
 
     @staticmethod
     def remove_folder(folder: Path) -> int:
-        """Remove the folder of a partial file. Returns the bytes that are free now."""
+        """Remove the folder of a partial file. Returns the bytes that this has freed."""
         freed = folder_bytes(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return freed
 
     def hold(self) -> None:
-        """Count the file as used now, and keep other processes from removing it to make room, until ``release`` or the end of this one."""
+        """Mark the file as used now, and keep other processes from removing it to make room, until ``release`` or the end of this process."""
         if self._hold is None:
             make_private(self.folder)
             descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             self._hold = weakref.finalize(self, os.close, descriptor)
-            # Another process may remove it at this moment, or the file system have no locks.
+            # Another process may remove the folder at this moment, or the file system may not support locks.
             with suppress(OSError):
                 lock(descriptor, shared=True)
         with suppress(OSError):

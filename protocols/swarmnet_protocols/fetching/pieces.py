@@ -1,10 +1,10 @@
 """Pieces: the parts of a weight file that are fetched and verified on their own, as pieces of a torrent are.
 
-A file is cut where its tensors begin and end, and every ``PIECE_BYTES`` from there. Where they are is in the file's own header, which is
-the first piece or pieces; so a table of pieces is their SHA-256 hashes and the size of the header, and says nothing of names and shapes.
+A file is cut where its tensors begin and end, and every ``PIECE_BYTES`` in between. The positions of tensors are in the file's own header,
+which is the first piece or pieces; so a table of pieces consists of the size of the header and the SHA-256 of each piece.
 
-The hash of a table, together with those of a model's other files, is the model's *pieces hash*. A swarm file that names it lets a newcomer
-verify every piece of the model, from any sender.
+The hash over the tables of all files of a model is its *pieces hash*. With a swarm file that names it, a newcomer can verify every piece of
+the model, whichever peer sends it.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class FileKey:
-    """A file by its content: size in bytes, and SHA-256 of the whole. ``name`` is for people."""
+class ModelFile:
+    """A file of a model: its path relative to the model, with forward slashes; its size in bytes; and its SHA-256."""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ class FileKey:
 
 
 def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
-    """The offsets at which the pieces of a file begin, and then its ``size`` in bytes. It is cut at ``edges``, and every ``PIECE_BYTES`` from there.
+    """The offsets at which the pieces of a file begin, and last its ``size`` in bytes. It is cut at ``edges``, and every ``PIECE_BYTES`` in between.
 
     Raises ``IntegrityError`` for an edge outside the file.
     """
@@ -60,7 +60,7 @@ def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
 
 
 def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
-    """The numbers of the pieces that have bytes of [start, end)."""
+    """The numbers of the pieces that overlap bytes [start, end)."""
     if start >= end:
         return range(0)
     return range(bisect_right(starts, start) - 1, bisect_left(starts, end))
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def edges(self) -> list[int]:
-        """Where the header ends, and where tensors begin and end."""
+        """The offsets at which the header ends, and tensors begin and end."""
         return [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
 
 
@@ -93,14 +93,14 @@ class PieceTable:
 
     @property
     def head_starts(self) -> tuple[int, ...]:
-        """Where the pieces of the header begin, and where it ends."""
+        """The offsets at which the pieces of the header begin, and last its size."""
         return cut(self.head_bytes, ())
 
     def hash_of(self, piece: int) -> bytes:
         """The SHA-256 of one piece."""
         return self.hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
-    def hash(self, file: FileKey) -> bytes:
+    def hash(self, file: ModelFile) -> bytes:
         """The hash of the table of ``file``."""
         return hashlib.sha256(_TABLE_DOMAIN + file.sha256 + self.encode()).digest()
 
@@ -110,7 +110,7 @@ class PieceTable:
 
     @staticmethod
     def max_bytes(size: int) -> int:
-        """The longest encoded table of a file of ``size`` bytes."""
+        """The most bytes of an encoded table of a file of ``size`` bytes."""
         return _SIZE_BYTES + HASH_BYTES * (size // PIECE_BYTES + 2 * MAX_TENSORS)
 
     @classmethod
@@ -131,12 +131,12 @@ class PieceTable:
 
 
 def has_bit(bits: bytes | bytearray, number: int) -> bool:
-    """Whether a bit is set; those beyond the end are not."""
+    """Whether bit ``number`` is set; bits beyond the end are not."""
     return number // 8 < len(bits) and bool(bits[number // 8] & 1 << number % 8)
 
 
 def listing_of(tables: Mapping[bytes, bytes]) -> bytes:
-    """The listing of a model's files: for each, by its SHA-256, that and the hash of its table."""
+    """The listing of a model's files: the SHA-256 of each, in order, followed by the hash of its table. ``tables`` maps one to the other."""
     return b"".join(sha256 + table for sha256, table in sorted(tables.items()))
 
 
@@ -156,7 +156,7 @@ class Hasher:
         self._position = 0
 
     def update(self, data: bytes) -> None:
-        """The next bytes of the file; those beyond its last piece count for the whole hash only."""
+        """Add the next bytes of the file; those beyond its last piece count for the hash of the whole only."""
         self._whole.update(data)
         view = memoryview(data)
         while view and len(self._hashes) < len(self._starts) - 1:
@@ -182,32 +182,32 @@ class Hasher:
 class Tables:
     """The tables of the pieces of files, on disk in ``folder``, by the SHA-256 of the file.
 
-    Those that this machine made from whole files, or that a pieces hash vouches for, are *known*. Others are *claimed* by a peer: what comes
-    from elsewhere can be compared with them, and nothing is believed because of them.
+    Tables that this machine made from whole files, or that a pieces hash covers, are *known*. Others are *claimed* by a peer: they can
+    contradict another source, but do not make its bytes trusted by themselves.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._kept: dict[tuple[bytes, str], PieceTable] = {}
 
-    def known(self, file: FileKey) -> PieceTable | None:
+    def known(self, file: ModelFile) -> PieceTable | None:
         """The known table of a file; None if there is none."""
         return self._get(file, _KNOWN)
 
-    def claimed(self, file: FileKey) -> PieceTable | None:
+    def claimed(self, file: ModelFile) -> PieceTable | None:
         """The table that was claimed last; None if there is none."""
         return self._get(file, _CLAIMED)
 
-    def add(self, file: FileKey, table: PieceTable) -> None:
+    def add(self, file: ModelFile, table: PieceTable) -> None:
         """Keep a known table; on a full disk only as long as the process runs."""
         self._put(file, table, _KNOWN)
         self.forget_claim(file)
 
-    def claim(self, file: FileKey, table: PieceTable) -> None:
+    def claim(self, file: ModelFile, table: PieceTable) -> None:
         """Keep a claimed table."""
         self._put(file, table, _CLAIMED)
 
-    def listing(self, model: bytes, files: Sequence[FileKey]) -> bytes:
+    def listing(self, model: bytes, files: Sequence[ModelFile]) -> bytes:
         """The listing of a model of these files; empty if it is not known."""
         known = {file.sha256: table.hash(file) for file in files if (table := self.known(file)) is not None}
         if len(known) == len({file.sha256 for file in files}):
@@ -218,20 +218,20 @@ class Tables:
             return b""
 
     def add_listing(self, model: bytes, listing: bytes) -> None:
-        """Keep a listing that a pieces hash vouches for."""
+        """Keep a listing that has the pieces hash of the model."""
         with suppress(OSError):
             write_whole(self._listing_path(model), listing, durable=False)
 
     def _listing_path(self, model: bytes) -> Path:
         return self._folder / f"{model.hex()}.listing"
 
-    def forget_claim(self, file: FileKey) -> None:
+    def forget_claim(self, file: ModelFile) -> None:
         """Forget a claimed table: it turned out wrong, or is not needed any more."""
         self._kept.pop((file.sha256, _CLAIMED), None)
         with suppress(OSError):
             self._path(file, _CLAIMED).unlink(missing_ok=True)
 
-    def _get(self, file: FileKey, kind: str) -> PieceTable | None:
+    def _get(self, file: ModelFile, kind: str) -> PieceTable | None:
         if (file.sha256, kind) not in self._kept:
             try:
                 data = self._path(file, kind).read_bytes()
@@ -240,10 +240,10 @@ class Tables:
                 return None
         return self._kept[file.sha256, kind]
 
-    def _put(self, file: FileKey, table: PieceTable, kind: str) -> None:
+    def _put(self, file: ModelFile, table: PieceTable, kind: str) -> None:
         self._kept[file.sha256, kind] = table
         with suppress(OSError):
             write_whole(self._path(file, kind), table.encode(), durable=False)
 
-    def _path(self, file: FileKey, kind: str) -> Path:
+    def _path(self, file: ModelFile, kind: str) -> Path:
         return self._folder / f"{file.sha256.hex()}.{kind}"

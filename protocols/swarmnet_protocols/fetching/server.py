@@ -1,4 +1,4 @@
-"""Serves members the weights that this machine has, behind its sessions."""
+"""Serves the weights that this machine has to members of the swarm, at a lower priority than its sessions."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import weights_pb2 as pb
 
 AT_ONCE = 2
-"""Replies under way at a time, to all peers together; streams take turns."""
+"""Replies that are sent at the same time, to all peers together; streams take turns."""
 BUSY_SHARE = 0.25
 """Share of the time in which weights are sent while sessions are open."""
 
@@ -40,7 +40,7 @@ class WeightServer:
     """The handler of ``WEIGHTS``. Each peer has few streams, each stream one reply at a time."""
 
     def __init__(self, library: Library, is_busy: Callable[[], bool], timing: Timing) -> None:
-        """``is_busy``: whether sessions are open, before which weights stand back."""
+        """``is_busy``: whether sessions are open; while they are, weights are sent at most ``BUSY_SHARE`` of the time."""
         self._library = library
         self._is_busy = is_busy
         self._timing = timing

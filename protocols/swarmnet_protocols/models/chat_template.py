@@ -1,7 +1,7 @@
-"""Renders chat templates of models in a separate process, with limits on time, memory and output.
+"""Renders the chat templates of models in a separate process, with limits on time, memory and output.
 
-A template is a program by the publisher of the model: the process (``chat_template_process.py``) keeps it from this process's secrets,
-and can be killed.
+A template is a program written by the publisher of the model. The process that runs it (``chat_template_process.py``) holds none of this
+process's secrets, and can be killed.
 """
 
 import atexit
@@ -31,7 +31,7 @@ CPU_S = 2
 START_S = 120.0
 """Seconds that the process may take to start, also on a busy machine."""
 RENDER_S = 30.0
-"""Seconds that one rendering may take by the wall clock. ``CPU_S``, the limit of processor time, is usually reached first."""
+"""Seconds of wall-clock time that one rendering may take. The limit of processor time, ``CPU_S``, is usually reached first."""
 _PROGRAM = Path(__file__).with_name("chat_template_process.py")
 _EXTRA_BYTES = 1 << 16
 """Bytes of a reply beside its text."""
@@ -50,7 +50,7 @@ class TemplateRefused(TemplateFailed):
 
 
 def prepare_rendering() -> None:
-    """Start the process without waiting for it, so that the first rendering is fast."""
+    """Start the rendering process without waiting for it, so that the first rendering is fast."""
     _renderer.prepare()
 
 
@@ -61,10 +61,10 @@ def render_chat(
     add_generation_prompt: bool,
     max_chars: int = MAX_CHARS,
 ) -> str:
-    """``messages`` rendered with the chat template of ``tokenizer``: ``apply_chat_template(tokenize=False)``.
+    """``messages`` rendered with the chat template of ``tokenizer``, as ``apply_chat_template(tokenize=False)`` does.
 
-    Thread-safe. Blocks for some tenths of a millisecond, the first time until the process has started. Raises ``TemplateRefused``, and
-    ``TemplateFailed`` for a template that exceeds ``CPU_S``, its memory limit, or ``max_chars`` characters.
+    Thread-safe. Blocks for some tenths of a millisecond; the first call, until the process has started. Raises ``TemplateRefused`` if the
+    template raises an error, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars`` characters.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -89,7 +89,7 @@ def render_chat(
 
 
 class _Renderer:
-    """The process: started for the first request, and again after it was killed."""
+    """The rendering process: started for the first request, and again after it was killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -171,7 +171,7 @@ class _ProcessFailed(Exception):
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the process may use for one request: seconds by the wall clock and of the processor, and bytes of memory."""
+    """Limits of one request: seconds of wall-clock and of processor time, and bytes of memory."""
 
     wall_s: float
     cpu_s: float = math.inf
@@ -181,7 +181,7 @@ class _Limits:
 def _exchange(
     process: subprocess.Popen[bytes], request: bytes, limits: "_Limits", max_bytes: int
 ) -> dict[str, str]:
-    """Write ``request`` and read the reply, which is not trusted: a template may have taken the process over."""
+    """Write ``request`` and read the reply, which is checked like network input: a template may have taken over the process."""
     ended, watch = threading.Event(), psutil.Process(process.pid)
     watcher = threading.Thread(target=_kill_beyond, args=(process, watch, limits, ended), daemon=True)
     watcher.start()
@@ -211,7 +211,8 @@ def _kill_beyond(
 ) -> None:
     """Kill ``process`` when it goes beyond ``limits``, unless ``ended`` comes first.
 
-    The process limits itself where the kernel can (``chat_template_process.py``): that is exact. This holds on every system.
+    On Linux and macOS the process also limits itself through the kernel (``chat_template_process.py``), which is exact. This check, by
+    polling, works on every system.
     """
     deadline = time.monotonic() + limits.wall_s
     used_s, used_bytes = _usage(watch)

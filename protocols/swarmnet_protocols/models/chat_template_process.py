@@ -1,7 +1,7 @@
 """The program of the process in which ``chat_template.py`` renders: reads requests from stdin and writes replies to stdout.
 
-Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory; the parent process does, and on Linux
-and macOS the resource limits of this process. It imports nothing of swarmnet.
+Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory. The parent process limits both, and on
+Linux and macOS so do resource limits of this process. This program imports nothing of swarmnet.
 """
 
 import json
@@ -17,17 +17,18 @@ if sys.platform != "win32":
     import resource  # noqa: TID251 - this program imports nothing of swarmnet
 
 LENGTH = struct.Struct(">I")
-"""The length of a request or reply, before each."""
+"""The length in bytes that precedes each request and reply."""
 MEMORY_BYTES = 64 << 20
-"""Bytes that one rendering may take, in addition to the idle process and to ``BYTES_PER_BYTE`` for each byte of the request."""
-BYTES_PER_BYTE = 16
+"""Bytes that one rendering may take, beyond the idle process and ``MEMORY_PER_REQUEST_BYTE``."""
+MEMORY_PER_REQUEST_BYTE = 16
+"""Further bytes that one rendering may take, for each byte of its request."""
 MAX_ERROR_CHARS = 500
 """Characters of an error message at most."""
 
 
 def memory_limit(request_bytes: int) -> int:
     """Bytes that the rendering of a request may take, in addition to the idle process."""
-    return MEMORY_BYTES + BYTES_PER_BYTE * request_bytes
+    return MEMORY_BYTES + MEMORY_PER_REQUEST_BYTE * request_bytes
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ if sys.platform == "win32":
 else:
 
     def _kernel_limits() -> Callable[[int, int], None]:
-        """Limit what never changes; a function that limits processor seconds and memory bytes of the next rendering."""
+        """Set the limits that never change. Returns a function that limits the processor seconds and memory bytes of the next rendering."""
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (0, 0))
         idle_bytes = 0
@@ -80,7 +81,7 @@ else:
             used = resource.getrusage(resource.RUSAGE_SELF)
             end_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
             resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
-            if idle_bytes:  # macOS does not tell the size of the address space, nor keep to the limit on it
+            if idle_bytes:  # macOS neither reports the size of the address space nor enforces a limit on it
                 resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + memory_bytes, resource.RLIM_INFINITY))
 
         return limit_next

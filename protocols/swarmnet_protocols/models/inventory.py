@@ -1,4 +1,4 @@
-"""The models on this machine that came from the hub or from peers: their files here, and their removal."""
+"""Lists and removes the models on this machine that came from the hub or from peers."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from swarmnet_protocols.models.local_model import LocalModel
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model of which something is on this machine. ``total_bytes`` is None where the size of the whole is not known."""
+    """A model of which at least a part is on this machine. ``total_bytes`` is None where the size of the whole model is not known."""
 
     name: str
     present_bytes: int
@@ -48,9 +48,9 @@ def stored_models(cache_dir: Path) -> list[StoredModel]:
 
 
 def remove_model(name: str, cache_dir: Path) -> int:
-    """Remove the files of a model from the hub that are on this machine. Returns the bytes that are free now.
+    """Remove the files of a model from this machine. Returns the bytes that this has freed.
 
-    Raises ``ConfigError`` if nothing is here, or a process uses it.
+    Raises ``ConfigError`` if no part of it is on this machine, or if a process uses it.
     """
     repository = name.partition("@")[0].partition(":")[0]
     folders = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, cut, listing_hash
+from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, cut, listing_hash
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
@@ -21,7 +21,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     hash_pieces,
     sha256_of,
 )
-from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest, ManifestFile
+from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
-"""Age of a file's last change from which its times show the next one."""
+"""Nanoseconds after a file's last change from which a further change is sure to alter its times, which file systems round."""
 
 
 class LocalModel:
-    """A model on disk, or elsewhere as far as it is not on disk yet: what a part needs is fetched when it is loaded.
+    """A model whose files are on disk, or are fetched when a part that needs them is loaded.
 
-    What is loaded is in evaluation mode and requires no gradients. A file is hashed before it is first read, once until it changes: every
-    method raises ``IntegrityError``, which names the file, if a file or a piece of it does not have its hash.
+    Loaded modules are in evaluation mode and require no gradients. A file is hashed before it is first read, and again only after it has
+    changed: every method raises ``IntegrityError``, which names the file, if a file or a piece of it does not have its hash.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LocalModel:
         cache_dir: Path,
         progress: Progress | None = None,
     ) -> None:
-        """``cache_dir`` is for files that are derived from models, here and by other modules."""
+        """``cache_dir``: the folder of files that are derived from models, here and by other modules."""
         self.name = name
         self.manifest = manifest
         self.path = path
@@ -84,21 +84,21 @@ class LocalModel:
         return self._checkpoint.precision
 
     def fetch(self) -> None:
-        """Download what is not on this machine. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        """Download every file that is not on this machine as a whole. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
         self._check(self._checkpoint.tensor_names)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of every file is on this machine."""
+        """Whether every file is on this machine as a whole."""
         return not self.parts.partial()
 
     @property
-    def present_files(self) -> tuple[ManifestFile, ...]:
-        """The files that are on this machine, or should be: those that cannot be fetched from the hub."""
+    def present_files(self) -> tuple[ModelFile, ...]:
+        """The files that are on this machine as a whole or in part, and those that cannot be fetched from the hub."""
         return tuple(
             file
             for file in self.manifest.files
-            if file.path not in self._checkpoint.known or self._checkpoint.path_of(file.path).is_file()
+            if file.name not in self._checkpoint.known or self._checkpoint.path_of(file.name).is_file()
         )
 
     @property
@@ -106,7 +106,7 @@ class LocalModel:
         """Bytes of the model that are on this machine."""
         partial = self._partial_files
         return sum(
-            partial[file.path].size_on_disk if file.path in partial else file.size
+            partial[file.name].size_on_disk if file.name in partial else file.size
             for file in self.present_files
         )
 
@@ -118,7 +118,7 @@ class LocalModel:
     @property
     def pieces_hash(self) -> bytes | None:
         """The pieces hash of the model; None while the table of a file is not known here."""
-        listing = self.parts.tables.listing(self.manifest.hash, [_key(file) for file in self.manifest.files])
+        listing = self.parts.tables.listing(self.manifest.hash, self.manifest.files)
         return listing_hash(listing) if listing else None
 
     def shared(self) -> "SharedWeights":
@@ -126,11 +126,11 @@ class LocalModel:
         return SharedWeights(self.manifest, self._checkpoint, self.parts, self._is_verified)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Hash every file on this machine again, whole or the pieces that are here. Pieces that have changed are forgotten, to be fetched again."""
+        """Hash again every file on this machine, or the pieces of it that are here. Pieces that have changed are forgotten, and fetched again when needed."""
         partial = self._partial_files
         for file in self.present_files:
-            if file.path in partial:
-                self._verify_pieces(partial[file.path], progress)
+            if file.name in partial:
+                self._verify_pieces(partial[file.name], progress)
             else:
                 self._check_file(file, progress, again=True)
 
@@ -147,14 +147,14 @@ class LocalModel:
             )
 
     def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:
-        """Fetch what is missing of these tensors, or of slices of them; hash the files that contain them, and those that contain no tensors, once each."""
+        """Fetch what is missing of these tensors, or of ``slices`` of them. Hash the files that contain them, and those without tensors, once each."""
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
         weights = self._checkpoint.holders(self._checkpoint.tensor_names)
         partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces, slices)}
         wanted = self._checkpoint.holders(tensors) - partial
         for file in self.manifest.files:
-            if file.path not in self._checked and (file.path in wanted or file.path not in weights):
+            if file.name not in self._checked and (file.name in wanted or file.name not in weights):
                 self._check_file(file, self._progress)
 
     def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
@@ -164,14 +164,14 @@ class LocalModel:
             partial.verify(self._progress)
             _mark(mark, partial.path)
 
-    def _check_file(self, file: ManifestFile, progress: Progress | None, *, again: bool = False) -> None:
-        """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: in any case."""
-        path = self._checkpoint.path_of(file.path)
-        mark, key = self._mark_of(path, file.sha256), _key(file)
-        if again or not _is_marked(mark, path) or self.parts.tables.known(key) is None:
+    def _check_file(self, file: ModelFile, progress: Progress | None, *, again: bool = False) -> None:
+        """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: hash it in any case."""
+        path = self._checkpoint.path_of(file.name)
+        mark = self._mark_of(path, file.sha256)
+        if again or not _is_marked(mark, path) or self.parts.tables.known(file) is None:
             head_bytes, edges = file.size, [0]
-            if file.path in self._checkpoint.holders(self._checkpoint.tensor_names):
-                layout = self._checkpoint.layout(file.path)
+            if file.name in self._checkpoint.holders(self._checkpoint.tensor_names):
+                layout = self._checkpoint.layout(file.name)
                 head_bytes, edges = layout.head_bytes, layout.edges
             hasher = hash_pieces(path, cut(file.size, edges), progress)
             if hasher.sha256 != file.sha256:
@@ -179,22 +179,22 @@ class LocalModel:
                     f"{path} does not have the hash in its manifest",
                     hint="delete it and fetch the model again",
                 )
-            self.parts.add_whole(key, hasher.table(head_bytes))
+            self.parts.add_whole(file, hasher.table(head_bytes))
             _mark(mark, path)
-        self._checked.add(file.path)
+        self._checked.add(file.name)
 
-    def _is_verified(self, file: ManifestFile) -> bool:
+    def _is_verified(self, file: ModelFile) -> bool:
         """Whether a file is whole and was hashed, in this process or before, and has not changed since."""
-        if file.path in self._checked:
+        if file.name in self._checked:
             return True
-        path = self._checkpoint.path_of(file.path)
+        path = self._checkpoint.path_of(file.name)
         if not _is_marked(self._mark_of(path, file.sha256), path):
             return False
-        self._checked.add(file.path)
+        self._checked.add(file.name)
         return True
 
     def _mark_of(self, path: Path, content: bytes) -> Path:
-        """The mark that a file was hashed and has this content."""
+        """The path of the mark which says that a file was hashed and has this content."""
         return self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + content).hexdigest()[:32]
 
     def _state_dict(
@@ -224,8 +224,7 @@ class LocalModel:
 
         Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are stored, in
         ``PackedLinear`` and ``PackedExperts``; with ``quantized`` those of 16 and 32 bits are rounded to that precision.
-        ``experts``: of the blocks that it names, only these routed experts are fetched and loaded; the others raise ``LookupError`` when they are
-        computed. Raises ``ConfigError`` if the model has no such blocks.
+        ``experts``: of the blocks that it lists, only these routed experts are fetched and loaded; computing another one raises ``LookupError``. Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.products import load_products
@@ -254,8 +253,8 @@ class LocalModel:
     ) -> "nn.Module":
         """The module of routed experts of one block, with the weights of these only: ``compute_expert`` computes with it.
 
-        Nothing else of the block is fetched or loaded. Matrices stay as they are stored, or are rounded as in ``load_span``. Raises ``ConfigError`` if
-        the block has no such experts.
+        No other tensor of the block is fetched or loaded. Matrices stay as they are stored, or are rounded as in ``load_span``. Raises ``ConfigError``
+        if the block has no such experts.
         """
         from swarmnet_protocols.models.partial_model import build_experts
         from swarmnet_protocols.quantization.packed_experts import experts_modules
@@ -353,12 +352,8 @@ class LocalModel:
             model.generation_config = stored
 
 
-def _key(file: ManifestFile) -> FileKey:
-    return FileKey(file.path, file.size, file.sha256)
-
-
 def _is_marked(mark: Path, path: Path) -> bool:
-    """Whether the file has been verified and is as it was then."""
+    """Whether the file was verified and has not changed since."""
     try:
         return bool(json.loads(mark.read_bytes()) == _stamp(path))
     except (OSError, ValueError):
@@ -366,7 +361,7 @@ def _is_marked(mark: Path, path: Path) -> bool:
 
 
 def _mark(mark: Path, path: Path) -> None:
-    """Note that the file was verified, if a change from now on would be seen: times of files are coarse."""
+    """Mark the file as verified, unless its last change is so recent that a further one could leave its times as they are."""
     stamp = _stamp(path)
     if time.time_ns() - max(stamp["modified_ns"], stamp["changed_ns"]) > SETTLED_NS:
         with contextlib.suppress(
@@ -376,7 +371,7 @@ def _mark(mark: Path, path: Path) -> None:
 
 
 def _stamp(path: Path) -> dict[str, int]:
-    """Numbers that change when the file does. No program can set the time of change."""
+    """Size, times and inode of the file, at least one of which changes with its content: no program can set ``st_ctime``."""
     stat = path.stat()
     return {
         "size": stat.st_size,
@@ -387,7 +382,7 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
-    """The manifest of a checkpoint. Hashes every file but those whose hashes are known."""
+    """The manifest of a checkpoint. Hashes every file whose hash the checkpoint does not know."""
     from swarmnet_protocols.models.partial_model import architecture_of, decoder_stack
 
     config = checkpoint.config()
@@ -404,11 +399,11 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
     )
 
 
-def _describe_file(checkpoint: ModelCheckpoint, name: str, progress: Progress | None) -> ManifestFile:
+def _describe_file(checkpoint: ModelCheckpoint, name: str, progress: Progress | None) -> ModelFile:
     if name in checkpoint.known:
-        return ManifestFile(name, *checkpoint.known[name])
+        return ModelFile(name, *checkpoint.known[name])
     path = checkpoint.path_of(name)
-    return ManifestFile(name, path.stat().st_size, sha256_of(path, progress))
+    return ModelFile(name, path.stat().st_size, sha256_of(path, progress))
 
 
 def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.wire.canonical_json import canonical_json
 
 BlockKey = int | Literal["local_layers"]
@@ -24,22 +25,13 @@ MAX_FILE_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
-class ManifestFile:
-    """One file of a model. ``path`` is relative to the model, with forward slashes."""
-
-    path: str
-    size: int
-    sha256: bytes
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """The identity of a model: peers whose manifests have the same hash compute with the same weights."""
+    """The files of a model, and the tensors of each block. Peers whose manifests have the same hash compute with the same weights."""
 
     architecture: str
     blocks: int
     hidden_size: int
-    files: tuple[ManifestFile, ...]
+    files: tuple[ModelFile, ...]
     tensors: Mapping[BlockKey, tuple[str, ...]]
 
     @cached_property
@@ -62,7 +54,7 @@ class Manifest:
                 "blocks": self.blocks,
                 "hidden_size": self.hidden_size,
                 "files": [
-                    {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in self.files
+                    {"path": file.name, "size": file.size, "sha256": file.sha256.hex()} for file in self.files
                 ],
                 "tensors": {str(key): list(names) for key, names in self.tensors.items()},
             }
@@ -111,7 +103,7 @@ def _name(value: object, what: str) -> str:
     return name
 
 
-def _file(raw: dict[str, object]) -> ManifestFile:
+def _file(raw: dict[str, object]) -> ModelFile:
     path = _name(raw.get("path"), "a file's path")
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or "\0" in path or "\\" in path:
@@ -125,7 +117,7 @@ def _file(raw: dict[str, object]) -> ManifestFile:
         sha256 = b""
     if len(sha256) != hashlib.sha256().digest_size:
         raise IntegrityError(f"{path} has no SHA-256 in the manifest")
-    return ManifestFile(path, size, sha256)
+    return ModelFile(path, size, sha256)
 
 
 def _tensors(raw: dict[str, object], blocks: int) -> dict[BlockKey, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The outline of a model: everything but weights. It is taken from peers where the hub does not answer and the swarm file names the model's hash."""
+"""Fetches the outline of a model, everything but its weights, from peers: for swarms whose file names the model's hash, where the hub does not answer."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.download import download
 from swarmnet_protocols.fetching.hub_files import HubFiles, parts_folder
 from swarmnet_protocols.fetching.peers import SwarmPeers, WeightStream, fetch_document, fetch_file
-from swarmnet_protocols.fetching.pieces import FileKey, Tables
+from swarmnet_protocols.fetching.pieces import ModelFile, Tables
 from swarmnet_protocols.machine.files import make_private, write_whole
 from swarmnet_protocols.models.checkpoints.safetensors_file import (
     INDEX_NAME,
@@ -24,9 +24,9 @@ _SMALL = (*METADATA_PATTERNS, INDEX_NAME)
 
 
 async def fetch_outline(peers: SwarmPeers, name: str, model: bytes, cache_dir: Path) -> None:
-    """Fetch the outline of the model with this manifest hash from peers, so that ``name`` is found without the hub.
+    """Fetch the outline of the model with this manifest hash from peers, so that ``find_outline`` finds ``name`` without the hub.
 
-    Raises ``Unreachable`` if no peer gives all of it.
+    Raises ``Unreachable`` if no peer has all of it.
     """
 
     async def manifest_of(stream: WeightStream) -> Manifest:
@@ -40,18 +40,18 @@ async def fetch_outline(peers: SwarmPeers, name: str, model: bytes, cache_dir: P
     manifest = await peers.first(model, manifest_of)
     folder = _folder(name, cache_dir)
     make_private(folder)
-    files = [FileKey(file.path, file.size, file.sha256) for file in manifest.files]
+    files = manifest.files
     has_index = any(file.name == INDEX_NAME for file in files)
     for file in files:
         if file.name in _SMALL:
             content = await _fetch_small(peers, model, file)
             write_whole(folder / file.name, content)
-        elif not has_index:  # only the header knows the tensors
+        elif not has_index:  # without an index, only the header lists the tensors
             await _fetch_head(peers, model, file, cache_dir)
     write_whole(folder / _MANIFEST_NAME, manifest.to_json().encode())
 
 
-async def _fetch_small(peers: SwarmPeers, model: bytes, file: FileKey) -> bytes:
+async def _fetch_small(peers: SwarmPeers, model: bytes, file: ModelFile) -> bytes:
     if file.size > MAX_INDEX_BYTES:
         raise IntegrityError(f"{file.name} is larger than {MAX_INDEX_BYTES} bytes")
 
@@ -64,8 +64,8 @@ async def _fetch_small(peers: SwarmPeers, model: bytes, file: FileKey) -> bytes:
     return await peers.first(model, content_of)
 
 
-async def _fetch_head(peers: SwarmPeers, model: bytes, file: FileKey, cache_dir: Path) -> None:
-    """Fetch the header of a file of weights. Like one from the hub, it counts as verified only by a known table, or with the whole file."""
+async def _fetch_head(peers: SwarmPeers, model: bytes, file: ModelFile, cache_dir: Path) -> None:
+    """Fetch the header of a weight file. It counts as verified only by a known table of pieces, or by the hash of the whole file."""
     tables = Tables(cache_dir / "pieces")
     await peers.tables(model, [file], tables)
     table = tables.known(file) or tables.claimed(file)
@@ -81,13 +81,11 @@ async def _fetch_head(peers: SwarmPeers, model: bytes, file: FileKey, cache_dir:
 def find_outline(
     name: str, repository: str, revision: str | None, cache_dir: Path
 ) -> tuple[Path, HubFiles] | None:
-    """The folder or gguf file of a model whose outline came from peers, and its weights; None if it did not."""
+    """The folder or gguf file of a model whose outline came from peers, and where its weights are fetched; None without an outline."""
     folder = _folder(name, cache_dir)
     with suppress(OSError, IntegrityError):
         manifest = Manifest.from_json((folder / _MANIFEST_NAME).read_bytes())
-        weights = [
-            FileKey(file.path, file.size, file.sha256) for file in manifest.files if file.path not in _SMALL
-        ]
+        weights = [file for file in manifest.files if file.name not in _SMALL]
         hub = _hub(repository, revision or "main", weights, cache_dir)
         if not weights[0].name.endswith(".gguf"):
             return folder, hub
@@ -97,7 +95,7 @@ def find_outline(
     return None
 
 
-def _hub(repository: str, revision: str, files: Sequence[FileKey], cache_dir: Path) -> HubFiles:
+def _hub(repository: str, revision: str, files: Sequence[ModelFile], cache_dir: Path) -> HubFiles:
     known = {file.name: (file.size, file.sha256) for file in files}
     return HubFiles(repository, revision, known, parts_folder(cache_dir))
 

@@ -1,7 +1,7 @@
 """Builds parts of a transformers model: the decoder layers of some blocks, or everything except them.
 
-The architecture's own class is instantiated whole on the meta device, which costs no memory, so that each layer and the rotary
-embedding are configured by the whole config. Then the parts that are not wanted are removed, and the weights of the rest are loaded.
+The architecture's own class is instantiated as a whole on the meta device, which takes no memory, so that every layer and the rotary
+embedding are configured from the whole config. Then the unwanted parts are removed, and the weights of the rest are loaded.
 """
 
 import copy
@@ -36,11 +36,11 @@ StateDict = dict[str, Any]
 
 _BUILT_IN_ATTENTION = (None, "eager", "sdpa")
 _BUILT_IN_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
-"""Implementations that are part of transformers and torch. For any other name transformers downloads a kernel from the hub, or looks
-for an installed package."""
+"""Implementations that are part of transformers and torch. For any other name, transformers downloads a kernel from the hub, or imports an
+installed package."""
 
 EMBEDDING_SCALE = "embedding_multiplier"
-"""The attribute by which the decoder stacks of Granite multiply their inputs, whether these are ids or embeddings. Hosts do not."""
+"""The attribute by which Granite's decoder stacks multiply their inputs, whether these are ids or embeddings. Clients multiply; hosts do not."""
 _KNOWN_OBSTACLES = {
     "index_topk": "its sparse attention keeps an index beside keys and values",
     "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
@@ -48,10 +48,10 @@ _KNOWN_OBSTACLES = {
     "attention_chunk_size": "its layers attend to chunks of the sequence",
     "hc_mult": "several residual streams run between its layers",
 }
-"""Settings of a config that, unless they are 0, describe layers which need more than the outputs of the layer before."""
+"""Settings of a config that, unless they are 0, mean that a layer needs more than the outputs of the layer before; and what it needs."""
 _META = torch.device("meta")
 _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
-"""Initialisers that consult ``TorchFunctionMode``. The others call these, or are rare."""
+"""Initialisers that ``TorchFunctionMode`` intercepts. The others call these, or are rare."""
 
 
 def causal_class(config: "PretrainedConfig") -> type:
@@ -76,7 +76,7 @@ def causal_class(config: "PretrainedConfig") -> type:
 
 
 def _check_implementations(config: "PretrainedConfig") -> None:
-    """Refuse implementations from outside: a config may come from another peer, which must not choose the code that runs here."""
+    """Refuse other implementations: a config may come from another peer, which must not choose the code that runs here."""
     for known, name in (
         (_BUILT_IN_ATTENTION, "_attn_implementation"),
         (_BUILT_IN_EXPERTS, "_experts_implementation"),
@@ -174,10 +174,10 @@ def _ends_of(base: Any) -> tuple[str, str] | None:
 
 
 def max_positions(config: "PretrainedConfig") -> int:
-    """Positions of a sequence up to which the model computes each from those before it alone.
+    """The most positions of a sequence.
 
-    Where transformers changes the rotary embedding with the length of the sequence (LongRoPE, Ding et al., 2024; dynamic NTK), that is
-    the length from which it does: positions that were computed before would have to be computed again, by every host.
+    Where transformers changes the rotary embedding of all positions with the length of the sequence (LongRoPE, Ding et al., 2024;
+    dynamic NTK), sequences end before that length: every host would have to compute their earlier positions again.
     """
     longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -297,7 +297,7 @@ def _install_packed(
     experts: Mapping[str, ExpertMatrices],
     products: Products,
 ) -> None:
-    """Replace modules by packed ones, of two with tied weights both, on the same memory; and merged weights of experts by matrices."""
+    """Replace modules by packed ones, and merged weights of experts by matrices. Two modules with tied weights share one packed matrix."""
     weights = dict(weights)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(tied.items()):
@@ -327,7 +327,7 @@ class ModelBuilder:
         self._optional = optional
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the model's weights in ``dtype``, known without reading any."""
+        """Bytes of the model's weights in ``dtype``, computed without reading any."""
         with _META, _SkipInitialisation():
             empty: nn.Module = self._cls(copy.deepcopy(self._config))
         return sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
@@ -342,9 +342,9 @@ class ModelBuilder:
     ) -> nn.Module:
         """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
 
-        Tensors go to ``device`` one by one, so that no span is in the memory of the CPU as a whole before it is on an accelerator.
-        Linear modules and embeddings whose weights it returns as ``PackedTensor`` become packed ones, which compute with ``products``, and
-        merged weights of experts that it returns as ``ExpertMatrices`` become ``PackedExperts``.
+        Tensors go to ``device`` one by one, so that the CPU's memory never holds a whole span that is for an accelerator.
+        Linear modules and embeddings whose weights ``state_dict`` returns as ``PackedTensor`` are replaced by packed ones, which compute with
+        ``products``, and merged weights of experts that it returns as ``ExpertMatrices`` by ``PackedExperts``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
         with _META, _SkipInitialisation():
@@ -422,8 +422,8 @@ def _quietly() -> Iterator[None]:
 class _SkipInitialisation(TorchFunctionMode):
     """Makes ``torch.nn.init`` skip tensors on the meta device, and ``torch.arange`` and ``torch.tensor`` use the CPU instead of that device.
 
-    torch computes both on the meta device in Python, and loads a computer algebra system for the shapes: 35 MB, and one second for
-    30 blocks. The ranges are short; rotary embeddings are initialised from them. What is concatenated of both devices is on the meta device.
+    torch computes both on the meta device in Python, and imports a computer algebra system for the shapes: 35 MB, and one second for
+    30 blocks. The ranges, from which rotary embeddings are initialised, are short. A concatenation of tensors on both devices is on the meta device.
     """
 
     def __torch_function__(

@@ -1,11 +1,11 @@
 """Fetches the pieces of a model's weight files that some tensors need, from the hub and from peers.
 
-A piece is verified by its hash. Whose table of hashes is believed, and how far, is the decision of docs/decisions/0087:
+A piece is verified by its hash. Which tables of hashes are trusted, and for what, is decided in docs/decisions/0087:
 
-- A *known* table was made by this machine from a whole file, or the swarm file's pieces hash vouches for it. Pieces may come from anyone.
-- A table that peers *claim* confirms what the hub sends: two sources that do not depend on each other agree. Pieces come from the hub only.
-- Where the hub does not answer, a file with a claimed table is fetched whole from peers. If it has the hash in the manifest, the table is known.
-- A file without a table is fetched whole from the hub, and its table is made of it.
+- A *known* table was made by this machine from a whole file, or is covered by the swarm file's pieces hash. Pieces may come from any peer.
+- A table that peers *claim* confirms what the hub sends: two independent sources agree. Pieces come from the hub only.
+- Where the hub does not answer, a file with a claimed table is fetched whole from peers. If it has the hash in the manifest, the table becomes known.
+- A file without a table is fetched whole from the hub, and its table is made from it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from swarmnet_protocols.fetching.disk import make_room
 from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.hub_files import HubFiles, check_free_space
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, Progress, Tables, pieces_between
+from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, Tables, pieces_between
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, hash_pieces
 
 T = TypeVar("T")
@@ -32,16 +32,16 @@ class Peers(Protocol):
     """Peers of the swarm that have parts of a model."""
 
     def wait(self) -> bool:
-        """Wait for the connection to the swarm; whether peers can be asked from this thread."""
+        """Wait for the connection to the swarm. Returns whether peers can be asked from this thread."""
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the loop of the network, from another thread."""
 
-    async def tables(self, model: bytes, files: Sequence[FileKey], tables: Tables) -> None:
-        """Ask for the tables of files, and add them to ``tables``: as known ones, where a pieces hash vouches for them, or as claimed ones."""
+    async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
+        """Ask for the tables of files, and add them to ``tables``: as known where a pieces hash covers them, otherwise as claimed."""
 
     def sources(
-        self, model: bytes, files: Sequence[FileKey]
+        self, model: bytes, files: Sequence[ModelFile]
     ) -> AbstractAsyncContextManager[Sequence[PieceSource]]:
         """Peers that have pieces of these files."""
 
@@ -60,7 +60,7 @@ class Parts:
         self.in_use: dict[bytes, PieceFile] = {}
         """The files of which verified pieces are here, by their SHA-256."""
         self.max_disk_bytes: int | None = None
-        """Most bytes of all partial files on this machine. None: no limit."""
+        """Most bytes that all partial files on this machine may take together. None: no limit."""
         self._model = model
         self._checkpoint = checkpoint
         self._progress = progress
@@ -76,7 +76,7 @@ class Parts:
             if self._checkpoint.path_of(name) == hub.partial(name).path
         ]
 
-    def add_whole(self, file: FileKey, table: PieceTable) -> None:
+    def add_whole(self, file: ModelFile, table: PieceTable) -> None:
         """Keep the table of a whole file on this machine, and remove the pieces that were fetched of it before."""
         self.tables.add(file, table)
         hub = self._checkpoint.hub
@@ -89,10 +89,10 @@ class Parts:
         verify: Callable[[PieceFile, PieceTable], None],
         slices: Slices | None = None,
     ) -> list[PieceFile]:
-        """Fetch what is missing of these tensors; returns the files of which pieces are here that hold them.
+        """Fetch what is missing of these tensors. Returns the partial files that hold them.
 
-        Of those that are in ``slices`` only these are fetched, unless the whole file must be.
-        ``verify`` hashes the pieces of a file that are here, unless they are known to be unchanged. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
+        Of a tensor in ``slices`` only these slices are fetched, unless its whole file must be. ``verify`` hashes the pieces of a file that
+        are here, unless they are known to be unchanged. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
         """
         hub = self._checkpoint.hub
         wanted: Slices = dict.fromkeys(names, (1, (0,))) | dict(slices or {})
@@ -113,13 +113,13 @@ class Parts:
     def _fetch_pieces(
         self,
         hub: HubFiles,
-        keys: Sequence[FileKey],
+        keys: Sequence[ModelFile],
         wanted: Slices,
         verify: Callable[[PieceFile, PieceTable], None],
         *,
         from_anyone: bool,
     ) -> list[PieceFile]:
-        """The files whose pieces are here now. Those without a table, or with one that turned out wrong, are left out."""
+        """Fetch the wanted pieces of files. Returns these files, without those that have no table or a wrong one."""
         found: list[tuple[PieceFile, PieceTable]] = []
         for key in keys:
             table = self.tables.known(key) or self.tables.claimed(key)
@@ -130,7 +130,10 @@ class Parts:
         except IntegrityError:
             if from_anyone:
                 raise
-            for partial, _ in found:  # the claim or the hub is wrong: the hash of the whole file decides
+            for (
+                partial,
+                _,
+            ) in found:  # the claim or the hub is wrong: the whole file will be fetched, and its hash decides
                 self.tables.forget_claim(partial.file)
             return []
         except Unreachable:
@@ -183,7 +186,7 @@ class Parts:
     def _prove(
         self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
     ) -> PieceFile:
-        """Fetch a whole file from peers by the table that they claim, and see whether it has the hash of the file."""
+        """Fetch a whole file from peers by the table that they claim. Raises ``IntegrityError`` if the result does not have the file's hash."""
         self._complete([(partial, table)], {}, verify, from_anyone=True)
         self._download([(partial, range(table.count))], from_anyone=True)
         if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:
@@ -235,14 +238,14 @@ class Parts:
 
 
 def _ranges(span: tuple[int, int], count: int, chosen: Collection[int]) -> Iterable[tuple[int, int]]:
-    """The bytes of the chosen of ``count`` equal slices of a tensor."""
+    """The bytes [start, end) of the chosen ones of ``count`` equal slices of a tensor."""
     start, end = span
     for number in chosen:
         yield start + (end - start) * number // count, start + -(-(end - start) * (number + 1) // count)
 
 
 def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on a loop of its own, in another thread if this one has a loop that runs."""
+    """Run a coroutine on a new event loop; in another thread if a loop is running in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -53,8 +53,8 @@ def resolve(
     """The model with this name, downloaded if it is not on this machine.
 
     ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
-    ``max_disk_bytes``: most room for partial files of all models in ``cache_dir``; the least recently used ones are removed.
-    ``published``: another peer chose the name, so it may not be a path of this machine. Raises ``ConfigError`` for an unknown name,
+    ``max_disk_bytes``: most bytes of the partial files of all models in ``cache_dir``; to keep below it, the least recently used are removed.
+    ``published``: the name comes from another peer, so a path of this machine is not accepted. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def resolve(
 def _locate(
     name: str, cache_dir: Path, progress: Progress | None, *, published: bool
 ) -> tuple[Path, HubFiles | None]:
-    """The model's file or directory, and what the hub has of it beside the files that are there."""
+    """The model's file or directory, and where the files that it lacks are fetched."""
     if name == DEFAULT_MODEL:
         return _default_model(cache_dir, progress), None
     path = Path(name).expanduser()
@@ -97,7 +97,7 @@ def _locate(
 
 
 def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tuple[Path, HubFiles | None]:
-    """The hub's directory for a revision, with everything but the weights, if the hub names their hashes."""
+    """The hub's directory for a revision; without the weights, if the hub lists their hashes."""
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repository, revision):
@@ -113,7 +113,7 @@ def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tup
 def _hub_gguf(
     repository: str, revision: str | None, name: str, cache_dir: Path
 ) -> tuple[Path, HubFiles | None]:
-    """A gguf file of the hub: whole, if it is on this machine, or with its header only."""
+    """A gguf file of the hub: the whole file if it is on this machine, otherwise one with its header only."""
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 
     with _hub_errors(repository, revision):

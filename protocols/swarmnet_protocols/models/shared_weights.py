@@ -5,9 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.fetching.pieces import FileKey, PieceTable, pieces_between
+from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, pieces_between
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint
-from swarmnet_protocols.models.manifest import Manifest, ManifestFile
+from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.parts import Parts
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class SharedWeights:
-    """``Library`` of one model. Only what was hashed since the process began, or has not changed since it was hashed, is offered."""
+    """``Library`` of one model. Only files and pieces that have not changed since they were hashed are offered."""
 
     def __init__(
         self,
         manifest: Manifest,
         checkpoint: ModelCheckpoint,
         parts: Parts,
-        is_verified: Callable[[ManifestFile], bool],
+        is_verified: Callable[[ModelFile], bool],
     ) -> None:
         """``is_verified``: whether a file is whole on this machine and has its hash, without hashing it."""
         self._manifest = manifest
@@ -47,7 +47,7 @@ class SharedWeights:
         if what == pb.WHAT_MANIFEST:
             return self._manifest_json
         if what == pb.WHAT_LISTING:
-            return self._parts.tables.listing(self.model, [_key(file) for file in self._manifest.files])
+            return self._parts.tables.listing(self.model, self._manifest.files)
         table = self._table(file)
         if what == pb.WHAT_TABLE and table is not None:
             return table.encode()
@@ -61,7 +61,7 @@ class SharedWeights:
         if listed is None or end > listed.size:
             return None
         if self._is_verified(listed):
-            return self._checkpoint.path_of(listed.path), listed.size
+            return self._checkpoint.path_of(listed.name), listed.size
         partial = self._parts.in_use.get(file)
         if partial is None or not all(
             partial.has(piece) for piece in pieces_between(partial.starts, start, end)
@@ -71,14 +71,10 @@ class SharedWeights:
 
     def _table(self, file: bytes) -> PieceTable | None:
         listed = self._listed.get(file)
-        return self._parts.tables.known(_key(listed)) if listed is not None else None
+        return self._parts.tables.known(listed) if listed is not None else None
 
     def _held(self, file: bytes, table: PieceTable) -> bytes:
         if self._is_verified(self._listed[file]):
             return b"\xff" * -(-table.count // 8)
         partial = self._parts.in_use.get(file)
         return partial.present if partial is not None else b""
-
-
-def _key(file: ManifestFile) -> FileKey:
-    return FileKey(file.path, file.size, file.sha256)

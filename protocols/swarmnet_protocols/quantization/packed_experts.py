@@ -1,8 +1,8 @@
 """Routed experts with packed weights, and their computation for every family of transformers.
 
-transformers keeps the experts of a layer in one module, their weights merged along a first dimension, and lets a registered function compute
-them (``transformers.integrations.moe.ExpertsInterface``): router, shared experts and norms stay the model's own. Here the merged weights
-give way to one packed matrix of each expert, of all experts or of those that this machine holds.
+transformers keeps the experts of a layer in one module, with their weights merged along a first dimension, and lets a registered function
+compute them (``transformers.integrations.moe.ExpertsInterface``); router, shared experts and norms stay the model's own. Here the merged
+weights are replaced by one packed matrix for each expert: for all experts, or for those that this machine holds.
 
 Shapes: T rows of hidden size D, k experts of each row.
 """
@@ -28,7 +28,7 @@ ExpertMatrices = Mapping[int, Matrix]
 
 
 class ExpertsModule(Protocol):
-    """A module of transformers that has experts: what its decorator promises of it (``use_experts_implementation``)."""
+    """A module of experts in transformers, with the attributes that its decorator ``use_experts_implementation`` sets."""
 
     num_experts: int
     has_gate: bool
@@ -47,7 +47,7 @@ class ExpertsModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """Stands in a module of experts for a merged weight. It is no parameter."""
+    """Replaces a merged weight in a module of experts. It is not a parameter."""
 
     matrices: ExpertMatrices
     products: Products
@@ -72,8 +72,8 @@ def compute_experts(
 ) -> torch.Tensor:
     """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times their ``weights`` [T, k]: [T, D].
 
-    Experts are added in the order of their numbers, as transformers' eager forward does. The number ``num_experts`` stands for an
-    expert that is computed elsewhere, and adds nothing. Raises ``LookupError`` for an expert that is not here.
+    Experts are added in the order of their numbers, as in transformers' eager forward. The id ``num_experts`` means an expert that another
+    machine computes, and adds nothing. Raises ``LookupError`` for an expert that is not here.
     """
     outputs = torch.zeros_like(hidden)
     for expert in sorted({*ids.flatten().tolist()}):
@@ -104,7 +104,7 @@ def _product(module: ExpertsModule, name: str, expert: int, rows: torch.Tensor) 
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of experts in a model that a registered function computes (``ExpertsModule``), with their paths."""
+    """The modules of experts (``ExpertsModule``) in a model that a registered function computes, with their paths."""
     for path, module in model.named_modules():
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "down_proj"):
             yield path, module
@@ -113,7 +113,7 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def install_experts(model: nn.Module, weights: Mapping[str, ExpertMatrices], products: Products) -> None:
     """Put matrices of experts in place of the merged weights of these names.
 
-    Raises ``ValueError`` for a weight that is no module's of experts, or a matrix of another shape.
+    Raises ``ValueError`` for a matrix of another shape.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

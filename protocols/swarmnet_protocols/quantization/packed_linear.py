@@ -56,8 +56,7 @@ class PackedLinear(nn.Linear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table is packed. It is no ``nn.Embedding``, because transformers would initialise the ``weight`` of one, and this
-    module has none."""
+    """An embedding whose table is packed. It is not an ``nn.Embedding``, because transformers would initialise the ``weight`` of one."""
 
     def __init__(self, products: Products, packed: PackedTensor) -> None:
         super().__init__()
@@ -71,9 +70,9 @@ class PackedEmbedding(nn.Module):
 
 
 def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:
-    """Replace the linear modules and embeddings of ``model`` whose weights have these names. Biases are to be loaded afterwards.
+    """Replace the linear modules and embeddings of ``model`` whose weights have these names. The caller loads biases afterwards.
 
-    Raises ``ValueError`` for a weight that is no such module's, or that has another shape.
+    Raises ``ValueError`` for a weight of another module, or of another shape.
     """
     for name, packed in weights.items():
         path = name.removesuffix(".weight")
@@ -105,6 +104,6 @@ def packable_weight(model: "PreTrainedModel", name: str) -> str | None:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of the packed weights in a model. Those that modules share count once."""
+    """Bytes of the packed weights in a model. A matrix that several modules share counts once."""
     packed = (each.packed for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
     return sum(matrix.nbytes for matrix in {id(matrix): matrix for matrix in packed}.values())

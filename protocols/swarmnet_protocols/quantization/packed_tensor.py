@@ -36,7 +36,7 @@ class Segment:
         return self.data.shape[1] // block_bytes * weights
 
     def dequantize(self) -> torch.Tensor:
-        """The weights, float32 [rows, columns], as gguf's Python code computes them; on another device than the CPU by torch."""
+        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
         if self.data.device.type != "cpu" or self.format in OWN_FORMATS:
             return unpack(self.format, self.data)
         values = dequantize(self.data.contiguous().numpy(), GGMLQuantizationType(self.format))
@@ -45,7 +45,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A matrix [rows, columns] whose rows are packed: segments of one format each, one after another. Values never change."""
+    """A matrix [rows, columns] of packed rows: consecutive segments of one format each. Immutable."""
 
     segments: tuple[Segment, ...]
 
@@ -56,7 +56,7 @@ class PackedTensor:
 
     @classmethod
     def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The rows of all matrices, one after another, which have the same number of columns. Rows of one format are copied together."""
+        """The rows of all matrices, one after another. Rows of one format are copied together. Raises ``ValueError`` if their columns differ in number."""
         segments: list[Segment] = []
         for segment in (segment for matrix in matrices for segment in matrix.segments):
             if segments and segments[-1].format == segment.format:
@@ -88,7 +88,7 @@ class PackedTensor:
         return PackedTensor(tuple(Segment(each.format, each.data.to(device)) for each in self.segments))
 
     def loaded(self, device: torch.device) -> "PackedTensor | torch.Tensor":
-        """The same matrix as ``device`` multiplies with it: accelerators take numbers of 16 and 32 bits as ordinary tensors."""
+        """The same matrix in the memory of ``device``, and in the form in which that multiplies: 16 and 32-bit numbers are ordinary tensors on accelerators."""
         if device.type != "cpu" and len(self.segments) == 1 and self.segments[0].format in _NUMBERS:
             [segment] = self.segments
             return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)
@@ -103,7 +103,7 @@ class PackedTensor:
         return pieces
 
     def select(self, rows: torch.Tensor) -> "PackedTensor":
-        """The matrix of these rows [n] of a matrix of one format, in their order. Raises ``ValueError`` for several formats."""
+        """A matrix of the rows with these indices [n], in their order. Raises ``ValueError`` for a matrix of several formats."""
         if len(self.segments) != 1:
             raise ValueError("rows of several formats")
         [segment] = self.segments

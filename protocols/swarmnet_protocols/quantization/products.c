@@ -9,7 +9,7 @@ static range share(int64_t count) {
     return (range){count * thread / threads, count * (thread + 1) / threads};
 }
 
-/* The product of x [rows][inputs] with a matrix of so many outputs, to out [rows][outputs]. */
+/* The product of x [rows][inputs] with a matrix [outputs][inputs], to out [rows][outputs]. */
 void multiply(const linear *of, int64_t outputs, const float *x, int64_t rows, int64_t threads, float *out) {
 #pragma omp parallel num_threads(threads)
     product(*of, x, rows, share(outputs), out, outputs);

@@ -1,8 +1,8 @@
 """Products of activations with packed matrices: on the CPU in C where this machine can compile it, elsewhere in torch.
 
-Few rows are multiplied while weights are unpacked into the processor's cache (``product.h``): reading the weights bounds the time, and
-packed ones are a fraction of the bytes. With many rows arithmetic bounds it; then a panel of the matrix is unpacked at a time, and torch
-multiplies. Activations are never quantised, so results equal those of the dequantised weights up to the rounding of sums.
+With few rows, reading the weights bounds the time: they are unpacked into the processor's cache and multiplied there (``product.h``).
+With many rows, arithmetic bounds it: the matrix is unpacked a panel at a time, and torch multiplies. Activations are never quantised, so
+results equal those of the dequantised weights up to the rounding of sums.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ HEADERS = tuple(Path(__file__).with_name(name) for name in ("unpack.h", "product
 """Included by C code that multiplies with packed matrices."""
 _SOURCE = Path(__file__).with_name("products.c")
 FEW_ROWS = 64
-"""Rows up to which a product unpacks as it goes. With more, torch's own product of unpacked panels is faster."""
+"""Rows up to which the product in C is used. With more, torch's product with unpacked panels is faster."""
 PANEL_BYTES = 8 << 20
 """Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
 ACCELERATOR_PANEL_BYTES = 128 << 20
-"""Bytes of the weights that an accelerator unpacks at a time. It starts about a dozen operations for each panel."""
+"""Bytes of the float32 weights that an accelerator unpacks at a time: each panel costs about a dozen launches of operations."""
 
 
 class NativeSegment(Structure):
@@ -76,7 +76,7 @@ class Products:
     ) -> torch.Tensor:
         """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [..., rows], in the dtype of the inputs.
 
-        Without gradients: see ``packed_linear.py``.
+        No gradients flow through it; ``packed_linear.linear`` adds them.
         """
         rows, columns = weight.shape
         flat = inputs.reshape(-1, columns)

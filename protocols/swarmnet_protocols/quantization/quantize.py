@@ -12,21 +12,21 @@ from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 GROUP = 32
-"""Weights of a row that share a scale in most formats. Rows that are no multiple of it are not quantised."""
+"""Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it are not quantised."""
 _K_BLOCK = 256
-"""Weights of a block of gguf's K formats, of which rows must be a multiple."""
+"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of it have such formats."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision that a host can quantise to: ``format``, but for the weights of the modules in ``finer`` a format of more bits."""
+    """A precision that a host can quantise to: ``format``, except for the modules in ``finer``, whose weights have a format of more bits."""
 
     name: str
     format: Format
     finer: Mapping[str, Format] = field(default_factory=dict)
 
     def format_of(self, weight: str, columns: int) -> Format:
-        """The format of the weight with this name, whose module is the last part, and with rows of so many columns."""
+        """The format of the weight with this name, the last part of which is its module, and with rows of ``columns`` weights."""
         wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
         return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
 
@@ -36,7 +36,7 @@ _FOR_OTHER_ROWS: Mapping[Format, Format] = {
     Format.Q5_K: Format.Q5_0,
     Format.Q6_K: Format.Q8_0,
 }
-"""The formats in place of the K formats for rows that are no multiple of 256."""
+"""The formats that replace the K formats where the length of rows is not a multiple of 256."""
 _COSTLIEST = ("k_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa", "kv_b_proj", "down_proj")
 _COSTLY = ("up_proj", "gate_up_proj")
 PRECISIONS: Mapping[str, Precision] = {
@@ -50,12 +50,12 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 """The precisions that a host can quantise to, by name."""
 UNQUANTIZED = frozenset({Format.F32, Format.F16, Format.BF16})
-"""The formats that may be quantised."""
+"""The formats of weights that can be quantised."""
 _PANEL_WEIGHTS = 1 << 18
 """Weights that are quantised at a time: few enough for the processor's cache."""
 _TOPS = (13 / 15, 14 / 15, 1.0, 16 / 15)
-"""Values of the largest weight of a group, in units of the largest code, from which the search for a scale begins. Below 1 some codes are
-unused and the step is larger; above, the extremes are clipped and the step is smaller."""
+"""The candidates of the search for a scale: the largest weight of a group in units of the largest code. Below 1, some codes are unused and
+the step is larger; above 1, the extremes are clipped and the step is smaller."""
 
 
 def can_be_quantized(matrix: PackedTensor) -> bool:
@@ -64,7 +64,7 @@ def can_be_quantized(matrix: PackedTensor) -> bool:
 
 
 def quantize_if_wanted(matrix: PackedTensor, precision: Precision | None, weight: str) -> PackedTensor:
-    """``matrix``, which is the weight with this name, quantised if there is a precision and the matrix can be."""
+    """``matrix``, the weight with this name, quantised if ``precision`` is not None and ``can_be_quantized`` holds."""
     if precision is None or not can_be_quantized(matrix):
         return matrix
     return quantize(matrix, precision.format_of(weight, matrix.shape[1]))
@@ -145,7 +145,7 @@ def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.T
 
 
 def _in_63_steps(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [n, 8] of at least 0 as a unit [n, 1], a 16-bit number, and whole steps of it, at most 63."""
+    """Values [n, 8], none negative, as a unit [n, 1] that 16 bits represent, and multiples of it from 0 to 63 [n, 8]."""
     unit = (values.amax(1, keepdim=True) / 63).half().float()
     return unit, _over(values, unit).round_().clamp_(0, 63)
 
@@ -156,10 +156,11 @@ def _nibbles_of_pairs(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
-    """d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k, n]: that of the least squared error among those of ``_TOPS``.
+    """The scales d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k, n].
 
-    The weight of largest magnitude gets a negative code, of which there is one more; d has the sign that this needs. For each of ``_TOPS``, weights are rounded
-    to codes, and d is the regression of the weights on them.
+    For each candidate in ``_TOPS``, weights are rounded to codes, and d is the regression of the weights on the codes; the candidate of least
+    squared error is taken. The weight of largest magnitude gets a negative code, of which there is one more than of positive ones; the sign of d
+    follows.
     """
     least, most = weights.amin(0), weights.amax(0)
     largest = torch.where(-least >= most, least, most)
@@ -176,9 +177,10 @@ def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def _affine(weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """d and m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``, for groups [32, n]: those of the least squared error among those of ``_TOPS``.
+    """Scales d and minima m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``, for groups [32, n].
 
-    For each of these, weights are rounded to codes, and d and m are the linear regression of the weights on them.
+    For each candidate in ``_TOPS``, weights are rounded to codes, and d and m are the linear regression of the weights on the codes; the candidate
+    of least squared error is taken.
     """
     least, most = weights.amin(0).clamp_(max=0), weights.amax(0)
     sum_x, sum_xx = _sum(weights), _sum(weights * weights)

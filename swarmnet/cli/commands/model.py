@@ -93,9 +93,9 @@ def show(
     if as_json:
         print_json(_summary(local))
         return
-    longest = max(len(file.path) for file in local.manifest.files)
+    longest = max(len(file.name) for file in local.manifest.files)
     files = "\n".join(
-        f"{file.path:<{longest}}  {show_size(file.size):>7}  {file.sha256.hex()}"
+        f"{file.name:<{longest}}  {show_size(file.size):>7}  {file.sha256.hex()}"
         for file in local.manifest.files
     )
     summary = _summary(local)
@@ -140,6 +140,6 @@ def _summary(local: "LocalModel") -> dict[str, object]:
         "pieces": local.pieces_hash.hex() if local.pieces_hash is not None else None,
         "present_bytes": local.size_on_disk,
         "files": [
-            {"path": file.path, "size": file.size, "sha256": file.sha256.hex()} for file in manifest.files
+            {"path": file.name, "size": file.size, "sha256": file.sha256.hex()} for file in manifest.files
         ],
     }

@@ -25,18 +25,18 @@ CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticE
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """Where tensor names have the number of their block: the groups of ``pattern`` are what precedes it, the number, and the rest.
+    """How a checkpoint names the tensors of a block. The groups of ``pattern`` are the text before the block's number, the number, and the rest.
 
-    ``renames``: prefixes of tensor names, and what takes their place in transformers; the first that fits counts. Without a prefix that
-    fits, a tensor is not the language model's: a checkpoint with a vision tower has such. None: the names stay, and all tensors are the
-    language model's.
+    ``renames`` maps prefixes of tensor names to the prefixes that transformers uses; the first that matches applies. A tensor with no such
+    prefix is not part of the language model but, say, of a vision tower. None: names stay as they are, and all tensors are the language
+    model's.
     """
 
     pattern: re.Pattern[str]
     renames: Mapping[str, str] | None = None
 
     def is_of_language_model(self, tensor_name: str) -> bool:
-        """Whether generating text uses the tensor."""
+        """Whether the tensor is part of the language model."""
         return self.renames is None or self._prefix_of(tensor_name) is not None
 
     def block_of(self, tensor_name: str) -> int | None:
@@ -61,13 +61,13 @@ class WeightForm:
     """The form in which weights are read."""
 
     device: "torch.device"
-    """The device to which packed weights are moved, one by one as they are read. An accelerator gets 16-bit weights as ordinary tensors."""
+    """The device to which packed weights are moved one by one as they are read. An accelerator gets 16-bit weights as ordinary tensors."""
     packed: bool = False
     """Whether quantised and 16-bit weights of linear modules, embeddings and experts stay packed, if transformers does not change their values."""
     quantized: "Precision | None" = None
     """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
     experts: "ChosenExperts" = field(default_factory=dict)
-    """The experts to read, by block; of blocks that are not named, all. If not empty, experts are read one by one, packed or not."""
+    """The experts to read, by block; of blocks that are not listed, all. If not empty, experts are read one by one, packed or not."""
 
 
 class ModelCheckpoint(Protocol):
@@ -79,24 +79,24 @@ class ModelCheckpoint(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file of the model, those included that are not on disk yet."""
+        """Every file of the model, including those that are not on disk yet."""
 
     @property
     def known(self) -> Known:
-        """Files whose size and hash their source has named. They may not be on disk yet."""
+        """Files whose size and hash the hub, or a manifest from peers, has listed. They may not be on disk yet."""
 
     @property
     def hub(self) -> "HubFiles | None":
         """Where the files in ``known`` can be fetched from; None if they cannot."""
 
     def path_of(self, file: str) -> Path:
-        """Where a file is: whole, or some of its pieces."""
+        """Where a file is, which may be on disk as a whole or in pieces."""
 
     def layout(self, file: str) -> Layout:
         """Where the tensors of a file are, from its header, which must be on disk. Raises ``IntegrityError`` if it is damaged."""
 
     def fetch(self, files: Iterable[str]) -> None:
-        """Download those of these files that are not whole on disk. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        """Download those of ``files`` that are not on disk as a whole. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -125,8 +125,8 @@ class ModelCheckpoint(Protocol):
     ) -> dict[str, Any]:
         """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
 
-        ``model`` is the model that will load them; it may be on the meta device. Weights of its linear modules and embeddings that stay packed
-        are ``PackedTensor``, those of routed experts ``ExpertMatrices``: see ``form``.
+        ``model``, which may be on the meta device, is the model that will load them. ``form`` says which weights stay packed: those of linear
+        modules and embeddings are returned as ``PackedTensor``, those of routed experts as ``ExpertMatrices``.
         """
 
     def expert_places(

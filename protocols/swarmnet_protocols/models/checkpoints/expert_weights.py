@@ -1,7 +1,7 @@
 """Where the tensors of a checkpoint belong in modules of routed experts, and the matrices of single experts that they become.
 
-Checkpoints have a tensor for each matrix of each expert, or merged ones; gate and up projection together or apart; rows or columns first.
-Which of these a family uses is read from transformers' own conversion of its checkpoints, so that no family needs code here.
+Checkpoints store a tensor for each matrix of each expert, or one for all experts; gate and up projection together or apart; rows or columns
+first. Which of these a family uses is taken from transformers' own conversion of its checkpoints, so that no family needs code here.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ChosenExperts = Mapping[int, Collection[int]]
-"""The experts of a block that are wanted, by the number of the block. Of blocks that are not named, all are."""
+"""The numbers of the wanted experts, by the number of their block. Of blocks that are not listed, all experts are wanted."""
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
@@ -46,7 +46,7 @@ class ExpertPlace:
         return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
 
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
-        """The experts in the tensor that are wanted, and the slice of its first dimension that is one's; ``wanted`` None for all."""
+        """Each wanted expert in the tensor, and its slice of the first dimension. ``wanted`` None: all experts."""
         if self.expert is not None:
             if wanted is None or self.expert in wanted:
                 yield self.expert, slice(None)
@@ -81,7 +81,7 @@ class ExpertPlaces:
             self._names = dict.fromkeys(model.state_dict(), True)
 
     def of(self, name: str) -> ExpertPlace | None:
-        """The place of the tensor with this name in a safetensors checkpoint; None if it is no weight of experts, or is converted in another way."""
+        """The place of the tensor with this name in a safetensors checkpoint; None if it holds no weights of experts, or transformers converts it in another way."""
         if not self._modules:
             return None
         from transformers.core_model_loading import rename_source_key
@@ -130,7 +130,7 @@ def _only_merges(operations: Iterable[Any]) -> bool:
 
 
 class ExpertReader:
-    """Reads the matrices of the chosen experts. Parts are joined as soon as all of a matrix are here."""
+    """Reads the matrices of the chosen experts. The parts of a matrix are joined as soon as all of them have been read."""
 
     def __init__(
         self,
@@ -163,9 +163,9 @@ class ExpertReader:
         return name not in self._places or any(True for _ in self._places[name].slices(self._wanted[name]))
 
     def read(self, name: str, matrix_of: Callable[[slice], PackedTensor]) -> None:
-        """Read what is wanted of a tensor. ``matrix_of`` returns the matrix in a slice of its first dimension.
+        """Read the wanted experts of a tensor. ``matrix_of`` returns the matrix in a slice of its first dimension.
 
-        Raises ``IntegrityError`` for parts of a matrix that do not belong together.
+        Raises ``IntegrityError`` for parts of a matrix that do not fit together.
         """
         self._expect(name)
         place = self._places[name]

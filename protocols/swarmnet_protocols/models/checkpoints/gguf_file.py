@@ -170,9 +170,9 @@ def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
 
 
 class _Names:
-    """Stands for a model when transformers maps gguf's tensor names: has the names of the whole CausalLM and no submodules.
+    """Takes a model's place when transformers maps gguf's tensor names: it has the names of the whole CausalLM and no submodules.
 
-    With submodules transformers would repeat the mapping for each, for families whose checkpoints lack the base model's prefix.
+    For families whose checkpoints lack the base model's prefix, transformers would repeat the mapping for each submodule.
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:
@@ -195,11 +195,11 @@ class GgufCheckpoint:
     """``ModelCheckpoint`` of one gguf file. Raises ``IntegrityError`` if the file is damaged.
 
     transformers takes seconds to read a config or a tokenizer from gguf, so both are cached in Hugging Face layout under
-    ``metadata_dir``, which belongs to this version of the file. A cached copy that has changed is made again.
+    ``metadata_dir``, which is for this version of the file only. A cached copy that has changed is made again.
     """
 
     def __init__(self, path: Path, metadata_dir: Path, hub: HubFiles | None = None) -> None:
-        """``hub``: the file belongs to a commit on the hub, and what is not there is fetched when needed."""
+        """``hub``: the commit on the hub from which missing parts of the file are fetched when they are needed."""
         self.path = path
         self.naming = _NAMING
         self.root = path.parent
@@ -268,7 +268,7 @@ class GgufCheckpoint:
         )
 
     def _cached(self, part: str, make: Callable[[], Any]) -> Path:
-        """The directory in which ``part`` is cached: made on first use, named by its hash, and renamed into place when it is complete."""
+        """The directory in which ``part`` is cached, named by its hash. It is made on first use, and renamed into place when it is complete."""
         from transformers import __version__
 
         prefix = f"{part}-{__version__}-"
@@ -298,7 +298,7 @@ class GgufCheckpoint:
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Tensors converted from gguf's layout by transformers: dequantised, unless they stay packed and only their rows change places."""
+        """Tensors that transformers converts from gguf's layout. They are dequantised, unless they stay packed and only the order of their rows changes."""
         import numpy as np
         import torch
         from transformers.modeling_gguf_pytorch_utils import (
@@ -362,7 +362,7 @@ class GgufCheckpoint:
     def _expert(
         self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
     ) -> "PackedTensor":
-        """The matrix of one expert in a merged tensor. Formats that have no packed product are expanded."""
+        """The matrix of one expert in a merged tensor. Formats without a packed product are dequantised to float32."""
         import torch
 
         from swarmnet_protocols.quantization.formats import Format
@@ -380,7 +380,7 @@ class GgufCheckpoint:
         return quantize_if_wanted(matrix, quantized, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Raises ``ConfigError`` for a format that gguf's Python code does not read."""
+        """The weights in float32. Raises ``ConfigError`` for a format that gguf's Python code does not read."""
         from gguf import GGMLQuantizationType, dequantize
 
         try:
@@ -416,9 +416,9 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
 def _row_order(
     processor: Any, name: str, rows: int, first_block: int, hf_names: dict[str, str]
 ) -> "tuple[str, torch.Tensor | None]":
-    """transformers' name of a matrix, and where its rows come from; None instead if transformers changes more than the order of rows.
+    """transformers' name of a matrix, and for each of its rows the row in the file; None if transformers changes more than the order of rows.
 
-    It is seen by converting a matrix of one column, whose values are the numbers of its rows.
+    The order is found by converting a matrix of one column whose values are the numbers of its rows.
     """
     import numpy as np
     import torch

@@ -1,7 +1,7 @@
 """The language model in a multimodal one: its config, and its CausalLM class where transformers has none.
 
-The language model answers prompts of text exactly as the whole model does: the towers for images and sound only compute embeddings, which
-take the place of those of some tokens.
+For prompts of text, the language model computes exactly what the whole model does: the towers for images and sound only compute embeddings
+that replace those of some tokens.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Weights that a safetensors checkpoint has quantised: the tensors that hold them, and how they become packed matrices.
 
-The values are those of the equations by which the formats are defined, in float32: code times scale for FP8 and MXFP4, (code - zero point)
-times scale for AWQ and GPTQ. Activations are not quantised, so their scales are not read.
+A weight w has the value by which its format is defined, in float32: w = scale * code in FP8 and MXFP4
+(OCP Microscaling Formats v1.0), w = scale * (code - zero point) in AWQ and GPTQ. Activations are not quantised, so their scales are not read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantised weight in a file. It stands for a slice of it: ``weight[...]`` are the values, dequantised when they are wanted."""
+    """A quantised weight in a file, which transformers reads like a lazy slice: ``weight[...]`` reads and dequantises the values."""
 
     scheme: Scheme
     name: str
@@ -72,9 +72,9 @@ class StoredWeight:
     """Slices of its tensors, by name, in the order of the parts of its scheme."""
 
     def packed(self, index: slice = slice(None)) -> PackedTensor:
-        """The matrix, or that in a slice of the first dimension of a weight of three dimensions.
+        """The matrix; of a weight of three dimensions, the matrix in a slice of the first.
 
-        Raises ``IntegrityError`` for tensors that are no weight of the scheme.
+        Raises ``IntegrityError`` if the tensors are not a weight of the scheme.
         """
         return self._read(self.scheme.pack, index)
 
@@ -92,7 +92,7 @@ class StoredWeight:
 
 
 def scheme_of(settings: Mapping[str, Any]) -> Scheme:
-    """The scheme of the ``quantization_config`` of a model. Raises ``ConfigError`` for one that is not read."""
+    """The scheme that a model's ``quantization_config`` describes. Raises ``ConfigError`` if it is not supported."""
     method = str(settings.get("quant_method", ""))[:100]
     match method:
         case "fp8" if settings.get("expert_dtype", "fp8") == "fp8":
@@ -175,7 +175,7 @@ def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
 
 
 def _pack_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> PackedTensor:
-    """Codes [rows, columns], and zero points and scales [rows, groups] of so many columns each."""
+    """Codes [rows, columns], and zero points and scales [rows, groups], where a group is ``columns / groups`` neighbouring columns."""
     rows, columns = codes.shape
     if zeros.shape != scales.shape or len(scales) != rows or columns % max(1, scales.shape[1]):
         raise ValueError(
@@ -203,7 +203,7 @@ def _digits(data: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
 
 
 def _plain(weights: torch.Tensor) -> PackedTensor:
-    """Weights that no packed format holds exactly."""
+    """Weights that no packed format represents exactly, as float32."""
     return PackedTensor.of(Format.F32, weights.contiguous().view(torch.uint8))
 
 

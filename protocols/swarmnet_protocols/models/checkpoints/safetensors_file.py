@@ -35,7 +35,7 @@ METADATA_PATTERNS = (
     "chat_template.jinja",
 )
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-"""transformers passes the settings in these files to the tokenizer's class as arguments; some are paths, which the class opens."""
+"""Files whose settings transformers passes to the tokenizer's class as arguments. Some are paths, which the class opens."""
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
 MAX_DIMS = 8
@@ -50,14 +50,14 @@ _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16"
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
 )
-"""Settings that are tokens, templates or names in transformers: no class opens them as files."""
+"""Settings that are tokens, templates or names in transformers, which no class opens as files."""
 _STACKS = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "model.": "model.",
     "backbone.": "backbone.",
 }
-"""Prefixes of the names in a decoder stack, in a multimodal model first; and those in its language model alone."""
+"""Prefixes of the tensors of a decoder stack, and the prefixes that they have in the language model alone. Those of multimodal models come first."""
 _HEADS = {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head.", "score.": "score."}
 
 
@@ -137,7 +137,7 @@ class SafetensorsCheckpoint:
     """``ModelCheckpoint`` of a directory. Raises ``IntegrityError`` if a file is missing or damaged."""
 
     def __init__(self, root: Path, hub: HubFiles | None = None) -> None:
-        """``hub``: the directory belongs to a commit on the hub, and weight files that are not there are fetched when needed."""
+        """``hub``: the commit on the hub from which missing weight files are fetched when they are needed."""
         self.root = root
         self.hub = hub
         self.known: Known = {}
@@ -149,7 +149,7 @@ class SafetensorsCheckpoint:
         weights, self._index = _weight_files(root, has_single=hub is not None and SINGLE_NAME in hub.known)
         if hub is not None:
             self.known = {name: hub.known[name] for name in weights if name in hub.known}
-            if not self._index:  # without an index only the header knows the tensors
+            if not self._index:  # without an index, only the headers list the tensors
                 for name in self.known:
                     hub.read_head(name, root / name, lambda path: read_header(path).head_bytes)
         file_of = {name: weight for weight in weights for name in self._names_in(weight)}
@@ -280,7 +280,8 @@ class SafetensorsCheckpoint:
     ) -> dict[str, Any]:
         """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
 
-        Packed ones are read at once: matrices of 16-bit numbers on the CPU, and if they are to be rounded, on any device, those of 32 bits too.
+        Weights that stay packed are read at once: quantised ones; matrices of 16-bit numbers on the CPU; and, with ``form.quantized``, matrices of
+        16 and 32 bits on any device.
         """
         import torch
         from safetensors import SafetensorError, safe_open
