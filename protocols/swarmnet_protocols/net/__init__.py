@@ -13,7 +13,7 @@ The life of a stream:
    ``receive`` raises ``StreamEnded`` or ``Refused`` after the last message. What was reserved is released when both sides have closed, or after
    a timeout.
 
-``p2pd/`` implements this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` holds for both.
+``p2pd/`` and ``pylibp2p/`` implement this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` tests all of them.
 Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
 """
 
@@ -86,7 +86,7 @@ class Reach:
     """Direct connections made through routers at the request of this peer."""
     not_punched: int = 0
     punch_s: float = 0.0
-    """Mean seconds of those that were made, agreement included."""
+    """Mean seconds that the successful ones took, agreement included."""
     circuits: int = 0
     """Streams that this peer has through relays now."""
     reservations: int = 0
@@ -132,7 +132,7 @@ class Stream(Protocol):
         """Return when a stream opened to this peer now would take a better path: directly, where this one goes through a relay."""
 
     def refuse(self, refusal: "Refusal") -> None:
-        """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. Part of a message before it drops the reason."""
+        """End the stream as ``close`` does, with a reason that the other side's ``receive`` raises. The reason is not sent after part of a message."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
@@ -156,7 +156,7 @@ class Transport(Protocol):
         """How other peers reach this one now."""
 
     async def died(self) -> None:
-        """Return when the transport has failed and can carry nothing any more."""
+        """Return when the transport has failed and carries no stream any more."""
 
     async def is_connected(self, peer: PeerId) -> bool:
         """Whether a stream to ``peer`` needs no new connection, as far as is known."""
@@ -167,7 +167,7 @@ class Transport(Protocol):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """Open a stream to ``peer``. If it is not connected, those of ``addresses`` are dialled that may be.
+        """Open a stream to ``peer``. If it is not connected, the permitted ones of ``addresses`` are dialled.
 
         Without addresses, the transport uses those that it knows. Raises ``PeerUnreachable`` within ``deadline_s``, and
         ``IncompatibleVersion`` when the peer does not serve ``protocol``.

@@ -1,8 +1,8 @@
 """Which addresses from the network are dialled, and how many dials one peer may cause.
 
-A signed address proves who named it, not that the signer is there. Without rules a peer could have others dial into networks that it
-cannot reach itself, or many peers dial one victim. The rules apply to every address that came from the network; addresses that the
-owner of this machine named are dialled as they are.
+A signature on an address proves who published it, not who listens there. Without rules, a peer could make others dial into networks that
+it cannot reach itself, or make many peers dial one victim. The rules apply to every address that came from the network; addresses that the
+owner of this machine gave are dialled as they are.
 """
 
 import asyncio
@@ -122,12 +122,12 @@ class Introductions:
         self._dialling: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
     def by(self, asker: Scope) -> "IntroducedTransport":
-        """A transport that opens streams on behalf of the peer of ``asker``, whose scope is charged for the dials."""
+        """A transport that opens streams at the request of a peer, whose scope ``asker`` is charged for the dials."""
         return IntroducedTransport(self._transport, asker, self._dialling)
 
 
 class IntroducedTransport(TransportWrapper):
-    """Opens streams without a reason for failures: the asking peer would learn what is at addresses out of its reach."""
+    """Opens streams, and gives no reason for failures: from reasons, the asking peer would learn what is at addresses that it cannot reach."""
 
     def __init__(
         self, transport: Transport, asker: Scope, dialling: "WeakValueDictionary[PeerId, asyncio.Lock]"
@@ -186,7 +186,7 @@ def _may_dial(ip: _Address, networks: Sequence[Network]) -> bool:
 
 
 def _is_special(ip: _Address) -> bool:
-    """Whether this is no address of another machine in any network."""
+    """Whether this is an address that no other machine can have: loopback, link-local, multicast, unspecified or broadcast."""
     return ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
 
 

@@ -1,4 +1,4 @@
-"""The streams of one peer, over any carrier: limits on inbound streams, their handlers, and their last messages when they close."""
+"""The streams of one peer, over any transport: limits on inbound streams, their handlers, and their last messages when they close."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ from swarmnet_protocols.timing import Timing
 _log = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0
-"""Time at close for streams to deliver what was sent."""
+"""Seconds at close for streams to deliver what was sent."""
 MAX_LINGERING = 64
-"""Refused streams kept open at once so that the other side reads the refusal. Others are closed at once."""
+"""Most refused streams that are kept open so that the other side can read the refusal. Further ones are closed at once."""
 
 
 class Endpoint:
-    """The streams and the handlers of this peer. Carriers hand it pipes; it makes streams of them."""
+    """The streams and the handlers of this peer. Transports give it pipes, from which it makes streams."""
 
     def __init__(self, link: LinkLimiter, timing: Timing) -> None:
         self.resources = ResourceManager()
@@ -60,7 +60,7 @@ class Endpoint:
     def open(
         self, pipe: Pipe, peer: PeerId, protocol: ProtocolSpec, link: LinkLimiter | None = None
     ) -> FramedStream:
-        """The stream that this peer opened to ``peer``. Its bytes count on ``link``, where given, in place of this endpoint's."""
+        """The stream that this peer opened to ``peer``. Its bytes count on ``link`` if given, otherwise on the endpoint's."""
         scope = StreamScope.outbound(self.resources, peer, self._timing)
         return self._stream(pipe, peer, protocol, scope, link)
 
@@ -83,7 +83,7 @@ class Endpoint:
         return [stream for stream in self.streams if stream.peer == peer]
 
     async def close(self) -> None:
-        """End every task and stream, after the last messages have been delivered or their time is over."""
+        """End every task and stream, once the last messages are delivered or ``_FLUSH_S`` is over."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

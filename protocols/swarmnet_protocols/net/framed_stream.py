@@ -15,7 +15,7 @@ from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.refusal import Refusal
 
 MAX_IN_FLIGHT_MIB = 16.0
-"""libp2p accepts this much on a stream before the other side has received any of it."""
+"""MiB that libp2p accepts on a stream before the other side has received any of it."""
 
 
 class FramedStream:
@@ -104,7 +104,7 @@ class FramedStream:
             await self._write_in_pieces(head, memoryview(payload), window if needs_credit else None)
             return
         await self._acquire(message_bytes, message_bytes=message_bytes)
-        # At once: p2pd would send the head on by itself.
+        # In one call: p2pd would otherwise send the head as a packet of its own.
         self._pipe.writer.writelines((head, payload) if payload else (head,))
         await self._pipe.writer.drain()
 
@@ -199,7 +199,7 @@ class FramedStream:
         self._on_close(self)
 
     async def flush(self) -> None:
-        """Wait until the other side has received everything sent before ``close``, or its time is over. Cancelled: close at once."""
+        """Wait until the other side has received everything sent before ``close``, at most for the time that ``close`` allowed. If cancelled, close at once."""
         try:
             await self._pipe.closed()
         except asyncio.CancelledError:

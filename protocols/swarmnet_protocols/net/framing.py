@@ -20,9 +20,9 @@ from swarmnet_protocols.wire import refusal_pb2 as pb
 
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
-"""In place of the header size: a refusal of the second size in bytes follows, and then the end of the stream."""
+"""In the place of the header size: marks a refusal, whose bytes are the second size, and after it the end of the stream."""
 ENDED = SIZES.pack(REFUSED, 0)
-"""The last frame of a stream without a refusal. The side that reads it may close."""
+"""The last frame of a stream that ends without a refusal. The side that has read it may close."""
 MAX_REFUSAL_BYTES = 2048
 LINGER_S = 5.0
 """Seconds until a refused stream is closed although the other side has not read the refusal."""
@@ -102,7 +102,7 @@ class FrameReader:
         self._receive_window = receive_window
         self._sizes: tuple[int, int] | None = None
         self._is_started = False
-        """The receive window knows of the message under way."""
+        """Whether the receive window has been told of the message that is being read."""
         self._refusal = b""
         self._body = bytearray()
 
@@ -115,8 +115,8 @@ class FrameReader:
         """The next message. Its memory is reserved in ``scope`` before it is read.
 
         Raises ``StreamEnded`` at the end, ``Refused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
-        also at every later call), ``ResourceLimitReached`` if the peer may never have a message of this size, and ``DeadlineExceeded``
-        when memory for it, or a MiB of it, takes too long.
+        also at every later call), ``ResourceLimitReached`` if the limits never allow the peer a message of this size, and ``DeadlineExceeded``
+        when memory for the message, or a MiB of the message, takes too long to arrive.
         """
         try:
             header_bytes, payload_bytes = await self._read_sizes()
@@ -168,7 +168,7 @@ class FrameReader:
         raise decode_refusal(self._refusal, self._scope.peer_scope.name)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
-        """Read in pieces with a timeout each: a peer that announces much and sends little does not hold memory for long."""
+        """Read in pieces with a timeout each, so that a peer that announces a large message and sends little of it does not hold memory for long."""
         await self._scope.reserve(size_bytes)
         while True:
             wanted = min(size_bytes - len(self._body), PIECE_BYTES)

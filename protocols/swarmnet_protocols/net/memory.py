@@ -35,7 +35,7 @@ from swarmnet_protocols.net.refusal import OVERLOADED, Refusal, Refused
 from swarmnet_protocols.timing import Timing
 
 STREAM_BUFFER_BYTES = 1 << 20
-"""A send waits while this much or more has been sent on the stream and not been received."""
+"""A send waits while at least this many bytes of the stream were sent and not received."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Link:
     def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
         self.profile = profile
         self.in_flight: deque[Callable[[], None]] = deque()
-        """Messages that were sent and not delivered, in order: timers of equal deadlines may fire in any order."""
+        """Messages that were sent and not delivered, in the order of sending: timers of equal deadlines may fire in any order."""
         self.due = 0
         """Number of messages in flight that are due, and wait only for the path to open again."""
         self._rng = rng
@@ -374,7 +374,7 @@ class _Incoming:
     unread_bytes: int = 0
     """Bytes of the payload that have arrived and not been read, if it needs credit."""
     is_started: bool = False
-    """The receive window knows of it."""
+    """Whether the receive window has been told of it."""
 
 
 class MemoryStream:
@@ -568,7 +568,7 @@ class MemoryStream:
             self._carry(SIZES.size, partial(self.remote._deliver, (kind, size_bytes)))
 
     def _deliver(self, first: _Incoming | tuple[int, int]) -> None:
-        """Deliver a message, of one that needs credit the header, or a control frame."""
+        """Deliver a control frame, or a message; of a message that needs credit, its header."""
         if self._closed:
             return
         if isinstance(first, _Incoming) and not first.needs_credit:

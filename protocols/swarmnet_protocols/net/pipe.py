@@ -1,8 +1,8 @@
 """One end of a unix socket that carries a stream, and closing it without losing the last messages.
 
-The other end is p2pd, or a relayed stream. p2pd cannot close half a stream: when this side closes the socket, p2pd closes the libp2p stream in both directions and resets it,
-which drops what is in flight: nearly always over QUIC, rarely over TCP. So the side that ends a stream sends a last frame, and closes
-the socket when the other side, having read everything, has closed its own.
+The other end is p2pd, or the encryption of a relayed stream. p2pd cannot close half a stream: when this side closes the socket, p2pd closes
+the libp2p stream in both directions and resets it, which drops bytes in flight, nearly always over QUIC and rarely over TCP. So the side
+that ends a stream sends a last frame, and closes its socket when the other side has read everything and closed.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from swarmnet_protocols.net.framing import ENDED
 READER_BYTES = 32 << 10
 """Buffer limit of the reader. asyncio pauses the sender at twice this, plus one read."""
 LINGER_BYTES = 128 << 10
-"""Bytes that are received and dropped while the stream ends: closing a socket with unread bytes breaks the stream."""
+"""Most bytes that are received and dropped while the stream ends: closing a socket with unread bytes would reset the stream."""
 
 
 class Pipe(asyncio.StreamReaderProtocol):

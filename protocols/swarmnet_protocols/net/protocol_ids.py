@@ -120,7 +120,7 @@ INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
-"""Served by DHT nodes: hivemind's calls and one of ours, each one request and one reply."""
+"""Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE``, which is swarmnet's. Each is one request and one reply."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
 """Protocols that a peer may use before it is known to be a member: they need no role."""
 REACHABILITY = (PROBE, RELAY, PUNCH)

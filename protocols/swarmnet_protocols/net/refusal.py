@@ -8,7 +8,7 @@ MAX_DETAIL_CHARS = 500
 MAX_RETRY_S = 60.0
 """Longest wait that a refusal can ask for, in seconds."""
 OVERLOADED = "it is overloaded at the moment"
-"""Detail of a refusal at a resource limit that does not name the limit, which strangers need not know."""
+"""Detail of a refusal at a resource limit. It does not say which limit, so that other peers do not learn the limits."""
 
 
 def printable(text: str) -> str:
@@ -19,8 +19,8 @@ def printable(text: str) -> str:
 class Refusal(SwarmnetError):
     """This side refuses a stream, for a ``reason`` that programs understand and a ``detail`` that any peer may read.
 
-    Raised by a handler, or passed to ``Stream.refuse``. It is worth trying again after ``retry_after_s``; 0: unknown, or not before
-    something has changed. ``unix_time``: the clock of the side that refuses, where it decided; 0: not sent.
+    Raised by a handler, or passed to ``Stream.refuse``. The other side may try again after ``retry_after_s``; 0 if that is unknown, or would not
+    help. ``unix_time``: the clock of this side, if the refusal is because of the time; 0: not sent.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A stream whose messages are protobufs: requests, replies, heartbeats and timeouts in one place.
 
-Every protocol of swarmnet but the DHT's is a pair of messages, one for each direction, mostly with a ``oneof kind``. A kind ``heartbeat``
-means the same in all of them: the sender is alive. A side that may have nothing to say for long sends heartbeats at a fixed rate
-(:meth:`TypedStream.send_heartbeats`). The receiver never sees them; it raises ``DeadlineExceeded`` when they stop.
+Every protocol of swarmnet but the DHT's is a pair of message types, one for each direction, mostly with a ``oneof kind``. The kind
+``heartbeat`` means in all of them that the sender is alive. A side that may send no other message for long sends heartbeats at a fixed rate
+(:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it raises ``DeadlineExceeded`` when they stop.
 
 A side that does not do what was asked refuses the stream (``refusal.py``). A stream with one request and one reply is made with :func:`ask`.
 """

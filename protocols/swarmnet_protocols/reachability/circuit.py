@@ -1,8 +1,8 @@
 """A circuit: a stream to a peer through a relay, authenticated and encrypted end to end with Noise (pattern XX).
 
 The two ends exchange Noise messages as payloads of a stream that the relay forwards. In the handshake each end signs its static Noise key
-with its identity key, as libp2p's Noise does, so the relay cannot take the place of either. Then one end of a socket pair carries the
-plain bytes of the stream, as the socket of p2pd does for a direct one, and two tasks encrypt and decrypt between its other end and the relay.
+with its identity key, as in libp2p's Noise, so the relay cannot impersonate either. Afterwards one end of a socket pair carries the plain
+bytes of the stream, as p2pd's socket does for a direct one, and two tasks encrypt and decrypt between the other end and the relay.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ _NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 
 
 class CircuitEnd:
-    """One end's side of the Noise handshake, and then its encryption.
+    """One end of the Noise handshake and of the encryption after it.
 
-    The end that connects calls ``hello``, ``take_reply`` and ``confirm``; the other one ``take_hello``, ``reply`` and ``take_confirmation``.
+    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``; the other one ``take_hello``, ``reply`` and ``take_confirmation``.
     """
 
     def __init__(self, identity: Identity, *, connects: bool) -> None:
@@ -60,7 +60,7 @@ class CircuitEnd:
         self._handshake = self._noise.noise_protocol.handshake_state
 
     def hello(self, protocol_id: str) -> bytes:
-        """The first message, of the end that connects, with the protocol of the stream. The relay can read it."""
+        """The first message, from the end that opens the circuit, with the protocol id of the stream. It is not encrypted."""
         return self._write(protocol_id.encode())
 
     def take_hello(self, message: bytes) -> str:
@@ -68,22 +68,22 @@ class CircuitEnd:
         return self._read(message).decode(errors="replace")
 
     def reply(self, *, is_supported: bool) -> bytes:
-        """The second message, with the proof of the end that is connected to, and whether it serves the protocol.
+        """The second message, from the end that accepts the circuit, with its proof and whether it serves the protocol.
 
         Raises ``ProtocolViolation`` if the first one had an unusable key.
         """
         return self._write(self._proof(is_unsupported=not is_supported))
 
     def take_reply(self, message: bytes, peer: PeerId) -> bool:
-        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that replied."""
+        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``."""
         return not self._check(self._read(message), peer).is_unsupported
 
     def confirm(self) -> bytes:
-        """The third message, with the proof of the end that connects. It covers the first two, as every message of the handshake does."""
+        """The third message, from the end that opens the circuit, with its proof. It authenticates the first two."""
         return self._write(self._proof())
 
     def take_confirmation(self, message: bytes, peer: PeerId) -> None:
-        """Raises ``ProtocolViolation``, and ``IntegrityError`` if it is not ``peer`` that connects."""
+        """Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``."""
         self._check(self._read(message), peer)
 
     def encrypt(self, plain: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Finds out whether peers can dial this one, and keeps it reachable while networks, routers and relays change."""
+"""Detects whether other peers can dial this one, and keeps it reachable while networks, routers and relays change."""
 
 import asyncio
 import contextlib
@@ -19,21 +19,21 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 _log = logging.getLogger(__name__)
 
 MAX_ASKED = 3
-"""Peers that are asked to dial this one. The majority counts, so that one liar decides nothing."""
+"""Most peers that are asked to dial this one. The majority decides, so that one false answer does not."""
 ASK_S = 6.0
 """Timeout in seconds for one probe, connecting included."""
 FIRST_RESERVATION_S = 5.0
-"""Time that the start waits for the first reservation."""
+"""Seconds that the start waits for the first reservation."""
 CHECK_S = 2.0
 """Period at which the addresses of this machine and its forwarded ports are compared with those before."""
 UNKNOWN_S = 60.0
-"""Time after the start, and while no peer could be asked, after which peers are asked again."""
+"""Seconds until peers are asked again, after the start and while no peer has answered."""
 AGAIN_S = 600.0
 """Period at which peers are asked again although nothing changed."""
 
 
 def judge(answers: Sequence[Probed]) -> bool | None:
-    """Whether this peer can be dialled: what most answers say; False on a tie, None without answers."""
+    """Whether this peer can be dialled, by the majority of the answers; False on a tie, None without answers."""
     if not answers:
         return None
     return sum(bool(each.reached) for each in answers) * 2 > len(answers)
@@ -87,7 +87,7 @@ class Reachability:
         observed = [each.observed for each in self._reservations.held if "/tcp/" in each.observed]
         if self._is_open is not False or len(observed) < 2:
             return ""
-        # A connection that could not be dialled from the listening port has a mapping of its own.
+        # A connection that was not dialled from the listening port has another mapping in the router.
         is_kept = any(port in ports_of(self._transport.own_addresses()) for port in ports_of(observed))
         return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
 
@@ -120,7 +120,7 @@ class Reachability:
             await self._release()
 
     async def keep(self) -> None:
-        """Find out again when the addresses of this machine change or its router forwards a port, and every ``AGAIN_S``, until cancelled."""
+        """Repeat ``find_out`` when the addresses of this machine change or its router forwards a port, and every ``AGAIN_S``, until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             before, again_at = self._own(), loop.time() + UNKNOWN_S

@@ -1,4 +1,4 @@
-"""Probes: a peer dials the ports of another one and sends the time, so that a node learns whether it can be reached and its clock is right."""
+"""Probes: a peer dials the ports of another one and sends the time, from which that one learns whether it can be reached and whether its clock is right."""
 
 import asyncio
 import ipaddress
@@ -43,9 +43,9 @@ class Probes:
         self._clock = clock
 
     async def answer(self, stream: Stream) -> None:
-        """Serve one probe. Only the address that the peer is connected from is dialled, so that a probe cannot target others.
+        """Serve one probe. Only the address from which the peer is connected is dialled, so that probes cannot be aimed at other machines.
 
-        Raises ``ResourceLimitReached`` while a port of this peer, or those of too many peers, are being dialled.
+        Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers, are being served.
         """
         typed = TypedStream(stream, pb.ProbeReply, pb.ProbeRequest, silence_s=REPLY_S, send_s=REPLY_S)
         request, _ = await typed.receive()

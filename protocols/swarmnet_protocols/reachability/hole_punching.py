@@ -39,14 +39,14 @@ TRIES = 3
 PAUSE_S = 7.0
 """Pause between tries. libp2p refuses to dial an address for 5 to 6 s after it failed."""
 AGAIN_S = 120.0
-"""A peer that was not reached is not tried again for this long."""
+"""Seconds for which a peer that was not reached is not tried again."""
 MAX_AT_ONCE = 16
 MAX_REMEMBERED = 1024
 
 
 @dataclass
 class PunchCounters:
-    """Counts of agreements that this peer began, and the seconds that the successful ones took, agreement included."""
+    """Hole punchings that this peer began, by result, and the seconds that the successful ones took, agreement included."""
 
     succeeded: int = 0
     failed: int = 0
@@ -54,7 +54,7 @@ class PunchCounters:
 
 
 class HolePunching:
-    """Punches holes to the peers to which circuits are opened, and takes part when others do."""
+    """Punches holes to the peers to which circuits are opened, and answers when other peers do."""
 
     def __init__(self, transport: RoutedTransport, guarded: Transport, reachability: Reachability) -> None:
         self._transport = transport
@@ -103,7 +103,7 @@ class HolePunching:
             await cancel(first)
 
     async def _try(self, peer: PeerId) -> bool:
-        """One try. Returns whether there is nothing left to try."""
+        """One try. Returns whether no further try is needed: the peer is connected, or does not agree."""
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
@@ -159,7 +159,7 @@ class HolePunching:
         own = self._transport.own_addresses()
         tcp_ports, udp_ports = (ports_of(own, kind, with_loopback=False) for kind in ("tcp", "udp"))
         observed = list(dict.fromkeys(self._transport.observed_addresses()))
-        # Of a connection that could not be dialled from the listening port, the mapping is of no use.
+        # The mapping of a connection that was not dialled from the listening port is of no use, so it comes last.
         observed.sort(key=lambda each: not set(ports_of([each])) & set(tcp_ports))
         if udp_ports and not any("/udp/" in each for each in observed):
             hosts = dict.fromkeys(each.split("/")[2] for each in observed if ip_of(each) is not None)
@@ -223,7 +223,7 @@ class HolePunching:
 def describe(
     reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
 ) -> Reach:
-    """The reach of this peer, from all parts of this room."""
+    """The reach of this peer, from all modules of this folder."""
     counters = punching.counters
     return Reach(
         kind=reachability.kind,

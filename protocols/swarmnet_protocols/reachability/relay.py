@@ -1,7 +1,7 @@
 """The relay: keeps reservations of peers that cannot be dialled, and forwards between them and those that connect to them.
 
-What a relay gives is bounded: reservations and circuits by ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in all and for each
-peer; bytes by the rate that its owner sets. A circuit has no limit of time or bytes of its own, because it may carry an answer.
+Limits: ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each peer, and the rate in bytes that the owner sets. A
+single circuit has no limit of time or bytes, because it may carry a session.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ OPEN_S = 3.0
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A circuit to ``target``, and the stream and the payload with which it accepts."""
+    """A circuit to ``target``. ``accepted`` is the stream and the payload with which it accepts."""
 
     target: PeerId
     accepted: "asyncio.Future[tuple[Stream, bytes]]"
@@ -98,7 +98,9 @@ class Relay:
                     typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
                 )
                 try:
-                    await typed.receive()  # only heartbeats come: returns for anything else
+                    await (
+                        typed.receive()
+                    )  # heartbeats are not returned: any other message ends the reservation
                 finally:
                     await cancel(heartbeats)
             finally:
@@ -129,7 +131,7 @@ class Relay:
                 waiting.over.set()
 
     async def _accept(self, stream: Stream, circuit: bytes, reply: bytes) -> None:
-        """Join the stream of a reserved peer to the circuit that it accepts, until that is over."""
+        """Join the stream of a reserved peer to the circuit that it accepts, until the circuit ends."""
         waiting = self._waiting.get(circuit)
         if waiting is None or waiting.target != stream.peer or waiting.accepted.done():
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "there is no such circuit")

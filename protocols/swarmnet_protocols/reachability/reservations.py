@@ -33,13 +33,13 @@ class RelayReservation:
 
     relay: PeerId
     address: str
-    """The multiaddr at which the relay is connected, without its peer id."""
+    """The multiaddr over which this peer is connected to the relay, without the relay's peer id."""
     observed: str
     """The multiaddr of this peer as the relay sees it."""
 
 
 class Reservations:
-    """Keeps reservations at ``WANTED`` of the relays that ``candidates`` names."""
+    """Keeps reservations at ``WANTED`` of the relays that ``candidates`` returns."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Reservations:
         candidates: Callable[[], Awaitable[Sequence[str]]],
         address_of: Callable[[PeerId], Awaitable[str]],
     ) -> None:
-        """``candidates``: the multiaddrs of possible relays, with ``/p2p/ID``, the preferred ones first. ``address_of``: where a connected
-        peer is connected.
+        """``candidates``: the multiaddrs of possible relays, with ``/p2p/ID``, the preferred ones first. ``address_of``: the multiaddr over
+        which a peer is connected.
         """
         self._transport = transport
         self._candidates = candidates

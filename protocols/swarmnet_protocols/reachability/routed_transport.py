@@ -1,4 +1,4 @@
-"""The path of every stream: directly where there is a connection or one can be made, through a relay elsewhere."""
+"""Chooses the path of every stream: direct where there is a connection or one can be made, otherwise through a relay."""
 
 import asyncio
 import contextlib
@@ -32,26 +32,26 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.3
-"""Time in which direct addresses are tried before a relay is asked, too."""
+"""Seconds for which direct addresses are tried before a relay is asked as well."""
 PUNCH_WAIT_S = 1.5
-"""Time that a stream that lasts waits for a direct connection that is being made."""
+"""Most seconds that a stream of ``_WORTH_A_PUNCH`` waits for a direct connection that is being made."""
 ACCEPT_S = 5.0
 """Timeout for each message of the handshake of a circuit that comes in."""
 MAX_OBSERVERS = 4
-"""Relays whose view of this peer is remembered, the latest ones."""
+"""Relays whose observed address of this peer is remembered: the latest ones."""
 MAX_REMEMBERED = 256
 """Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
 _WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
-"""Protocols whose streams last, or carry much."""
+"""Protocols whose streams are long-lived or carry many bytes."""
 MAX_ACCEPTING = 64
-"""Circuits whose handshakes run at once. A relay that announces more gets no answer."""
+"""Most incoming circuits whose handshakes run at the same time. Further ones are not answered."""
 
 
 class RoutedTransport(TransportWrapper):
-    """A transport that also reaches, and is reached through, relays. Made by :meth:`run`.
+    """A transport that reaches other peers, and is reached by them, through relays where no direct connection is possible.
 
-    It is below the membership handshake, which goes over circuits, too. Circuits are asked for over the transport above that
-    handshake, given to :meth:`use_relays`: in a private swarm, only members use its relays.
+    It lies below the membership handshake, which also runs over circuits. Circuits themselves are requested over the transport above that
+    handshake (:meth:`use_relays`), so that only members use the relays of a private swarm.
     """
 
     def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
@@ -63,7 +63,7 @@ class RoutedTransport(TransportWrapper):
         self.reservations: Reservations | None = None
         """The relay reservations of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
-        """Addresses at which others were seen to reach this peer, beside those it listens on."""
+        """Addresses at which other peers have reached this one, beside those on which it listens."""
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
         """The relays of peers to which circuits were opened last."""
         self.observed: dict[PeerId, str] = {}
@@ -81,9 +81,9 @@ class RoutedTransport(TransportWrapper):
         return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:
-        """As promised by ``Transport``: external and own addresses, or own and circuit addresses of a peer that cannot be dialled.
+        """As ``Transport.addresses``: external and own addresses, or own and circuit addresses of a peer that cannot be dialled.
 
-        Loopback addresses only if there are no others.
+        Loopback addresses are left out if there are others.
         """
         own = self.own_addresses()
         others = [each for each in own if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
@@ -112,7 +112,7 @@ class RoutedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``. A connection that is there is used; then direct addresses have a head start before relays."""
+        """As ``Transport.open``. An existing connection is used; otherwise direct addresses are dialled, with a head start over relays."""
         circuits = self._circuits(peer, addresses)
         if not circuits:
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
@@ -229,7 +229,7 @@ class RoutedTransport(TransportWrapper):
         return sum(map(len, self._circuits_to.values()))
 
     def connected_directly(self, peer: PeerId) -> None:
-        """There is a direct connection to ``peer``: its streams through relays may be opened again."""
+        """Report a direct connection to ``peer``, so that users of its streams through relays open them again (``Stream.path_improved``)."""
         for stream in self._circuits_to.get(peer, ()):
             stream.improved.set()
 

@@ -1,8 +1,8 @@
 """TCP simultaneous open (RFC 9293, section 3.5): two peers behind routers connect to each other at the same moment.
 
-Each router lets in the other's SYN because its own host has sent one to that address. Afterwards both ends have called ``connect``, and p2pd
-cannot be told which of them is to act as the server. So this process makes the connection, from the port on which p2pd listens, and forwards
-its bytes to the local p2pd: to its listening port at one end, and from a port that p2pd is asked to dial at the other.
+Each router accepts the other's SYN because its own host has sent one to that address. Both ends have then called ``connect``, and p2pd
+has no option to make one of them act as the server. So this process makes the connection, from the port on which p2pd listens, and forwards
+its bytes to the local p2pd: at one end to p2pd's listening port, at the other end from a port that p2pd is asked to dial.
 """
 
 import asyncio

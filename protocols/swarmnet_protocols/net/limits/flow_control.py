@@ -18,9 +18,9 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
 
 LIMIT = 0xFFFF_FFFD
-"""In place of the header size, once. The second size is the largest payload that needs no credit."""
+"""In the place of the header size, once a stream. The second size is that of the largest payload that needs no credit."""
 CREDIT = 0xFFFF_FFFE
-"""In place of the header size. The second size is the credit in bytes."""
+"""In the place of the header size. The second size is the credit in bytes."""
 NEEDS_CREDIT = 0x8000_0000
 """Flag in the header size: the payload is sent as credit is granted."""
 MIN_BYTES = PIECE_BYTES
@@ -28,17 +28,17 @@ MIN_BYTES = PIECE_BYTES
 MAX_UNCREDITED_BYTES = 1 << 20
 """Larger payloads always need credit."""
 UNCREDITED_S = 0.02
-"""Payloads that the link takes in this time need no credit: a few tokens are not worth the round trip."""
+"""Payloads that the link carries in this many seconds need no credit: the round trip would take longer than they do."""
 CREDIT_S = 0.03
 """Credit is granted for this many seconds of the rate, so that fast links do not send a credit for each piece."""
 IN_FLIGHT_S = 0.25
-"""Credit in flight, over all streams, in seconds of the rate: a round trip."""
+"""Most credit in flight over all streams, in seconds of the rate: about a round trip."""
 READ_AHEAD_BYTES = 16 << 10
-"""Bytes read at once if they are there: sizes and a small message in one read."""
+"""Most bytes of one read of a small message: its sizes and the message take one read together."""
 
 
 def due_bytes(left_bytes: int, in_flight_bytes: int, bytes_per_s: float, open_windows: int) -> int:
-    """The credit to grant next for a payload with ``left_bytes`` not granted yet; 0: none before more has come.
+    """The credit in bytes to grant next for a payload of which ``left_bytes`` are not granted; 0 until more has arrived.
 
     ``open_windows``: receive windows that share the link.
     """
@@ -79,7 +79,7 @@ class SendWindow:
         self._ungranted_bytes = payload_bytes
 
     async def acquire(self, max_bytes: int) -> int:
-        """Wait for credit and use up to ``max_bytes`` of it: the number of bytes to send. Raises ``StreamEnded`` after ``close``."""
+        """Wait for credit, and use at most ``max_bytes`` of it. Returns the bytes to send. Raises ``StreamEnded`` after ``close``."""
         while not self._credit_bytes:
             if self._is_closed:
                 raise StreamEnded("the stream was closed")
@@ -115,7 +115,7 @@ class ReceiveWindow:
 
     @property
     def max_read_bytes(self) -> int:
-        """The bytes that may come now, and one more to detect a sender that exceeds its credit."""
+        """The bytes for which credit was granted and that have not arrived, plus one, to detect a sender that exceeds its credit."""
         excess = 1 if self._granted_bytes < self._size_bytes else 0
         return self._granted_bytes - self._received_bytes + excess
 
@@ -173,7 +173,7 @@ class ReceiveWindow:
 
 
 class LimitedReader:
-    """Reads a byte stream no faster than ``limiter`` allows; a payload that needs credit, as ``window`` grants it.
+    """Reads a byte stream no faster than ``limiter`` allows, and payloads that need credit as fast as ``window`` grants it.
 
     A cancelled read loses nothing: the next one continues it.
     """
@@ -194,7 +194,7 @@ class LimitedReader:
         return len(self._buffer)
 
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
-        """As ``StreamReader.readexactly``. ``deadline`` is the sender's: it is suspended while the limiter makes us wait."""
+        """As ``StreamReader.readexactly``. ``deadline`` is the sender's: it is suspended while the limiter delays the read."""
         while (missing := size_bytes - len(self._buffer)) > 0:
             if self._window is not None and self._window.is_open:
                 await self._read_credited(self._window, deadline)

@@ -6,13 +6,13 @@ from collections import deque
 from dataclasses import dataclass
 
 PIECE_BYTES = 16 << 10
-"""Messages over this size are large. They are sent and read in pieces of it, between which small messages go."""
+"""Messages of more bytes are large: they are sent and read in pieces of this size, between which small messages are sent."""
 TINY_BYTES = 2048
-"""Messages up to this size never wait: late heartbeats, pings and handshakes would look like a failure."""
+"""Messages of at most this many bytes never wait: late heartbeats, pings and handshakes would be taken for a failure."""
 SMALL_SHARE = 0.5
 """Share of the rate that small messages have while unrequested large ones have overdrawn the bucket."""
 SMALL_PER_LARGE = 8
-"""Small messages that go before one waiting piece of a large message."""
+"""Most small messages that are sent in a row while a piece of a large message waits."""
 BURST_S = 0.1
 """Burst of a link, in seconds of its rate."""
 WIRE_FACTOR = 1.04
@@ -56,7 +56,7 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take ``amount``, whether or not it is there."""
+        """Take ``amount``, even if the bucket has less."""
         self._refill(now)
         if not math.isinf(self.limit.per_s):
             self._level -= amount
@@ -141,10 +141,9 @@ class RateLimiter:
     def reconcile(self, measured_bytes: float, *, is_complete: bool) -> None:
         """Correct the charges since the last call with the bytes measured on the wire.
 
-        If the measurement ``is_complete``, it replaces the charges in ``total_bytes``; else only what exceeds them is added. The bucket
-        is charged with what exceeds them and never refunded: bytes that arrived before they were read are read at the
-        rate all the same, or senders would send the rest at once. Charges in excess are set off against later measurements, within
-        ``MAX_AHEAD_S``.
+        If the measurement ``is_complete``, it replaces the charges in ``total_bytes``; otherwise only its excess over them is added. The
+        bucket is charged with the excess and never refunded: bytes that arrived before they were read must still be read at the rate, or
+        senders would send the rest at once. Charges that exceed the measurement are set off against later ones, up to ``MAX_AHEAD_S``.
         """
         excess = measured_bytes - self._charged_bytes
         self._charged_bytes = 0.0

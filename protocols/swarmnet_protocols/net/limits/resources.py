@@ -27,7 +27,7 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
 RETRY_S = 2.0
 """Seconds to wait that are suggested to a peer at a resource limit."""
 MIN_SWEEP = 256
-"""Number of peer scopes from which on idle ones are deleted."""
+"""Number of peer scopes at which idle ones are deleted."""
 
 
 class Resource(StrEnum):
@@ -147,11 +147,12 @@ KNOWN_BY = (
 """A peer is known while it holds any of these."""
 SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
 PEER_FRAMES = RateLimit(1000.0, 4000.0)
-"""A client of a fast host sends some hundred messages a second; a host of many sessions sends as many for each of them."""
+"""A client of a fast host sends a few hundred messages a second; a host with many sessions sends as many for each of them."""
 PEER_REPORTS = RateLimit(2.0, 1.0)
 SYSTEM_DIALS = RateLimit(2.0, 128.0)
 PEER_DIALS = RateLimit(0.2, 16.0)
-"""Connections between hosts last, so a client causes one attempt for each pair of neighbours in its chains, not for each chain."""
+"""Rate of dials that one peer causes. Connections between hosts last, so a client causes one dial for each pair of hosts that follow each other in
+its chains, not for each chain."""
 
 
 class ResourceLimitReached(OutOfResources):
@@ -163,7 +164,7 @@ class ResourceLimitReached(OutOfResources):
 
 
 class Reservation:
-    """An amount of a resource, until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.reserve`."""
+    """An amount of a resource that is held until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.reserve`."""
 
     __slots__ = ("_resource", "_scope", "amount")
 
@@ -178,7 +179,7 @@ class Reservation:
         self.amount = amount
 
     async def grow(self, amount: int) -> None:
-        """Change the amount as soon as the limits allow it. Raises ``ResourceLimitReached`` if they never do."""
+        """Wait until the limits allow this amount, and change to it. Raises ``ResourceLimitReached`` if they never will."""
         while True:
             try:
                 self.resize(amount)
@@ -220,7 +221,7 @@ class Scope:
         """Reservations that wait for an amount to be available in this scope."""
 
     def reserve(self, resource: Resource, amount: int = 1) -> Reservation:
-        """Raises ``ResourceLimitReached`` at the limit of this scope or one around it."""
+        """Reserve an amount. Raises ``ResourceLimitReached`` at the limit of this scope or of one around it."""
         reservation = Reservation(self, resource)
         reservation.resize(amount)
         return reservation
@@ -237,7 +238,7 @@ class Scope:
         return all(amount <= self._limit_in(scope, resource) for scope in self._path)
 
     async def wait_available(self, resource: Resource, amount: int) -> None:
-        """Wait until the innermost scope that lacks ``amount`` has it. An outer one may then lack it: try again."""
+        """Wait until the innermost scope that lacks ``amount`` has it. A scope around that may still lack it, so callers try again."""
         for scope in self._path:
             needed = amount + scope._limits.get(resource, 0) - self._limit_in(scope, resource)
             if scope.available(resource) < needed:
@@ -252,7 +253,7 @@ class Scope:
     def charge(self, rate: Rate, amount: float, now: float) -> float:
         """Use ``amount`` at ``now``. Returns the seconds to wait before anything more is used.
 
-        A scope with more than half of its own burst left does not wait for the scopes around it: those are overloaded by others.
+        A scope with more than half of its own burst left does not wait for the scopes around it, which other peers have overloaded.
         """
         self._path[-1].spent[rate] += amount
         wait_s, is_modest = 0.0, False
@@ -302,7 +303,7 @@ class Scope:
         return len(self._path) > 1 and not any(self._path[-2].used[resource] for resource in KNOWN_BY)
 
     def wake(self, resource: Resource) -> None:
-        """Wake the reservations for which there is enough. Waking all would let one peer cost time with many that wait."""
+        """Wake the reservations for which there is enough; waking all would let one peer waste processor time with many waiting ones."""
         for freed, (wanted, amount) in self._waiting.items():
             if wanted is resource and amount <= self.available(resource):
                 freed.set()

@@ -31,7 +31,7 @@ OPEN_FRAMES = 10
 VIOLATION_FRAMES = 100
 """Cost of a protocol violation, in messages: a peer that repeats it is read ever more slowly."""
 MAX_WAIT_S = 1.0
-"""Streams of a peer that has overdrawn its message rate by more seconds than this are refused rather than delayed."""
+"""Streams of a peer that has overdrawn its message rate by more than this many seconds are refused rather than delayed."""
 
 
 class StreamScope:
@@ -55,7 +55,7 @@ class StreamScope:
         self._send_at = 0.0
         self._is_open = True
         self._has_message = False
-        """A message has been received, and is reserved until the next ``receive``."""
+        """Whether memory is reserved for a received message, which the next ``receive`` releases."""
         self._stream = peer_scope.reserve(resource)
         self._message = peer_scope.reserve(Resource.MEMORY, 0)
         self._active = peer_scope.reserve(Resource.ACTIVE_STREAMS, 0)
@@ -68,7 +68,7 @@ class StreamScope:
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
         peer_scope.charge(Rate.FRAMES, OPEN_FRAMES, now)
         scope = cls(peer_scope, Resource.INBOUND_STREAMS, timing)
-        # A peer that works with this process may have a busy machine; one that has sent nothing at all gets less time.
+        # A known peer, or one with an active stream, may have a busy machine; another one gets less time.
         is_active = peer_scope.used[Resource.ACTIVE_STREAMS] or not peer_scope.is_unknown
         scope._first_message_by = now + (timing.chunk_s if is_active else timing.first_message_s)
         return scope

@@ -1,7 +1,7 @@
-"""Subnet limits: when a limit on inbound streams or sessions is reached, the subnet that holds most of them gives one up.
+"""Subnet limits: when a limit on inbound streams or sessions is reached, one is evicted from the subnet that holds the most.
 
-Identities cost nothing and addresses within a subnet little, so neither counts alone. A peer with many identities in one subnet evicts
-its own, and the only peer of a subnet keeps what it has.
+Identities cost nothing, and addresses within a subnet cost little, so shares are counted by subnet first and by peer second. An attacker with
+many identities in one subnet evicts its own streams, and the only peer of another subnet keeps its own.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, StreamScope
 from swarmnet_protocols.timing import Timing
 
 _SUBNET_BITS = {"ip4": 24, "ip6": 48}
-"""Prefix length of what one customer of a provider has at most."""
+"""Prefix lengths of the largest range that a provider gives to one customer."""
 _HOST_BITS = {"ip4": 32, "ip6": 64}
 """An IPv6 host may use any address of its /64."""
 
@@ -158,7 +158,7 @@ class SubnetSlots:
             reservation.release()
 
     def has(self, stream: Stream) -> bool:
-        """Whether ``stream`` has its slot still."""
+        """Whether ``stream`` still has its slot."""
         return stream in self._holders
 
     def _oldest_of_largest_subnet(self) -> Stream | None:
@@ -170,7 +170,7 @@ class SubnetSlots:
 
 
 def subnet_of(address: str) -> str:
-    """The subnet of a multiaddr (/24 or /48), of the relay if it leads through one; empty without an IP address."""
+    """The subnet (/24 or /48) of a multiaddr, or of its relay if it leads through one; empty without an IP address."""
     return _network_of(address, _SUBNET_BITS)
 
 

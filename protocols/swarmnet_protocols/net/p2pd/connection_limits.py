@@ -1,7 +1,7 @@
 """Limits on p2pd's connections, by host, by subnet and in total, and on its memory.
 
-p2pd itself limits neither. So its connections are listed once a second, and those beyond the limits are closed: idle ones first, those of
-known peers last. When its memory stays above the limit although no unknown peer is connected, it has to be restarted.
+p2pd limits neither. This process lists p2pd's connections once a second and closes those beyond the limits: idle ones first, those of known
+peers last. If p2pd's memory stays above its limit although no unknown peer is connected, p2pd is restarted.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ RECHECK_S = 0.2
 NEW_S = 5.0
 """Age up to which a connection without streams counts as new rather than idle."""
 RELIEF_S = 3.0
-"""Time above the memory limit, without unknown peers, after which p2pd is restarted."""
+"""Seconds above the memory limit, with unknown peers disconnected, after which p2pd is restarted."""
 STREAM_BYTES = 96 << 10
-"""Memory of p2pd for one stream: buffers of 32 KiB each way, and its own of each."""
+"""Memory of p2pd for one stream: a buffer of 32 KiB for each direction, and go-libp2p's own state."""
 
 
 class Use(IntEnum):
-    """The use of a connection. The lowest is closed first."""
+    """How much a connection is used. Those of the lowest value are closed first."""
 
     IDLE = 0
     NEW = 1
@@ -57,7 +57,7 @@ class ListedConnection:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Numbers of connections. A home or campus has one address; 512 connections take about 60 MB of p2pd's memory."""
+    """The most connections. All machines of a home or campus share one host address; 512 connections take about 60 MB of p2pd's memory."""
 
     per_host: int = 64
     per_subnet: int = 256
@@ -106,7 +106,7 @@ class Connections:
         self._known: dict[tuple[bytes, bytes], ListedConnection] = {}
 
     def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[ListedConnection]:
-        """The connections for a list of peers and multiaddrs in binary form."""
+        """The connections in a list of peers and multiaddrs in binary form."""
         self._known = {key: self._known.get(key) or _connection(*key, now) for key in listed}
         return list(self._known.values())
 

@@ -1,7 +1,7 @@
 """The p2pd child process (go-libp2p, shipped in hivemind's wheel) and the calls on its control socket.
 
-p2pd ends by itself when its persistent control connection closes, so that it outlives this process by milliseconds even after SIGKILL. Until
-that connection is open, ``-idleTimeout`` ends it.
+p2pd ends by itself when its persistent control connection closes, so it outlives this process by milliseconds only, even after SIGKILL.
+Before that connection is open, ``-idleTimeout`` ends it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _P2P_CODE = b"\xa5\x03"  # of the multicodec table
 
 
 def prepare_hivemind() -> None:
-    """Import the parts of hivemind that are used, and keep it from writing to the terminal. They do not import torch, and take 0.4 s."""
+    """Import the parts of hivemind that are used, without torch, which takes 0.4 s; and keep hivemind from writing to the terminal."""
     for package in "hivemind", "hivemind.utils", "hivemind.dht":
         prepare_package(package)
     try:
@@ -244,7 +244,7 @@ class P2pd:
         return pipe
 
     async def answers(self, peer: PeerId, *, within_s: float) -> bool:
-        """Ping ``peer``: whether its p2pd answered in time, however busy its process is, or the connection has ended.
+        """Ping ``peer``. Returns whether its p2pd answered in time, which it does however busy its process is, or the connection has ended.
 
         Raises ``PeerUnreachable`` or ``IncompatibleVersion``.
         """

@@ -18,15 +18,15 @@ from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 _log = logging.getLogger(__name__)
 
 OPEN_FILES = 2 * SYSTEM_LIMITS[Resource.INBOUND_STREAMS]
-"""Descriptor limit of this process and p2pd. Each stream takes one in both, and the usual limit of 1024 is less than ``SYSTEM_LIMITS``."""
+"""Limit of open files of this process and of p2pd. Each stream takes one in both, and the usual limit of 1024 is below ``SYSTEM_LIMITS``."""
 
 _STARTUP_S = 20.0
 _IDLE_TIMEOUT = "60s"
 MAX_MEMORY_BYTES = 256 << 20
-"""Memory of p2pd at which it is restarted. It uses 40 to 60 MB; what it keeps of disconnected peers, for up to an hour, has no other bound."""
+"""Bytes of memory at which p2pd is restarted. It uses 40 to 60 MB; what it keeps of disconnected peers, for up to an hour, has no other limit."""
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
-"""Share of the limit given to Go as GOMEMLIMIT: above it Go collects garbage more often, so that only live memory reaches the limit."""
+"""Share of the limit that p2pd gets as GOMEMLIMIT. Above it Go collects garbage more often, so that only live memory can reach the limit."""
 FLAGS: dict[str, object] = {
     "relay": 0,
     "relayService": 0,
@@ -35,8 +35,8 @@ FLAGS: dict[str, object] = {
     "autoRelay": 0,
     "idleTimeout": _IDLE_TIMEOUT,
 }
-"""Without ``dht``: libp2p's Kademlia stores any outsider's records. Without ``connManager``: it closes connections in use (see
-``connection_limits.py``). Without relays, AutoNAT and hole punching of libp2p: ``swarmnet_protocols.reachability`` does that."""
+"""The flags of p2pd. ``dht`` is left out because libp2p's Kademlia stores records of any peer, and ``connManager`` because it closes connections in
+use (``connection_limits.py`` replaces it). Relays, AutoNAT and hole punching are off: ``swarmnet_protocols.reachability`` replaces them."""
 
 
 @dataclass(frozen=True)

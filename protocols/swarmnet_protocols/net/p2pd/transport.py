@@ -45,7 +45,7 @@ _MEASURE_UNLIMITED_S = 5.0
 _CONNECTIONS_EVERY = 4
 """Measurements between two checks whether a connection uses QUIC."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
-"""Measurements that become one while the link is neither limited nor used by streams."""
+"""While the link is neither limited nor used by streams, one of this many measurements is made."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class P2pdConfig:
     bootstrap: tuple[str, ...] = ()
     """Peers to connect to at the start."""
     named: tuple[str, ...] = ()
-    """Other addresses that the owner named. They are dialled as they are, like those of ``bootstrap``."""
+    """Other addresses that the owner gave. They are dialled as they are, like those of ``bootstrap``."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` if no bootstrap peer answers."""
     link: LinkLimiter = field(default_factory=LinkLimiter)
@@ -156,7 +156,7 @@ class P2pdTransport:
         return self._addresses
 
     def reach(self) -> Reach:
-        """Unknown: ``swarmnet_protocols.reachability`` finds it out."""
+        """``UNKNOWN``: ``swarmnet_protocols.reachability`` detects it."""
         return Reach()
 
     async def is_connected(self, peer: PeerId) -> bool:
@@ -218,10 +218,10 @@ class P2pdTransport:
         self._connection_guard.dialled(peer)
 
     async def _check_alive(self, peer: PeerId) -> None:
-        """Close the connection to ``peer`` if it does not answer a ping within ``silence_s``, and sends nothing else.
+        """Close the connection to ``peer`` if it neither answers a ping within ``silence_s`` nor sends anything else.
 
-        After an interruption of the path TCP retransmits about as long after it as it lasted, and p2pd keeps the connection for 40 s.
-        Meanwhile streams over it open, and nothing arrives.
+        After an interruption of the path, TCP waits for about as long as that lasted before it retransmits, and p2pd keeps the connection for
+        40 s. Meanwhile streams over it can be opened, but no message arrives.
         """
         if peer in self._pinging:
             self._pinging[peer] = True
@@ -240,7 +240,7 @@ class P2pdTransport:
             self._pinging.pop(peer, None)
 
     async def _is_alive(self, peer: PeerId) -> bool:
-        """Whether anything of ``peer`` came just now or comes within ``silence_s``, or all that was sent to it may still be on its way."""
+        """Whether bytes of ``peer`` came within the last ``alive_s`` or come within ``silence_s``, or bytes sent to it may still be on their way."""
         clock = asyncio.get_running_loop().time
         asked = clock()
         if self._heard_at(peer) > asked - self._timing.alive_s:
@@ -350,7 +350,7 @@ class P2pdTransport:
                 await self._refresh_addresses()
 
     async def _measure_traffic(self) -> None:
-        """Reconcile the rate limiters with the bytes p2pd really sends and receives: retransmissions and relayed bytes, too."""
+        """Reconcile the rate limiters with the bytes that p2pd sends and receives on the wire, retransmissions included."""
         if not WireMeter.is_supported():
             return
         up, down = self._link.up, self._link.down

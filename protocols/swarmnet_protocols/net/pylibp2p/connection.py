@@ -1,11 +1,11 @@
 """One connection of py-libp2p: TCP, noise and yamux, protocol negotiation, and the limits that py-libp2p lacks.
 
-A connection is made in four steps, on either side: the TCP connection, noise (which proves the peer id), yamux, and from then on one
-negotiation for each stream. Runs on trio. Limits of py-libp2p's own that are replaced here:
+Either side makes a connection in three steps: TCP, noise (which proves the peer id) and yamux. Each stream is then negotiated. This module
+runs on trio. It changes three behaviours of py-libp2p:
 
 1. Its yamux drops a stream whose receiver grants no window for 5 s. Here a sender waits as long as the connection lives.
-2. Its yamux takes more than the window it granted. Here the bytes that wait on a connection are limited.
-3. A write that is cancelled leaves part of a frame on the wire. Here a frame that has begun is written whole, or the connection is closed.
+2. Its yamux accepts more bytes than the window that it granted. Here the bytes that wait on a connection are limited.
+3. A cancelled write leaves part of a frame on the wire. Here a frame that has begun is written whole, or the connection is closed.
 """
 
 import socket
@@ -27,7 +27,7 @@ from swarmnet_protocols.net import PeerId
 
 MULTISTREAM = "/multistream/1.0.0"
 MAX_LINE_BYTES = 1024
-"""Longest line of a negotiation. multistream-select allows as much."""
+"""Most bytes of a line of a negotiation, as in multistream-select."""
 MAX_OFFERS = 16
 """Protocols that a peer may offer for one stream."""
 MAX_BUFFERED_BYTES = 32 << 20
@@ -37,10 +37,10 @@ MAX_STREAMS = 256
 WRITE_S = 30.0
 """Seconds after which a frame that the other side does not take ends the connection."""
 WINDOW_CHECK_S = 0.005
-"""Period of the check for window, which py-libp2p does not signal; doubled up to ``MAX_WINDOW_CHECK_S``."""
+"""First period of the check for send window, whose growth py-libp2p does not signal. It doubles up to ``MAX_WINDOW_CHECK_S``."""
 MAX_WINDOW_CHECK_S = 0.08
 PIECE_BYTES = 32 << 10
-"""Bytes of one frame: less than one message of noise, whose limit a whole yamux frame of py-libp2p exceeds."""
+"""Bytes of one yamux frame: less than the limit of a noise message, which py-libp2p's own largest frames exceed."""
 READ_BYTES = 256 << 10
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -150,7 +150,7 @@ class Connection:
 async def upgrade(
     stream: trio.SocketStream, noise: Noise, address: str, expected: PeerId | None = None
 ) -> Connection:
-    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted. Raises any error; closes nothing."""
+    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted. Raises any error, and leaves closing to the caller."""
     stream.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp = BufferedTcp(stream)
     raw = RawConnection(tcp, expected is not None)
@@ -220,7 +220,7 @@ async def _read_exactly(stream: ReadWriteCloser, size_bytes: int) -> bytes:
 
 
 async def wait_window(stream: YamuxStream) -> int:
-    """Bytes that may be sent, once there are any; 0 when the stream has ended.
+    """Wait for send window. Returns the bytes that may be sent; 0 when the stream has ended.
 
     A peer that has closed its side reads no more: p2pd closes both directions at once.
     """

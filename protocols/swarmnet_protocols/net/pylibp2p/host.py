@@ -1,7 +1,7 @@
 """A libp2p host on a thread of its own: it listens, dials, and joins each libp2p stream to a socket of this process, as p2pd does.
 
-py-libp2p runs on trio, the rest of swarmnet on asyncio. Requests go to the thread as tasks (``_call``); streams come back as one end of
-a socket pair, so that everything above is the code that p2pd's streams use.
+py-libp2p runs on trio, the rest of swarmnet on asyncio. Requests go to the thread as tasks (``_call``). Streams come back as one end of a
+socket pair, so that the layers above use the same code as for p2pd's streams.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
 HANDSHAKE_S = 10.0
 """Timeout for the handshakes of a connection, and for the negotiation of a stream."""
 MAX_PENDING = 128
-"""Inbound connections in their handshakes. Each costs the processor about a millisecond."""
+"""Most inbound connections whose handshakes are under way. Each takes about a millisecond of processor time."""
 MAX_PENDING_PER_SUBNET = 16
 CLOSE_S = 10.0
 """Seconds that a closed stream waits for the other side to close it, too."""
@@ -107,7 +107,7 @@ class PyLibp2p(P2pd):
         await self._ended.wait()
 
     def memory_bytes(self) -> int:
-        """Bytes that wait in connections."""
+        """Bytes received on connections and not read."""
         return sum(each.yamux.buffered_bytes() for each in self._all_connections())
 
     async def identify(self) -> list[str]:
@@ -449,7 +449,7 @@ async def _send(local: trio.SocketStream, stream: YamuxStream) -> None:
 
 
 async def _receive(stream: YamuxStream, local: trio.SocketStream) -> bool:
-    """Give the socket what the stream brings. Returns whether the stream broke."""
+    """Copy the bytes of the stream to the socket. Returns whether the stream broke."""
     is_taken = True
     while True:
         try:

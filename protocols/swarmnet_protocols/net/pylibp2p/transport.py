@@ -22,7 +22,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.pipe import adopt
 
 _PACKAGES = ("libp2p", "libp2p.security", "libp2p.transport")
-"""Packages whose ``__init__`` imports what is not used: TLS, QUIC, WebSocket, pubsub, relays."""
+"""Packages whose ``__init__`` imports unused parts: TLS, QUIC, WebSocket, pubsub, relays."""
 
 
 def prepare_libp2p() -> None:
@@ -35,7 +35,7 @@ def prepare_libp2p() -> None:
             "py-libp2p is not installed",
             hint="pip install '.[libp2p]' && pip install --no-deps libp2p==0.8.1",
         ) from error
-    # Both hivemind and py-libp2p declare crypto.pb.KeyType, and a pool takes one of them.
+    # hivemind and py-libp2p both declare crypto.pb.KeyType, and a descriptor pool accepts a name once.
     own_pool = descriptor_pool.DescriptorPool()
     default_pool, descriptor_pool.Default = descriptor_pool.Default, lambda: own_pool
     try:
@@ -87,7 +87,7 @@ class PyLibp2pTransport(P2pdTransport):
                 await host.stop()
 
     async def _supervise_daemon(self) -> None:
-        """Enforce the limits on connections, and refresh the addresses. What waits in connections is limited by disconnecting peers."""
+        """Enforce the limits on connections, and refresh the addresses. There is no process to restart: at the memory limit, peers are disconnected."""
         refreshing = asyncio.create_task(self._refresh_addresses_periodically())
         try:
             while await self._connection_guard.run():
