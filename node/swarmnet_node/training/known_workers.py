@@ -8,7 +8,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import continued
 from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.rosters import Candidate
-from swarmnet_protocols.training.state_transfer import StateSource
+from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
 """Seconds for which a worker is left out after it claimed a round that no voter confirms."""
@@ -76,10 +76,10 @@ class KnownWorkers:
         if self._known and continued([*self._voters, self._me], allowed):
             self._voters = dict(self._known)
 
-    def sources(self, peers: Collection[PeerId], *, only: bool) -> list[StateSource]:
+    def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
         """Sources for a state that ``peers`` have: ``peers``, and unless ``only`` all others after them."""
         known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
         return [
-            StateSource(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)
+            RoundMember(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)
         ]

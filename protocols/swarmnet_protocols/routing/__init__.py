@@ -1,1 +1,1 @@
-"""Which hosts serve which blocks: the cost of a chain, measured speeds, and where a new host is placed."""
+"""Routing and placement: the search for a chain, speed estimates of hosts, and the choice of blocks by hosts."""

@@ -6,13 +6,14 @@ step of one token::
     cost = sum over hops of (delay to the hop + queue_s + block_s * blocks + penalties of the host)
            + delay from the last hop + changes of precision * PRECISION_S
 
-Delays are one-way seconds; the first and last delay are to and from the client (or ``source`` and ``sink``). Those to the client were measured, or are
-estimated from network coordinates; those between hosts are estimated, within what the measured ones allow (``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` its seconds per block. A hop may begin and end inside the span that
-its host announced.
+Delays are one-way seconds; the first and last one are to and from the client (or ``source`` and ``sink``). Delays to the client are measured,
+or estimated from network coordinates; delays between hosts are estimated, within bounds that follow from the measured ones
+(``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` the host's seconds per block. A hop may begin and end
+inside the span that its host announced.
 
 The search has three steps:
 
-1. ``credible`` replaces announced speeds and queues, which a host can falsify, by values that bound the gain of a false one.
+1. ``credible`` replaces announced speeds and queues, which a host can falsify, by values that bound what a host gains by a false one.
 2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, so the search is bounded in a swarm of any size.
 3. ``_search`` finds the cheapest chain by dynamic programming, with costs stretched at random by up to ``MARGIN``, so clients spread over
    chains of about equal cost.
@@ -36,7 +37,7 @@ from swarmnet_protocols.routing.coordinates import Coordinate, distance
 UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
 UNREACHABLE_COST_S = 10.0
-"""Seconds added between two hosts that failed to reach each other: they are neighbours only if no other chain exists."""
+"""Seconds added between two hosts that failed to reach each other: one follows the other only if no other chain exists."""
 RELAY_S = 0.05
 """Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
 FULL_S = 0.5
@@ -44,26 +45,26 @@ FULL_S = 0.5
 HEADROOM = 0.1
 """Share of free memory for KV caches below which a part of ``FULL_S`` is added."""
 REPORTER_S = 0.1
-"""Seconds added for a host that reported that it does not reach another one, which is alive: either may be to blame. If it slanders the other,
-it loses its own sessions; otherwise all hosts before the other report the same, and none is preferred."""
+"""Seconds added for a host that reported that it cannot reach another one, which is alive; either may be at fault. A host whose report is false
+loses sessions itself. If the other host is at fault, all upstream hosts report it, and the term is the same for all."""
 USABLE_ERROR = 0.5
-"""Error of the client's own coordinate from which on its estimates are not used."""
+"""Error of the client's own coordinate above which it is not used for estimates."""
 ENOUGH_DELAYS = 3
-"""Measured delays from which on their median bounds the estimated ones from below."""
+"""Number of measured delays from which estimates are used, with the median of the measured ones as their lower bound."""
 UNAUDITED_S = 0.5
-"""Seconds added for a host in ``View.unaudited``: it is used if the others are far slower, or would change the precision of the chain."""
+"""Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
 PRECISION_S = 1.0
-"""Seconds added where a hop computes in another precision than the hop before it: a chain of one precision is taken unless it is far slower."""
+"""Seconds added where a hop computes in another precision than its upstream hop, so that chains of one precision are preferred unless far slower."""
 CANDIDATES_PER_BLOCK = 8
 """Cheapest hosts of each block and precision that the search considers."""
 PRECISIONS = 3
-"""Precisions that are told apart when candidates are chosen: those of the most hosts. All others count as one."""
+"""Number of precisions, those of the most hosts, that have candidates of their own. All others count as one precision."""
 MARGIN = 0.2
 """Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
 ENOUGH_MEASURED = 3
-"""Measured hosts from which on their median replaces that of the announcements. One or two may be slow by chance."""
+"""Number of measured hosts from which their median speed replaces that of the announcements. One or two may be slow by chance."""
 GUARD_MARGIN = 1.5
-"""A host that is no guard is first or last hop only if a guard costs this many times as much."""
+"""Factor by which a guard may cost more than another host and still be taken as first or last hop."""
 BAN_S = 15.0
 """Seconds for which a host is avoided after its first failure."""
 BAN_MAX_S = 240.0
@@ -85,9 +86,9 @@ class HostInfo:
     is_symmetric: bool = False
     """Whether it is behind a router through which no hole is punched."""
     precision: str = ""
-    """The precision in which it computes, as in ``HostRecord``; empty if it is unknown."""
+    """The precision in which it computes, as in ``HostRecord``; empty if unknown."""
     coordinate: Coordinate | None = field(default=None, compare=False)
-    """Its place in delay space, as it announced it; None if that is unknown."""
+    """Its network coordinate, as announced; None if unknown."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
 
@@ -122,7 +123,7 @@ class View:
     unreachable: frozenset[tuple[PeerId, PeerId]] = frozenset()
     """Pairs, as made by ``pair_of``, that failed to reach each other recently."""
     reporters: frozenset[PeerId] = frozenset()
-    """The hosts of these pairs which reported that."""
+    """The hosts that reported such a failure."""
     block_s: Mapping[PeerId, float] = field(default_factory=dict)
     """Seconds per block that the client measured."""
     guards: frozenset[PeerId] = frozenset()
@@ -130,23 +131,23 @@ class View:
     relayed: frozenset[PeerId] = frozenset()
     """Hosts that cannot be dialled."""
     symmetric: frozenset[PeerId] = frozenset()
-    """The hosts of ``relayed`` that are behind symmetric routers: such a host and another one of ``relayed`` need a relay between them."""
+    """The hosts of ``relayed`` behind symmetric routers, which need a relay between them and any other host of ``relayed``."""
     unaudited: frozenset[PeerId] = frozenset()
-    """Hosts that announce a precision of their own for blocks that other hosts have, too: none of these could check their outputs."""
+    """Hosts that announce, for blocks that other hosts also have, a precision that none of these has: none could check their outputs."""
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
-    """Network coordinates of hosts, as they told them."""
+    """Network coordinates that hosts announced."""
     own: Coordinate | None = None
     """The network coordinate of the client."""
     cache_free: Mapping[PeerId, float] = field(default_factory=dict)
-    """Share of the memory for KV caches that is free, as the hosts told."""
+    """Share of the memory for KV caches that is free, as hosts reported."""
     explore: bool = False
-    """Whether an unmeasured host that announces it counts as fast as the fastest measured one, so that it gets measured."""
+    """Whether an unmeasured host may count as fast as the fastest measured one, if it announces that, so that it gets measured."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
         """One-way seconds between two peers (None: the client).
 
-        Between two hosts it is the distance of their coordinates, but not below the difference of their delays to the client, nor above the
-        sum, the way through the client: by the triangle inequality a host gains little by a false coordinate. Without coordinates it is the sum.
+        Between two hosts it is the distance of their coordinates, at least the difference and at most the sum of their delays to the client
+        (the triangle inequality), so that a host gains little by a false coordinate. Without coordinates it is the sum.
         """
         if one == other:
             return 0.0
@@ -169,7 +170,7 @@ class View:
         return between_s
 
     def delay_to(self, peer: PeerId) -> float:
-        """One-way seconds to a host: measured, or estimated from coordinates, but then at least the median of the measured delays."""
+        """One-way seconds to a host: measured, or estimated from coordinates as at least the median of the measured delays."""
         measured_s = self.delay_s.get(peer)
         if measured_s is not None:
             return measured_s
@@ -185,7 +186,7 @@ class View:
         return median_high(self.delay_s.values())
 
     def penalty_of(self, peer: PeerId) -> float:
-        """Seconds added for a host that has no room, that does not reach others, or that no other host can audit."""
+        """Seconds added for a host without free memory, one that reported failures to reach others, and one that no other host can audit."""
         full_s = FULL_S * max(0.0, 1 - self.cache_free.get(peer, 1.0) / HEADROOM)
         return full_s + REPORTER_S * (peer in self.reporters) + UNAUDITED_S * (peer in self.unaudited)
 
@@ -193,10 +194,10 @@ class View:
 def credible(view: View) -> View:
     """``view`` with credible speeds and queues in place of announced ones, and with all delays to the client.
 
-    A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median: of the measured hosts,
-    or of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. A slower announcement is taken as it is: it gains a host nothing.
+    A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median of the measured hosts, or
+    of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. Announcements of less than that are used unchanged, because they gain a host nothing.
     The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
-    Hosts without another one to audit them are noted, since a liar could announce a precision of its own.
+    ``unaudited`` is filled in, since a dishonest host could announce a precision of its own to avoid audits.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
     if not announced:
@@ -250,7 +251,7 @@ def find_chain(
     """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). ``precision``: that of the chain's other hops.
 
     A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
-    each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. With guards, a first or last hop that is no guard costs
+    each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
     ``GUARD_MARGIN`` times as much. Banned hosts are used only for blocks without another host. Raises ``NoRoute`` with the blocks
     that no host covers.
     """
@@ -265,7 +266,7 @@ def find_chain(
 def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
     """The hosts that may be used, and the parts of ``span`` that none covers.
 
-    Where only banned hosts are left, the one whose failure is oldest is used: it is the likeliest to have recovered.
+    Where only banned hosts are left, the one whose failure is oldest is used, because it is the most likely to have recovered.
     """
     usable = {
         host.peer: host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]
@@ -297,7 +298,7 @@ def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[in
 def _shortlist(
     view: View, hosts: Sequence[HostInfo], span: tuple[int, int], stretch: Mapping[PeerId, float]
 ) -> list[HostInfo]:
-    """The hosts among the cheapest for some block, and all guards. Stretched costs decide, so peer ids do not decide between equals."""
+    """The hosts that are among the cheapest of some block, and all guards. Stretched costs are compared, so that ties are broken at random."""
 
     def price(host: HostInfo) -> float:
         cost_s = view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_to(host.peer)
@@ -318,7 +319,7 @@ def _shortlist(
 
 
 class _Path(NamedTuple):
-    """Hops up to a boundary, the last of them on ``host`` since block ``begun``, after those of ``before``."""
+    """A chain up to a boundary of blocks: the hops of ``before``, and then ``host`` from block ``begun`` on."""
 
     cost: float
     host: HostInfo
@@ -345,8 +346,8 @@ def _search(
 ) -> list[Hop]:
     """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
 
-    A host that costs more as the last hop has two states, since a path must know the factor of its costs when it enters the host: one that
-    goes to the end of the span, and one that leaves before.
+    A host that costs more as the last hop has two states, one that goes to the end of the span and one that leaves before, since the factor
+    of its costs must be known when a path enters it.
     """
     source, sink = ends
     delays = _Delays(view)
@@ -437,7 +438,7 @@ class Bans:
             ban_s = BAN_S
         elif now > at + ban_s:
             ban_s = min(2 * ban_s, BAN_MAX_S)
-        # Hosts without a failure for another ban's length are forgotten, as those that have left would never be.
+        # Entries end by time, because hosts that have left never succeed again.
         self._failed = {each: (at, ban) for each, (at, ban) in self._failed.items() if now <= at + 2 * ban}
         self._failed[peer] = (now, ban_s)
 

@@ -5,7 +5,7 @@ position in a Euclidean space and a height, the delay of its access link. The es
 
     distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j        (without the adjustments a, if they make it negative)
 
-After a measurement of that delay, ``delay_s``, peer i corrects itself as a spring between the two would::
+After that delay was measured as ``delay_s``, peer i moves as if a spring lay between the two::
 
     w    = e_i / (e_i + e_j)                                      e: the relative error that a peer expects of its coordinate
     r    = delay_s - distance(i, j), without the adjustments      the residual
@@ -15,11 +15,11 @@ After a measurement of that delay, ``delay_s``, peer i corrects itself as a spri
 As in serf (hashicorp/serf, coordinate/client.go), a peer uses the median of the last three delays to each other peer, adds a share of its
 recent residuals as ``a``, and is drawn towards the origin, so that the coordinates of all peers do not drift together.
 
-Peers lie about coordinates and delay their answers. These bounds limit what that moves: coordinates and delays out of range are not used; the
-error of another peer counts as ``MIN_ERROR`` at least; ``a`` is half of a median, not of a mean; and one measurement moves a peer by
-``MAX_STEP_S`` at most, whatever delay it claims, so that a minority is held by the springs to all others. Filters that leave out
-unusual measurements were worse: liars who stay just within them went farther, and honest peers were left at wrong places. The caller
-should measure peers that it picked itself.
+Peers may announce false coordinates and delay their answers. Bounds limit how far that moves an honest peer: coordinates and delays out of range
+are not used; the error of another peer counts as at least ``MIN_ERROR``; ``a`` is half of a median, not of a mean; and one measurement moves
+a peer by at most ``MAX_STEP_S``, so that the springs to honest peers outweigh a minority. Filters that leave out unusual measurements were
+worse in simulation: attackers just within them moved peers farther, and honest peers kept wrong places. The caller should measure peers that
+it has picked itself.
 """
 
 import math
@@ -33,24 +33,24 @@ from swarmnet_protocols.net import PeerId
 
 DIMENSIONS = 3
 MAX_DELAY_S = 5.0
-"""Longest one-way delay that is measured or estimated, in seconds. Longer ones are the wait for a stalled machine, not the network."""
+"""Longest one-way delay that is measured or estimated, in seconds. Longer ones come from stalled machines, not from the network."""
 MIN_HEIGHT_S = 1e-5
 MIN_ERROR, MAX_ERROR = 0.1, 1.5
 GAIN = 0.25
-"""C in the equations: the share of a residual that one measurement corrects at most."""
+"""C in the equations: the largest share of a residual that one measurement corrects."""
 MAX_STEP_S = 0.003
-"""Farthest that one measurement moves a peer, in seconds."""
+"""Largest distance by which one measurement moves a peer, in seconds."""
 RECENT = 20
-"""Residuals of which the adjustment is half of the median."""
+"""Number of residuals over which the adjustment, half of their median, is computed."""
 FILTERED = 3
-"""Delays to one peer of which the median is used."""
+"""Number of the last delays to one peer whose median is used."""
 MAX_FILTERED_PEERS = 256
 """Peers whose last delays are remembered."""
 GRAVITY = 0.001
 """Pull towards the origin, per second of the squared distance from it: 10 microseconds a measurement at 100 ms."""
 
 _NEAR_S = 1e-6
-"""Distance below which two positions have no direction from one to the other, and least delay."""
+"""Distance, in seconds, below which the direction between two positions is undefined; also the least delay that is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class Coordinate:
     """Seconds along each of ``DIMENSIONS`` axes."""
     height_s: float = MIN_HEIGHT_S
     adjustment_s: float = 0.0
-    """Correction for what the space cannot represent."""
+    """Half the median residual: a correction for delays that no position in the space represents."""
     error: float = MAX_ERROR
     """Relative error that the peer expects of its estimates."""
 
     def numbers(self) -> list[float]:
-        """As :func:`read_coordinate` reads it."""
+        """The numbers from which :func:`read_coordinate` reads the coordinate."""
         return [*self.position, self.height_s, self.adjustment_s, self.error]
 
 
 def read_coordinate(numbers: Sequence[float]) -> Coordinate | None:
-    """The coordinate in ``numbers``, which a peer sent; None if there is none, or one that no honest peer has."""
+    """The coordinate in ``numbers``, which a peer sent; None if their count or range is invalid."""
     if len(numbers) != DIMENSIONS + 3:
         return None
     *position, height_s, adjustment_s, error = numbers
@@ -107,7 +107,7 @@ class OwnCoordinate:
         self._delays: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def measured(self, peer: PeerId, remote: Coordinate, delay_s: float) -> None:
-        """The one-way delay to ``peer``, which has the coordinate ``remote``, was ``delay_s``. A delay out of range is ignored."""
+        """Correct the coordinate after the one-way delay to ``peer``, at ``remote``, was measured as ``delay_s``. A delay out of range is ignored."""
         if not 0 <= delay_s <= MAX_DELAY_S:
             return
         delays = self._delays.setdefault(peer, deque(maxlen=FILTERED))
@@ -132,7 +132,7 @@ def corrected(
 ) -> Coordinate:
     """``here`` after ``delay_s`` > 0 was measured to a peer at ``remote``, by the equations above.
 
-    ``direction``: the unit vector along which a peer at the same place is left.
+    ``direction``: the unit vector along which two peers at the same place are moved apart.
     """
     error_j = max(remote.error, MIN_ERROR)
     gain = GAIN * here.error / (here.error + error_j)

@@ -17,8 +17,8 @@ MAX_BLOCK_S = 3600.0
 class Speeds:
     """Seconds per block of every host that took part in a measured step: normalised least mean squares (Kaczmarz's method).
 
-    The client measures the time of a chain itself and needs no report of a hop. The difference to the expected time is shared by the
-    hops in proportion to their blocks; chains of other hosts separate them.
+    The client measures the time of a whole chain itself, and uses no reports of hops. The difference to the expected time is divided among
+    the hops in proportion to their blocks; measurements of other chains tell the hops apart.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class Speeds:
         """Seconds per block, and when that was measured."""
 
     def measured(self, view: View, chain: Sequence[Hop], step_s: float, now: float) -> None:
-        """A step of one token took ``step_s`` from the client through ``chain`` and back.
+        """Correct the estimates after a step of one token took ``step_s`` from the client through ``chain`` and back.
 
-        ``view`` holds what ``at`` gave for ``now``, as ``credible`` returns it. Hosts that it does not contain are ignored.
+        ``view`` is a result of ``credible`` with the speeds that ``at`` returned for ``now``. Hosts that it does not contain are ignored.
         """
         hops = [hop for hop in chain if hop.peer in view.block_s]
         if not hops or not 0 <= step_s < math.inf:

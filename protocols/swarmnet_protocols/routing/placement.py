@@ -1,9 +1,9 @@
 """The choice of blocks of a joining host: a pure function of the claims of all hosts and a random source.
 
-Petals (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models Over The Internet", section 3.2) takes the
-weakest span of all, so hosts that join with the same view of the swarm all take the same blocks. Here a host compares a few spans drawn at
-random by the throughput of the swarm: on a stale view a choice among few does better than one among all (Mitzenmacher 2000, "How Useful Is
-Old Information?").
+In Petals (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models Over The Internet", section 3.2) a host takes
+the weakest span of all, so hosts that join with the same view of the swarm take the same blocks. Here a host draws a few spans at random and
+takes the one that gives the swarm the most throughput: on a stale view, a choice among few is better than one among all (Mitzenmacher 2000,
+"How Useful Is Old Information?").
 """
 
 import random
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from swarmnet_protocols.routing.throughput import MAX_SPEED, ROUNDING, Claim, Supply, usual_speed
 
 DRAWS = 8
-"""Spans that a joining host compares. More find a better one on a fresh view, and more often the same one as other hosts on a stale view."""
+"""Spans that a joining host compares. With more, it finds a better one on a fresh view, and more often the one that other hosts find on a stale view."""
 MAX_RIVALS = 16
-"""Joining hosts whose choices a host computes before its own, at most, because each takes milliseconds in a large swarm."""
+"""Most joining hosts whose choices a host computes before its own: each choice takes milliseconds in a large swarm."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Choice:
 def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: random.Random) -> Choice:
     """The span of ``length`` blocks for a host that joins the hosts of ``claims``.
 
-    While blocks have no host, it is a span that leaves the fewest such blocks, in the fewest pieces, so that hosts of any lengths fit
-    beside it. Of at most ``DRAWS`` possible spans, drawn with ``rng``, it is the one with which the swarm has the highest throughput, and
-    among equals the one with the slowest block. Raises ``ValueError`` unless 0 < length <= blocks.
+    While blocks have no host, only spans are possible that leave the fewest such blocks, in the fewest pieces, so that hosts of any length
+    fit beside it. At most ``DRAWS`` possible spans are drawn with ``rng``. The result is the one with which the swarm has the highest
+    throughput, and among equals the one with the slowest block. Raises ``ValueError`` unless 0 < length <= blocks.
     """
     if not 0 < length <= blocks:
         raise ValueError(f"a span of {length} in a model of {blocks} blocks")
@@ -58,13 +58,13 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
 def draw(blocks: int, length: int, rng: random.Random) -> list[int]:
     """``DRAWS`` starts of spans of ``length`` blocks.
 
-    Starts before block 0 and after the last possible one count as these, so that the first and last blocks have their share.
+    Starts are drawn beyond both ends and then clamped, so that the first and last blocks are covered as often as the others.
     """
     return [min(max(rng.randrange(1 - length, blocks), 0), blocks - length) for _ in range(DRAWS)]
 
 
 def resolve_claims(mine: Claim, others: Sequence[Claim], *, blocks: int) -> Choice:
-    """The span to claim in place of that of ``mine``, or the same one, after the claims of other joining hosts arrived.
+    """The span to claim, which may be that of ``mine``, after the claims of other joining hosts have arrived.
 
     Hosts that chose at the same time choose again in the order of their peer ids, after the settled ones. Each draws with its peer id as
     the seed, so all hosts that see the same claims compute the same placement without further messages, and a host that joins again
@@ -101,7 +101,7 @@ def closing(rates: Sequence[float], length: int) -> list[int]:
 
 
 def _reason(rates: Sequence[float], before: float, after: float) -> str:
-    """Why the span whose blocks have these rates is chosen, if it raises the throughput from ``before`` to ``after``."""
+    """The reason for choosing a span whose blocks have these rates, and which raises the throughput from ``before`` to ``after``."""
     gaps = sum(not rate for rate in rates)
     if gaps == len(rates):
         return "no other host has these blocks"

@@ -1,13 +1,13 @@
-"""Moves of hosts between blocks: a pure function of the claims of all hosts, of what a host saw before, the time, and a random source.
+"""Moves of hosts between blocks: a pure function of the claims of all hosts, a host's earlier looks, the time, and a random source.
 
-All hosts that see the same claims draw the same conclusions from them (:class:`Outlook`), so no message beyond the claims is needed:
+All hosts that see the same claims compute the same state of the swarm (:class:`Outlook`), so no messages beyond the claims are needed:
 
-1. Blocks without a host are filled at once. A plan names the hosts that move: those that leave no block without a host, and where these do
-   not suffice, neighbours of the gap shift towards it. Every host computes the same plan and acts on its own part.
-2. Else hosts move to raise the throughput. The swarm is short of hosts where a demand above the present throughput, though not above the
-   mean of all hosts, would not be served. A host moves only to blocks where much more of its time is of use at that demand; if it found so
-   for ``CONFIRM_S``; if it did not move in the last ``MOVE_PAUSE_S``; and with a chance such that together the hosts move at most as much
-   as is short from one look to the next, when they see what others announced.
+1. Blocks without a host are filled at once. A plan says which hosts move: first hosts whose blocks all have another host, and if these do not
+   suffice, neighbours of the gap shift towards it. Every host computes the same plan and carries out its own part.
+2. If there are none, hosts move to raise the throughput. A shortage is a demand above the present throughput, but not above the mean of all
+   hosts, that would not be served. A host moves only to blocks where much more of its time is of use at that demand; after it has found so for
+   ``CONFIRM_S``; not within ``MOVE_PAUSE_S`` of its last move; and with a probability such that all hosts together move at most as much as is
+   missing between two looks, when they see what others have announced.
 """
 
 import math
@@ -27,17 +27,17 @@ CONFIRM_S = 150.0
 MOVE_PAUSE_S = 3600.0
 """Seconds after a move until a host moves again, unless a block has no host."""
 GAP_WAIT_S = 60.0
-"""Seconds after which hosts outside of the plan fill a gap, too: those of the plan may be gone, or may not do as it says."""
+"""Seconds after which hosts outside the plan fill a gap as well: those of the plan may be gone, or may not follow it."""
 GAP_PAUSE_S = 60.0
 """Seconds after a move until a host moves to fill a gap."""
 DEAD_BAND = 0.05
-"""Share by which the throughput may be below the mean of all hosts without any move."""
+"""Share by which the throughput may be below the mean of all hosts before hosts move."""
 STEP = 0.25
-"""Share by which the demand that shows where hosts are missing is above the present throughput."""
+"""Share by which the demand that reveals shortages is above the present throughput."""
 USEFUL = 0.5
-"""Share of a host's time, or of what is short, that must find more use elsewhere for it to move;"""
+"""Least share of a host's time, or of the shortage, that a move must put to more use. If it does not, ``RAISE`` must hold."""
 RAISE = 0.1
-"""or share by which its move must raise the throughput, as only moves in small swarms do."""
+"""Least share by which a move must raise the throughput if ``USEFUL`` does not hold. Only moves in small swarms raise it so much."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Looks:
     moved_at: float = -math.inf
     """When it last decided to move."""
     target: tuple[int, int] | None = None
-    """The blocks where the last look found that it would help."""
+    """The blocks where, by the last look, the host would help."""
     target_since: float = math.inf
-    """The first of the latest looks that all found so."""
+    """Time of the first of the consecutive looks with this target."""
     gap_since: float = math.inf
-    """The first of the latest looks that all found blocks without a host."""
+    """Time of the first of the consecutive looks that found blocks without a host."""
 
 
 @dataclass(frozen=True)
 class Move:
     """Blocks [start, end) for a host to serve in place of those that it serves, and the reason in one sentence for its owner.
 
-    ``fills_gap``: the model cannot be served without it. Then the host does not wait for its sessions, and leaves its blocks even if it is
-    their last host. Otherwise it first loads the new blocks, and leaves the old ones when it ``may_leave`` them.
+    ``fills_gap``: the model cannot be served without the move. The host then does not wait for its sessions, and leaves its blocks even if it
+    is their last host. Otherwise it loads the new blocks first, and leaves the old ones when ``may_leave`` allows it.
     """
 
     start: int
@@ -69,7 +69,7 @@ class Move:
 
 
 class Outlook:
-    """The state of the swarm that follows from the claims of all hosts. Every host that has the same claims computes the same outlook."""
+    """The state of the swarm computed from the claims of all hosts, which is the same for every host that has the same claims."""
 
     def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
         self.blocks = blocks
@@ -78,7 +78,7 @@ class Outlook:
         self.staying = [claim for claim in claims if claim.settled and claim.peer not in intents]
         """Claims of the hosts that neither move nor join."""
         self.placed = [*self.staying, *intents.values()]
-        """One claim of each host: where it will be when all that is announced is done."""
+        """One claim of each host: the blocks that it will have after all announced moves."""
         self.supply = Supply(blocks, self.placed, self.most)
 
     @cached_property
@@ -107,7 +107,7 @@ class Outlook:
 
     @property
     def short(self) -> float:
-        """Blocks per second that are missing at this demand."""
+        """The shortage at this demand, in blocks per second."""
         return self.blocks * self.demand - self.served
 
     @cached_property
@@ -124,10 +124,10 @@ class Outlook:
 def should_move(
     outlook: Outlook, mine: Claim, looks: Looks, *, length: int, now: float, rng: random.Random
 ) -> tuple[Move | None, Looks]:
-    """The move for the host of ``mine``, a settled claim, or None; and what it has to remember until its next look.
+    """The move for the host of ``mine``, a settled claim, or None; and the looks to pass at its next look.
 
-    ``length``: blocks that it can hold, at least as many as it does. Its move is not announced yet; it announces it at once, as a claim
-    that is not settled.
+    ``length``: blocks that the host can hold, at least as many as it holds now. The caller announces the move at once, as a claim that is
+    not settled.
     """
     length = min(length, outlook.blocks)
     if outlook.gaps:
@@ -140,7 +140,7 @@ def should_move(
     target, gain = _target(outlook, mine, looks.target, length, rng)
     if target is None or target != looks.target:
         return None, replace(looks, target=target, target_since=now if target else math.inf)
-    # So all hosts together move at most as much as is short, or one host, between two looks.
+    # With this probability, all hosts together move at most as much as is missing, or one host, between two looks.
     chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.supply.mean)
     if now < looks.target_since + CONFIRM_S or rng.random() > chance:
         return None, looks
@@ -151,7 +151,7 @@ def should_move(
 def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
     """Whether every block of ``mine`` has another host that serves it and does not move.
 
-    Of two hosts that would leave the same block at the same time, the one with the lower peer id may.
+    Of two hosts that would leave the same block at the same time, the one with the lower peer id leaves.
     """
     moving = {claim.peer for claim in claims if not claim.settled and claim.peer < mine.peer}
     staying = [
@@ -161,7 +161,7 @@ def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
 
 
 def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
-    """The number of ``claims`` of each block."""
+    """The number of claims to each block."""
     changes = [0] * (blocks + 1)
     for claim in claims:
         start, end = max(claim.start, 0), min(claim.end, blocks)
@@ -178,16 +178,16 @@ def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
 def _target(
     outlook: Outlook, mine: Claim, last: tuple[int, int] | None, length: int, rng: random.Random
 ) -> tuple[tuple[int, int] | None, float]:
-    """The span of the last look, if the host of ``mine`` would still help there, else the best of a few drawn at random; None if none helps.
+    """The span of the last look, if the host of ``mine`` would still help there, or the best of a few drawn at random; None if none helps.
 
-    And the share of the host's time that is of more use there.
+    The second value is the share of the host's time that is of more use there.
     """
     speed = min(mine.blocks_per_s, outlook.most)
     without = outlook.supply.copy()
     without.add(mine.start, mine.end, -speed)
 
     def gain(span: tuple[int, int]) -> tuple[float, float]:
-        """The throughput with the host on ``span``, and how many blocks per second more are served; 0 if that is not clear, or not safe."""
+        """The throughput with the host on ``span``, and the additional blocks per second that are served; zeros for too little gain or an unsafe move."""
         if not _is_safe(outlook, mine, *span):
             return 0.0, 0.0
         after = without.copy()
@@ -219,7 +219,7 @@ def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
 def _fill(
     outlook: Outlook, mine: Claim, looks: Looks, length: int, now: float, rng: random.Random
 ) -> Move | None:
-    """The move of the host of ``mine`` to fill a gap: by growing, as the plan says, or, if those of the plan do not move, by chance."""
+    """The move of the host of ``mine`` to fill a gap: by growing, by the plan, or, if the hosts of the plan do not move, at random."""
     gaps = set(outlook.gaps)
     if length > mine.end - mine.start:
         starts = range(max(mine.end - length, 0), min(mine.start, outlook.blocks - length) + 1)
@@ -290,7 +290,7 @@ def _rate_without(claim: Claim, rates: Sequence[float], most: float) -> float:
 def _shifted(
     placed: Mapping[PeerId, Claim], movable: Set[PeerId], blocks: int, direction: int
 ) -> dict[PeerId, Claim]:
-    """The claims with each host that follows a gap moved to its beginning; from block 0 (``direction`` 1) or from the last block (-1)."""
+    """The claims after each host behind a gap has moved to the beginning of the gap, from block 0 (``direction`` 1) or from the last block (-1)."""
 
     def mirrored(claim: Claim) -> Claim:
         return claim if direction > 0 else replace(claim, start=blocks - claim.end, end=blocks - claim.start)

@@ -1,13 +1,14 @@
-"""The throughput of a swarm: what its hosts can give together, each of them spending its time on any blocks of its span.
+"""The throughput of a swarm: the tokens per second of all its hosts, each of which may spend its time on any blocks of its span.
 
-A host computes ``blocks_per_s`` single-token steps of one block per second. The most tokens per second that all hosts together can give is,
-by the min-cut theorem,
+A host computes ``blocks_per_s`` single-token steps of one block per second. By the max-flow min-cut theorem, the most tokens per second that
+all hosts together can compute is
 
     min over sets S of blocks of (sum of blocks_per_s over the hosts that have a block of S) / |S|
 
-For spans no solver is needed. To give ``demand`` tokens per second to every block, the blocks are filled in order, each from the hosts whose
-spans end first: no other division gives more in total (Glover 1967, "Maximum Matching in a Convex Bipartite Graph"), and a block that falls
-short yields a tighter set. Blocks between two starts or ends of spans have the same hosts: they are filled as one.
+Because hosts have spans of blocks, no solver is needed. To serve ``demand`` tokens per second on every block, the blocks are filled in order,
+each from the hosts whose spans end first: no other division serves more in total (Glover 1967, "Maximum Matching in a Convex Bipartite
+Graph"), and a block that falls short shows a set with a smaller ratio. Blocks between two bounds of spans have the same hosts and are filled
+as one.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ from statistics import median
 from swarmnet_protocols.net import PeerId
 
 MAX_SPEED = 10.0
-"""Highest speed of a claim that counts, in medians of all claims: a host can announce any speed, and so keep others away from its blocks."""
+"""Highest speed with which a claim counts, in multiples of the median of all claims: by a false speed, a host could keep others away from its blocks."""
 ROUNDING = 1e-9
 """Relative difference below which two throughputs count as equal."""
 
@@ -39,21 +40,21 @@ class Claim:
     blocks_per_s: float = 1.0
     settled: bool = True
     may_move: bool = True
-    """Whether the host may choose other blocks: its owner can name them."""
+    """Whether the host may move to other blocks; false if its owner has fixed them."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:
-    """The median of the claimed speeds: what to expect of a host whose speed is not measured. 1 without claims."""
+    """The median of the claimed speeds, which is assumed for a host whose speed is not measured; 1 without claims."""
     return median([claim.blocks_per_s for claim in claims] or [1.0])
 
 
 def throughput(claims: Iterable[Claim], blocks: int) -> float:
-    """Tokens per second that the hosts of ``claims`` can give together; 0 if one of the model's ``blocks`` has no host."""
+    """Tokens per second that the hosts of ``claims`` can compute together; 0 if one of the model's ``blocks`` has no host."""
     return Supply(blocks, claims).throughput()
 
 
 class Supply:
-    """Blocks per second that hosts can spend, by their spans. Claims count within the model, each with ``most`` blocks per second at most."""
+    """The speeds of hosts, in blocks per second, by their spans. Claims are clipped to the model's blocks and to ``most`` blocks per second each."""
 
     def __init__(self, blocks: int, claims: Iterable[Claim] = (), most: float = float("inf")) -> None:
         self.blocks = blocks
@@ -113,7 +114,7 @@ class Supply:
         return sum(self._filled(demand)[0])
 
     def can_give(self, demand: float) -> bool:
-        """Whether the throughput is at least ``demand``: a fraction of the work of computing it."""
+        """Whether the throughput is at least ``demand``. Takes a fraction of the time of ``throughput``."""
         return self.served(demand) >= self.blocks * demand * (1 - ROUNDING)
 
     def _filled(self, demand: float) -> tuple[list[float], list[int]]:

@@ -1,12 +1,12 @@
 """The activation log: what one hop has sent down the chain, kept so that a failed hop behind it can be replaced.
 
-A log belongs to one hop (the client has one too, of token ids) and feeds the downstream hop, and for some time its standby, which is to
-replace it. It has two parts:
+A log belongs to one hop (the client has one too, of token ids). It feeds the downstream hop, and while that has a standby, the standby too. It
+has two parts:
 
 1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
    number of the latest steps.
-2. The compacted part: one growing buffer for each sequence; forked sequences share what they have in common. Steps that the client has
-   acknowledged were computed by every hop, so only a *fresh* hop, which has nothing, needs them; it computes them fastest as long prefills.
+2. The compacted part: one growing buffer for each sequence; forked sequences share the memory of their common positions. Steps that the client
+   has acknowledged were computed by every hop, so only a *fresh* hop, without KV caches, needs them. It computes them fastest as long prefills.
 
 :meth:`ActivationLog.attach` starts feeding a hop. A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the
 pending steps; a survivor gets the pending steps after the last one it has. Each step is delivered once, in order; the steps' positions
@@ -24,29 +24,26 @@ from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitRe
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
-"""Positions of one replay step: enough to compute efficiently, few enough that the next hop can work on the one before."""
+"""Positions of one replay step: enough to compute efficiently, and few enough that two hops work on successive ones at the same time."""
 STANDBY_POSITIONS = 32
-"""Positions of one replay step to a standby, for which no step waits: other sessions on its host wait for one such forward at most."""
+"""Positions of one replay step to a standby. No step of the session waits for it, and other sessions on its host wait for at most one such forward."""
 MIN_SHARED = 64
-"""Values that a forked sequence shares with its source at least: fewer are copied."""
+"""Least positions that a forked sequence shares with its source in memory; fewer are copied."""
 MOST_KEPT = 4
-"""Bytes of a buffer that a fork keeps alive at most, in multiples of those that it shares."""
+"""Most bytes of a buffer that a fork keeps alive, as a multiple of the bytes that it shares."""
 
 
 class LogDropped(OutOfResources):
-    """The log outgrew its limit and dropped its compacted part: it can feed a survivor, not a fresh hop."""
+    """The log reached its limit and dropped its compacted part: it can feed a survivor, but not a fresh hop."""
 
 
 class StepsCompacted(SwarmnetError):
-    """The hop lacks steps that are compacted by now: only a fresh hop can be fed."""
+    """The hop lacks steps that have been compacted: only a fresh hop can be fed."""
 
 
 class _SequenceBuffer:
-    """The compacted values of one sequence, [length, ...]: values shared with other sequences, and then own values in a buffer that
-    doubles when it is full.
-
-    Values that were appended never change.
-    """
+    """The compacted values of one sequence, [length, ...]: first values shared with other sequences, then its own, in a buffer that doubles
+    when it is full. Appended values never change."""
 
     def __init__(self, shared: torch.Tensor | None = None) -> None:
         """Begins with the values ``shared``, a view of the buffer of another sequence."""
@@ -57,18 +54,18 @@ class _SequenceBuffer:
 
     @property
     def storages(self) -> dict[int, int]:
-        """The memory that it keeps alive: address and bytes of each part."""
+        """The memory that this buffer keeps alive: address and bytes of each part."""
         parts = [part.untyped_storage() for part in (self.shared, self._own) if part is not None]
         return {part.data_ptr(): part.nbytes() for part in parts}
 
     def begins_like(self, other: "_SequenceBuffer") -> bool:
-        """Whether ``other`` has the values that this one shares, in the same memory."""
+        """Whether ``other`` has the shared values of this buffer in the same memory."""
         if self.shared is None or other.length < self.forked_at:
             return False
         return other._first().data_ptr() == self.shared.data_ptr() and other._first_length >= self.forked_at
 
     def values(self, start: int, end: int) -> torch.Tensor:
-        """The values ``start`` to ``end``, which later appends do not change."""
+        """The values of positions [start, end), which later appends do not change."""
         parts = []
         if self.shared is not None and start < self.forked_at:
             parts.append(self.shared[start:end])
@@ -118,10 +115,10 @@ class _SequenceBuffer:
 
 
 class Cursor:
-    """The next step for one downstream hop. Made by ``ActivationLog.attach``, advanced by ``next``.
+    """The place of one downstream hop in the log. Made by ``ActivationLog.attach``, advanced by ``next``.
 
-    ``replay`` has the replay steps that are left. ``index`` is the position of the next pending step. ``applied`` is the last step that
-    a survivor has or was sent; 0 for a fresh hop.
+    ``replay``: the replay steps that are left. ``index``: the index of the next pending step. ``applied``: the last step that a survivor has
+    or was sent; 0 for a fresh hop.
     """
 
     def __init__(self, replay: Iterator[Step], index: int, applied: int) -> None:
@@ -136,7 +133,7 @@ class ActivationLog:
     def __init__(self, reservation: Reservation, *, keep_values: bool = True) -> None:
         """The log's bytes count in ``reservation``. If its limit is reached, the compacted part is dropped.
 
-        ``keep_values`` false: no compacted part from the start, for a hop that has no hop behind it.
+        ``keep_values`` false: the log has no compacted part from the start, for a hop without a downstream hop.
         """
         self._reservation = reservation
         self._buffers: dict[int, _SequenceBuffer] | None = {} if keep_values else None
@@ -175,7 +172,7 @@ class ActivationLog:
     def append(self, step: Step) -> None:
         """Add the newest step. Raises what ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit.
 
-        At the limit, hops that still lack acknowledged steps are fed no longer.
+        At the limit, hops that still lack acknowledged steps are no longer fed.
         """
         self.check(step)
         self._pending_bytes += step.values.nbytes
@@ -248,7 +245,7 @@ class ActivationLog:
 
         A standby is replayed in smaller parts.
 
-        Raises ``LogDropped`` if a fresh hop cannot be fed, ``StepsCompacted`` if this survivor cannot be fed but a fresh hop could.
+        Raises ``LogDropped`` if a fresh hop cannot be fed, and ``StepsCompacted`` if this survivor cannot be fed although a fresh hop could.
         """
         replay: Iterator[Step] = iter(())
         if applied == 0:
@@ -263,14 +260,14 @@ class ActivationLog:
         return cursor
 
     def detach(self, cursor: Cursor) -> None:
-        """Stop feeding the hop behind ``cursor``. Idempotent."""
+        """Stop feeding the hop of ``cursor``. Idempotent."""
         if cursor in self._cursors:
             self._cursors.remove(cursor)
 
     def next(self, cursor: Cursor) -> Step | None:
-        """The next step for the hop behind ``cursor``; None if it has all of them. Raises ``StepsCompacted`` if it cannot be fed on."""
+        """The next step for the hop of ``cursor``; None if it has all steps. Raises ``StepsCompacted`` if it can no longer be fed."""
         if cursor not in self._cursors:
-            raise StepsCompacted("the hop is fed no longer")
+            raise StepsCompacted("the hop is no longer fed")
         for step in cursor.replay:
             return step
         if 0 < cursor.applied < self._compacted:
@@ -286,7 +283,7 @@ class ActivationLog:
 
     @staticmethod
     def _lacks(cursor: Cursor, index: int, step: Step) -> bool:
-        """Whether the hop behind ``cursor`` was not sent the pending step at ``index``, and as a survivor has not computed it."""
+        """Whether the hop of ``cursor`` was not sent the pending step at ``index`` and, if it is a survivor, has not computed it."""
         has_computed = cursor.applied > 0 and (step.replay or step.seq <= cursor.applied)
         return index >= cursor.index and not has_computed
 
@@ -335,7 +332,7 @@ class ActivationLog:
     def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer], positions: int) -> Iterator[Step]:
         """Replay steps of at most ``positions`` that rebuild the compacted part as it is now; later compaction does not change their values.
 
-        What sequences share is sent once: the others are forked from the first of them.
+        Positions that sequences share are sent once: the others are forked from the first of these sequences.
         """
         parts: list[tuple[Row, torch.Tensor]] = []
         done: dict[int, _SequenceBuffer] = {}

@@ -25,7 +25,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 MAX_RANK = 256
 MAX_PREFIX_POSITIONS = 512
 MAX_HEADER_BYTES = 1 << 20
-"""Bytes of a part's safetensors header at most: enough for the tensors of a few hundred blocks."""
+"""Most bytes of a part's safetensors header: enough for the tensors of a few hundred blocks."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(?:prefix\.(key|value)|([A-Za-z0-9_.]{1,200})\.(down|up))")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,7 +51,7 @@ class Adapter:
     """Copies of named tensors, in float32 on the CPU."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ``ConfigError`` for tensors that no host would accept."""
+        """Raises ``ConfigError`` for tensors that hosts would refuse."""
         copies = {
             name: tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()

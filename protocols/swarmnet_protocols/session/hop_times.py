@@ -1,4 +1,4 @@
-"""Times of a step on one hop: what the hop did with it and when, by its own clock. Hops tell them to a client that asked, for a trace."""
+"""Times of a step on one hop, by the hop's own clock. Hops report them to a client that records a trace."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_S = 1e8
-"""Seconds of a session at most."""
+"""Largest time in seconds since a session was opened."""
 
 
 class Moment(Enum):
@@ -64,7 +64,7 @@ def encode_times(times: HopTimes) -> pb.Timed:
 
 
 def decode_times(message: pb.Timed) -> HopTimes:
-    """The times that a hop told. Raises ``ProtocolViolation`` unless they are finite, in order, and within 0 and ``MAX_S``."""
+    """The times that a hop reported. Raises ``ProtocolViolation`` unless they are finite, in order, and within 0 and ``MAX_S``."""
     at_s = tuple(float(getattr(message, f"{moment.value}_s")) for moment in HOP_MOMENTS)
     _check(at_s)
     return HopTimes(message.step, at_s)

@@ -30,7 +30,7 @@ _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 @dataclass(frozen=True)
 class NextHop:
-    """Where a link goes: the next hop, the client's session there, and the epoch of the chain."""
+    """The target of a link: the next hop, the client's session there, and the epoch of the chain."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -43,7 +43,7 @@ async def ignore_link() -> None:
 
 
 def ignore_moment(_seq: int, _moment: Moment) -> None:
-    """Take no times."""
+    """Record no time."""
 
 
 @dataclass
@@ -60,10 +60,10 @@ class Outbox:
 
 @dataclass(frozen=True)
 class LinkSender:
-    """Sends the steps of an outbox to the next hop, and for some time to its standby too: each by a call of ``run``.
+    """Sends the steps of an outbox to the next hop, and to its standby if it has one, by one call of ``run`` for each.
 
-    ``render`` turns a logged step into one whose values are [P, D]; the client logs token ids. ``wire`` is the element type that is sent.
-    ``note`` is called with the number of a step when that is taken up, encoded and sent.
+    ``render`` turns a logged step into one with values [P, D]; the client logs token ids. ``wire`` is the element type that is sent.
+    ``note`` is called with the number of a step when it is taken from the log, encoded and sent.
     """
 
     transport: Transport
@@ -80,7 +80,7 @@ class LinkSender:
         *,
         is_standby: bool = False,
     ) -> NoReturn:
-        """Link to ``target``, send the steps it lacks, then every new step, until cancelled. Over a new stream whenever the path improves.
+        """Link to ``target``, send the steps that it lacks, then every new step, until cancelled. A new stream is opened whenever the path improves.
 
         ``is_linked`` is called whenever ``target`` has accepted a link.
 
@@ -99,7 +99,7 @@ class LinkSender:
     async def _feed(
         self, target: NextHop, is_linked: Callable[[], Awaitable[None]], *, is_standby: bool
     ) -> None:
-        """Send over one stream, until a better path is there."""
+        """Send over one stream, until there is a better path."""
         stream = await self.transport.open(
             target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
         )
@@ -118,7 +118,7 @@ class LinkSender:
             stream.close()
 
     async def _linked(self, link: _Link) -> int:
-        """Wait until the next hop accepts the link; returns the last step that it has computed."""
+        """Wait until the next hop accepts the link. Returns the last step that it has computed."""
         while True:
             reply, _ = await link.receive()
             if reply.HasField("linked"):

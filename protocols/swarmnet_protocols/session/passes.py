@@ -1,4 +1,4 @@
-"""Passes: whole sequences through some blocks, forward or backward, for training. Their limits, and how their tensors are sent.
+"""Passes: forwards and backwards of whole sequences through some blocks, for training. Their limits, and how their tensors are sent.
 
 Shapes: P positions of all sequences of a pass together, D hidden size.
 """
@@ -14,9 +14,9 @@ from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
-"""Positions of one pass at most, including the prefix of each sequence. A step of another client's session may wait for the whole pass."""
+"""Most positions of one pass, including the prefix of each sequence. A step of another client's session may wait for the whole pass."""
 MAX_SEQUENCES = 256
-"""Sequences of one pass at most."""
+"""Most sequences of one pass."""
 
 NextPart = Callable[[], Awaitable[tuple[pb.Part, Buffer]]]
 """Receives the next part of a tensor and its payload."""
@@ -36,7 +36,7 @@ def split_tensor(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All values of tensors in the order of their names: float32 [values, 1]."""
+    """The values of all tensors, in the order of their names: float32 [values, 1]."""
     return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
 
 

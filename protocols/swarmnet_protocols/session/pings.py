@@ -1,4 +1,4 @@
-"""A ping: the delay to a host, with what it says about its load and its coordinate."""
+"""A ping: measures the delay to a host, which replies with its load and its coordinate."""
 
 import asyncio
 import math
@@ -20,9 +20,9 @@ class Pong:
     delay_s: float
     """Half of the round trip."""
     queue_s: float
-    """Seconds that the host says a step waits in its queue."""
+    """Seconds that a step waits in the host's queue, as the host reports."""
     cache_free: float
-    """Share of its memory for KV caches that the host says is free; 1 if it says nothing plausible."""
+    """Free share of the host's memory for KV caches, as the host reports; 1 if the report is out of range."""
     coordinate: Coordinate | None
 
 

@@ -1,7 +1,7 @@
 """Digests of the positions that a hop received. In an audit they show whether the upstream hop sent the values that it reports. No I/O.
 
-Only the first positions of each sequence are digested: what a hop computes at a position depends on no later one, so an audit can
-compute the first positions again without the rest.
+Only the first positions of each sequence are digested: outputs at a position do not depend on later positions, so an audit can compute the
+first positions again without the rest.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 
 MAX_DIGEST_POSITIONS = 256
-"""Positions of a sequence that are digested, and that an audit asks for, at most."""
+"""Most positions of a sequence that are digested, and that an audit asks for."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 

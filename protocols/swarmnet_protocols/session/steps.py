@@ -14,20 +14,20 @@ from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 256
-"""Rows of one step at most."""
+"""Most rows of one step."""
 MAX_SEQUENCE = 1 << 16
 """The largest number of a sequence."""
 MAX_POSITION = 1 << 24
-"""Positions of one sequence at most."""
+"""Most positions of one sequence."""
 
 
 @dataclass(frozen=True)
 class Row:
     """New positions [start, start + count) of one sequence.
 
-    The sequence is first set to the first ``start`` positions of ``source``, as they were before the step: of itself, or of another
-    sequence that it is forked from. ``rewrite`` must be true if that drops positions or takes another sequence's. The client wants the
-    outputs of the first ``first`` and the last ``outputs`` positions.
+    The sequence is first set to the first ``start`` positions of ``source``, itself or a sequence from which it is forked, as they were before
+    the step. ``rewrite`` must be true if that drops positions or takes those of another sequence. The client wants the outputs of the first
+    ``first`` and the last ``outputs`` positions.
     """
 
     sequence: int
@@ -51,10 +51,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """Rows and their values [P, D], in the order of the rows; in the client's log token ids [P].
+    """Rows and their values [P, D], in the order of the rows; in the client's log, token ids [P].
 
-    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the client has. ``replay`` marks a part of a
-    log that rebuilds a fresh hop.
+    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the client has. ``replay`` marks a step that rebuilds
+    a fresh hop from the log.
     """
 
     seq: int
@@ -84,7 +84,7 @@ class Step:
 
 
 def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
-    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without saying so, or names a sequence twice.
+    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without ``rewrite``, or has two rows of one sequence.
 
     ``lengths`` has the positions of each sequence before the step.
     """

@@ -1,6 +1,6 @@
 """Tensors on the wire: their element types, and how activations [P, D] become bytes.
 
-Shapes: P positions, D hidden size. Floating-point types are sent as they are. The 8-bit type, ``torch.int8`` in this code, is blockwise
+Shapes: P positions, D hidden size. Floating-point types are sent unchanged. The 8-bit type, ``torch.int8`` in this code, is blockwise
 absmax quantisation after Dettmers et al. 2022 ("8-bit Optimizers via Block-wise Quantization", section 2.1), with the largest values apart as
 in LLM.int8 (section 3.2), because the residual streams of transformers have a few values a thousand times larger than the rest. Each
 position is encoded by itself, so its bytes depend neither on the positions that it travels with nor on a replay:
@@ -22,7 +22,7 @@ BLOCK = 32
 """Channels that share a scale."""
 CHANNELS_PER_OUTLIER = 128
 _SLOW_NUMBERS = 1 << 17
-"""Numbers that take 4 ms to encode with 8 bits. 256 positions of a hidden size of 4,096 take 28 ms, and 12 ms to decode."""
+"""Numbers from which tensors are encoded in a thread: as many take 4 ms. 256 positions of hidden size 4,096 take 28 ms, and 12 ms to decode."""
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
@@ -59,14 +59,14 @@ def position_bytes(wire: torch.dtype, hidden_size: int) -> int:
 
 
 def is_slow(wire: torch.dtype, positions: int, hidden_size: int) -> bool:
-    """Whether encoding or decoding so many positions would hold up an event loop."""
+    """Whether encoding or decoding ``positions`` would block an event loop for too long."""
     return wire is torch.int8 and positions * hidden_size >= _SLOW_NUMBERS
 
 
 def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tuple[pb.Tensor, memoryview]:
     """Header and payload of a CPU tensor [P, D] that is sent as ``wire``; None: as its own dtype.
 
-    The payload shares the memory of a contiguous tensor that has the type already.
+    The payload shares the memory of ``values`` if these are contiguous and of the type ``wire``.
     """
     wire = wire or values.dtype
     header = pb.Tensor(dtype=wire_code(wire), shape=list(values.shape))
@@ -79,7 +79,7 @@ def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tupl
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
     """The tensor [positions, hidden_size] of a header and payload from a peer, as its ``decoded_dtype``.
 
-    The payload is in memory and bounded by its frame; nothing is allocated because a header claims it. Raises ``ProtocolViolation`` for any
+    The payload is in memory and bounded by its frame, and no memory is allocated for a claim of the header. Raises ``ProtocolViolation`` for any
     other shape or size.
     """
     wire = wire_dtype(header.dtype)

@@ -1,6 +1,6 @@
 """Bandwidth of workers, as the workers that receive from them measure it. Pure.
 
-A member's rate in a roster is the median of what the other members measured; what it reports about itself does not count.
+A member's rate in a roster is the median of the other members' measurements; its own report is ignored.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
 MIN_BYTES = 512 << 10
 """Shorter payloads are ignored: their transfer time measures buffers and latency rather than bandwidth."""
 DECAY = 0.5
-"""Weight of earlier measurements after each payload."""
+"""Factor by which each payload reduces the weight of earlier measurements."""
 MAX_PEERS = 256
 
 Measured = Mapping[PeerId, float]
@@ -54,12 +54,11 @@ class ArrivalRates:
 
 
 def agreed_rates(members: Sequence[PeerId], reports: Mapping[PeerId, Measured]) -> dict[PeerId, float]:
-    """The rate of every member in bytes per second: the median of what the other members measured.
+    """The rate of every member in bytes per second: the median of the other members' measurements.
 
-    Of two middle values the one nearer to the swarm's median (the median of the reporters' medians) is taken; a member that no more than
-    half of the others measured gets the swarm's median. So one liar among three members moves no rate further than from its
-    true value to the swarm's median, a minority among more moves no rate beyond what honest members report, and no member
-    moves its own rate.
+    Of two middle values the one nearer to the swarm's median (the median of the reporters' medians) is taken. A member that at most half
+    of the others measured gets the swarm's median. So one false report among three members moves a rate at most from its true value to the
+    swarm's median, a minority among more members moves no rate beyond the reports of honest ones, and no member moves its own rate.
     """
     by_reporter = {
         reporter: {

@@ -1,8 +1,8 @@
 """The conditions under which a worker that is behind replaces its weights with those of other workers. Pure.
 
-No single worker may send another to a state of its choice. A worker that learns of a later position therefore asks its *voters*, each over a
-stream that proves the peer id: the members of the last roster that continued the one before it. It moves only to a position that more
-than half of the answering voters name. So a minority of its former group, and newcomers in any number, cannot replace its weights.
+No single worker may move another one to a state of its choice. A worker that learns of a later position therefore asks its *voters*, the members
+of the last roster that continued the one before it, each over a stream that proves the peer id. It moves only to a position that more than
+half of the answering voters report. So neither a minority of its former group nor any number of newcomers can replace its weights.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """A worker's next round number, and the id of the state that this round starts from."""
+    """A worker's next round number, and the id of the state from which this round starts."""
 
     round: int
     state: bytes
@@ -26,7 +26,7 @@ class WorkerPosition:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Fetch the state of ``position``, which these voters have, and go on from there."""
+    """Fetch the state of ``position`` from these voters, and continue from there."""
 
     position: WorkerPosition
     peers: tuple[PeerId, ...]
@@ -34,7 +34,7 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Stay:
-    """Keep the present state. ``is_settled``: most voters are at this worker's position, so the worker that named another is not worth asking soon."""
+    """Keep the present state. ``is_settled``: most voters are not ahead of this worker, so the worker that reported another position is not asked again soon."""
 
     is_settled: bool
 
@@ -42,10 +42,10 @@ class Stay:
 def catch_up(
     mine: WorkerPosition, votes: Mapping[PeerId, WorkerPosition], *, same_state: bool
 ) -> CatchUp | Stay:
-    """Whether a worker at position ``mine`` moves, given the positions that its voters named.
+    """Whether a worker at position ``mine`` moves, given the positions that its voters reported.
 
-    ``same_state``: all workers share one state (all methods but gossip), so positions can be compared. Otherwise the median of the
-    voters' rounds counts, and one voter at that round is the source.
+    ``same_state``: all workers share one state (all methods but gossip), so positions can be compared. Otherwise the worker moves to the
+    median of the voters' rounds, and takes the state of one voter at that round.
     """
     if not votes:
         return Stay(is_settled=False)
@@ -53,7 +53,7 @@ def catch_up(
         position, count = Counter(votes.values()).most_common(1)[0]
         with_us = sum(each == mine for each in votes.values()) + 1
         is_later = position.round > mine.round and 2 * count > len(votes)
-        # A round that was split in two: the larger part wins; of equal parts, the one whose state has the larger id.
+        # A round whose members split into two groups: the larger group wins; of equal groups, the one whose state has the larger id.
         is_other = position.round == mine.round and (count, position.state) > (with_us, mine.state)
         if position != mine and (is_later or is_other):
             return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))

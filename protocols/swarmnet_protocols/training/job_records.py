@@ -18,15 +18,15 @@ PROTOCOL = 1
 MAX_PUBLISHED_BYTES = 12 << 10
 """Upper bound on a sealed job, so that it fits a DHT record."""
 JOB_LIFETIME_S = 24 * 3600.0
-"""Every worker of a job publishes it again, so a job outlives its creator by a day."""
+"""Seconds for which a job's record is kept. Every worker of a job publishes it again, so it expires a day after the last worker has left."""
 WORKER_LIFETIME_S = 60.0
-"""Workers announce themselves every 20 s: two announcements may be lost."""
+"""Seconds for which a worker's record is kept. Workers publish it every 20 s, so two in a row may be lost."""
 HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's record: its addresses, its next round, and the id of the state that this round starts from."""
+    """A worker's record: its addresses, its next round, and the id of the state from which this round starts."""
 
     peer: PeerId
     addresses: tuple[str, ...]

@@ -1,10 +1,10 @@
 """Jobs: the signed description of a training run on which all its workers agree, as a TOML file and in sealed form.
 
-The owner writes a TOML file (``load_job``). What is published is the sealed job: canonical JSON with the owner's Ed25519 key and signature
+The owner writes a TOML file (``load_job``) and publishes the sealed job: canonical JSON with the owner's Ed25519 key and signature
 (``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so a worker that fetches a job by its id knows its owner.
 
-The TOML file may name files on the owner's machine. A sealed job names none: it identifies its data and model files by hash, and each worker's user gives
-the paths of local copies (``Job.with_files``).
+The TOML file may name files on the owner's machine. A sealed job does not: it identifies data and model files by hash, and the user of each worker
+gives the paths of local copies (``Job.with_files``).
 """
 
 import hashlib
@@ -33,7 +33,7 @@ MAX_JOB_BYTES = 64 << 10
 PYTHON_STDLIB = "python-stdlib"
 BYTES = "bytes"
 OF_THE_MODEL = "model"
-"""Tokenizer of a sealed job: the one among the model's files."""
+"""In a sealed job, names the tokenizer that is among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
@@ -197,7 +197,7 @@ class Job(_Section):
     def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
         """This job in publishable form: with the hashes of its data and of its checkpoint's manifest, and without local paths.
 
-        Raises ``JobError`` for a tokenizer that other machines cannot have.
+        Raises ``JobError`` for a tokenizer that other machines cannot fetch.
         """
         data, model = self.data, self.model
         tokenizer = data.tokenizer
@@ -302,7 +302,7 @@ class Job(_Section):
 
 
 def is_published(name: str) -> bool:
-    """Whether every machine can fetch a model by this name, and no local path has it."""
+    """Whether every machine can fetch a model by this name, which is not a local path."""
     return name == BUILT_IN_MODEL or _PUBLISHED.fullmatch(name) is not None
 
 

@@ -7,8 +7,8 @@ The worker with the lowest peer id among those believed alive is the *leader*; t
 stops expecting those that do not answer.
 3. Every follower gets the same roster and closes its stream.
 
-Special cases: a worker that asks a follower is redirected to its leader, since a leader does not wait for the followers of a follower. A worker at
-another position than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
+A worker that asks a follower is redirected to the follower's leader. A worker at another position than the leader gets the leader's position
+instead of a roster, and catches up (``catch_up.py``).
 """
 
 import asyncio
@@ -97,16 +97,16 @@ class Matchmaking:
         self._state = b""
         self._left_for_good = False
         self._averaging = False
-        """The roster of this round exists, so the present state is about to be replaced."""
+        """Whether this round has a roster, so that the present state is about to be replaced."""
         self._synced_by: PeerId | None = None
-        """The peer that sent its position, and expects this worker back with that state."""
+        """The peer that sent its position, and expects this worker to return with that state."""
         self._book = NO_ADDRESSES
         """The addresses in the last roster."""
         self._leader: Candidate | None = None
-        """The leader that this worker follows: its own followers are redirected there."""
+        """The leader that this worker follows, to which its own followers are redirected."""
         self._followers: dict[PeerId, _Follower] = {}
         self._catching_up: dict[PeerId, Candidate] = {}
-        """Workers that were sent this worker's position since the last roster: they fetch the state, and are expected."""
+        """Workers to which this worker's position was sent since the last roster: they are expected once they have fetched the state."""
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -114,12 +114,12 @@ class Matchmaking:
         await self._transport.serve(MATCHMAKING, self._receive)
 
     async def set_position(self, round: int, state: bytes) -> None:
-        """This worker is now at ``round``, which starts from ``state``. Followers at other positions are told at once."""
+        """Set this worker's position to ``round``, which starts from ``state``. Followers at other positions are sent it at once."""
         self._round, self._state, self._averaging = round, state, False
         await self._dismiss_out_of_sync()
 
     async def leave(self) -> None:
-        """Accept no followers any more, and end the streams of those that wait."""
+        """Accept no further followers, and end the streams of those that wait."""
         self._left_for_good = True
         for follower in self._followers.values():
             if not follower.answer.done():
@@ -154,7 +154,7 @@ class Matchmaking:
             try:
                 return await self._lead(me, {member.peer: member for member in after}, measured, timeout_s)
             except OutOfSync:
-                # Introduces this worker to the leader of the others, which then expects it back with its state.
+                # The leader of the others thus learns of this worker, and expects it to return with the state.
                 roster = await self._follow_first(after, me, measured, timeout_s)
                 if roster is None:
                     raise
@@ -192,7 +192,7 @@ class Matchmaking:
             except OutOfSync:
                 raise
             except SwarmnetError:
-                # The leader cannot be reached from here: a follower of it at least sends the position after the round.
+                # The leader cannot be reached from here: its follower can still send the position after the round.
                 return await self._ask(member, me, measured, timeout_s, redirect=False)
 
     async def _ask(
@@ -228,7 +228,7 @@ class Matchmaking:
             on_heartbeat=on_heartbeat,
         )
         try:
-            # Twice: the leader may still be at its inner steps, and its own timeout begins when it has finished them.
+            # Twice the timeout: the leader may still take inner steps, and its own timeout begins after them.
             async with asyncio.timeout(2 * timeout_s):
                 return await self._request_roster(typed, me, measured)
         except TimeoutError as error:
@@ -308,7 +308,7 @@ class Matchmaking:
         return roster
 
     async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
-        """Remove workers that do not answer from ``expected``. Raises ``OutOfSync`` if this worker is the one at the wrong position."""
+        """Remove workers that do not answer from ``expected``. Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state."""
         pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
         while True:
             await asyncio.sleep(pause_s)
@@ -404,8 +404,8 @@ class Matchmaking:
     async def _dismiss_out_of_sync(self) -> None:
         """Send this worker's position to followers at other positions.
 
-        A follower one round ahead may wait: this worker is about to follow. During averaging all may wait: the state that they would
-        fetch is about to be replaced.
+        A follower one round ahead keeps waiting, because this worker is about to reach its round. During averaging all keep waiting, because
+        the state that they would fetch is about to be replaced.
         """
         if self._averaging:
             return

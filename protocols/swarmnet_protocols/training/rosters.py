@@ -16,13 +16,13 @@ MAX_BYTES_PER_S = 1e12
 MAX_ID = 128
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
-"""Exchange numbers of one round: a peer that claims a high number can use up those of one round only."""
+"""Number of exchange numbers of one round: a peer that claims a high number can use up those of one round only."""
 MAX_AHEAD_OF_LEADER = 256
-"""How far a follower's last exchange number may be above the leader's. A follower further ahead is left out."""
+"""Most by which a follower's last exchange number may exceed the leader's. A follower that is further ahead is left out."""
 MAX_AHEAD_OF_FOLLOWER = 4096
-"""How far a roster's exchange number may be above a follower's last one: it may have missed earlier attempts of the round."""
+"""Most by which a roster's exchange number may exceed a follower's last one, which may have missed earlier attempts of the round."""
 ADDRESS_BOOK_HASH_BYTES = 16
-"""Half a SHA-256: enough to see whether two workers have the same addresses."""
+"""Half a SHA-256, which is enough to compare the addresses of two workers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Roster:
         followers: Sequence[JoinRequest],
         max_members: int,
     ) -> "Roster":
-        """The roster that leader ``me`` makes of its followers. If there are too many, contributors go before newcomers."""
+        """The roster that leader ``me`` makes of its followers. If there are too many, contributors have priority over newcomers."""
         ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
         chosen = ordered[: max_members - 1]
         members = sorted([me, *(follower.member for follower in chosen)], key=lambda member: member.peer)
@@ -79,7 +79,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class AddressBook:
-    """The addresses of a roster's members. A worker that has the book with the same ``hash`` need not be sent them again."""
+    """The addresses of a roster's members. They are not sent again to a worker that has the book with the same ``hash``."""
 
     addresses: Mapping[PeerId, tuple[str, ...]]
     """Multiaddrs by member, in the order of peer ids."""
@@ -92,7 +92,7 @@ class AddressBook:
         return cls(addresses, hashlib.sha256(text.encode()).digest()[:ADDRESS_BOOK_HASH_BYTES])
 
     def matches(self, hash: bytes, peer: PeerId) -> bool:
-        """Whether this is the book with this hash, and ``peer`` is in it."""
+        """Whether this book has the hash ``hash`` and contains ``peer``."""
         return hash == self.hash and peer in self.addresses
 
     def has(self, member: RoundMember) -> bool:
@@ -109,7 +109,7 @@ def next_exchange_number(round: int, seen: int) -> int:
 
 
 def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
-    """The highest number of an exchange of ``round`` that a worker accepts whose last one was ``seen``: at most ``ahead`` above it."""
+    """The highest exchange number of ``round`` that a worker accepts after exchange ``seen``: at most ``ahead`` above it."""
     return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
 
 
@@ -167,7 +167,7 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
 def roster_from_wire(
     wire: pb.Roster, *, round: int, me: Candidate, book: AddressBook = NO_ADDRESSES
 ) -> Roster:
-    """The roster of ``round``, which must contain ``me``. ``book``: the addresses that it may name by their hash.
+    """The roster of ``round``, which must contain ``me``. ``book``: the addresses to which it may refer by hash.
 
     Raises ``ProtocolViolation`` for any other roster, and for an exchange number that is not above the last one of every member, or too
     far above that of ``me``.

@@ -1,4 +1,4 @@
-"""Shared randomness: random sign vectors from a counter-based generator, equal on every machine, of which any part can be drawn alone."""
+"""Shared randomness: random sign vectors from a counter-based generator. They are equal on every machine, and any part can be drawn alone."""
 
 import numpy as np
 import torch
@@ -39,9 +39,9 @@ def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np
 def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, int], start: int = 0) -> None:
     """values <- values + scale z in place: float32 [n] on any device, ``scale`` rounded to float32.
 
-    z is elements [start, start + n) of the sequence of random signs named by ``seed`` (64 bits) and ``stream`` (two 32-bit numbers): element i is
-    bit i % 32 of word i // 32 % 4 of Philox block i // 128, where 0 stands for 1 and 1 for -1. z is exact and the sum is one IEEE
-    addition, so every machine gets the same bits. z is never held whole.
+    z is elements [start, start + n) of the sequence of random signs given by ``seed`` (64 bits) and ``stream`` (two 32-bit numbers): element i is
+    bit i % 32 of word i // 32 % 4 of Philox block i // 128, where a bit of 0 means 1 and a bit of 1 means -1. z is exact and the sum is one
+    IEEE addition, so every machine gets the same bits. Only parts of z are in memory.
 
     Raises ``ValueError`` for a seed, stream or element out of range.
     """

@@ -1,7 +1,7 @@
 """State transfer: a newcomer, or a worker that was away, downloads a job's state by hash, in chunks, from several workers at once.
 
-The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk is verified on its own, whichever worker sent it. A source that
-sends wrong bytes is dropped and named; its chunks are fetched from the others.
+The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk from any worker is verified on its own. A source that sends
+wrong bytes is dropped and named in the error; its chunks are fetched from the others.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
 CHUNKS_IN_FLIGHT = 2
-"""Chunks requested from a source at a time, so that the next request is there when a chunk has been sent: the link stays busy."""
+"""Chunks requested from a source at a time. With two, the next request is there when a chunk has been sent, so the link stays busy."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 
@@ -43,7 +44,7 @@ class StateManifest:
         return hashlib.sha256(struct.pack(">Q", self.size_bytes) + b"".join(self.chunk_hashes)).digest()
 
     def chunk_bytes(self, index: int) -> int:
-        """Size of one chunk: ``CHUNK_BYTES``, or less for the last."""
+        """Bytes of one chunk: ``CHUNK_BYTES``, or less for the last."""
         return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
 
 
@@ -86,14 +87,6 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
         for piece, stop in zip(pieces, ends, strict=True)
     ]
     return [part for part in cut if len(part)]
-
-
-@dataclass(frozen=True)
-class StateSource:
-    """A worker that may have a state."""
-
-    peer: PeerId
-    addresses: tuple[str, ...] = ()
 
 
 class StateServer:
@@ -162,10 +155,10 @@ StateStream = TypedStream[pb.StateRequest, pb.StateReply]
 
 
 class StateDownload:
-    """The download of one state. Chunks that arrived are kept when sources are lost: ``run`` may be called again with other sources."""
+    """The download of one state. Chunks that arrived are kept if sources are lost, so ``run`` may be called again with other sources."""
 
     def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
-        """``max_bytes``: upper bound on the size of this state; a larger one is refused before memory is allocated."""
+        """``max_bytes``: most bytes of the state. A larger one is refused before memory is allocated."""
         self.dropped: dict[PeerId, str] = {}
         """Sources that sent wrong data, and the error."""
         self._job = job
@@ -180,18 +173,18 @@ class StateDownload:
     async def run(
         self,
         transport: Transport,
-        sources: Sequence[StateSource],
+        sources: Sequence[RoundMember],
         timing: Timing,
         on_chunk: Callable[[int, int], None] = lambda done, total: None,
     ) -> bytearray:
-        """Download the state and return it. ``on_chunk`` is called with the number of chunks held and of all chunks.
+        """Download the state and return it. ``on_chunk`` is called with the number of chunks that arrived and the number of all chunks.
 
         Raises ``IntegrityError`` if all sources sent wrong data, and ``Unreachable`` if no source is left for another reason; both
         name the sources.
         """
         errors: dict[PeerId, SwarmnetError] = {}
 
-        async def take(source: StateSource) -> None:
+        async def take(source: RoundMember) -> None:
             try:
                 await self._take(transport, source, timing, on_chunk)
             except IntegrityError as error:
@@ -212,7 +205,7 @@ class StateDownload:
     async def _take(
         self,
         transport: Transport,
-        source: StateSource,
+        source: RoundMember,
         timing: Timing,
         on_chunk: Callable[[int, int], None],
     ) -> None:

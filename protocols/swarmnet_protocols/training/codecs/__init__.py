@@ -52,8 +52,8 @@ _RESULTS: Mapping[str, Codec] = MappingProxyType({"int4": INT8, "fp4": INT8})
 def result_codec(codec: Codec) -> Codec:
     """The codec of the mean of contributions in ``codec``: the same, except int8 for four-bit codecs (docs/decisions/0031).
 
-    With error feedback a small value is sent as a rare whole level. In a mean of workers that is a fraction of a level, which four
-    bits would round to zero.
+    Error feedback sends a small value as a whole level in few rounds. In a mean over workers that is a fraction of a level, which four bits
+    would round to zero.
     """
     return _RESULTS.get(codec.name, codec)
 

@@ -16,7 +16,7 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether some values never arrive however often they are sent, unless the caller uses error feedback."""
+        """Whether the errors of repeated sendings do not average out, so that the caller must use error feedback."""
 
     @property
     def sparse(self) -> bool:
@@ -26,10 +26,10 @@ class Codec(Protocol):
         """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite."""
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
-        """Decode to float32 [count], all finite. Raises ``ProtocolViolation`` for a payload that is not one of ``count`` values.
+        """Decode to float32 [count], all finite. Raises ``ProtocolViolation`` for a payload that ``encode`` cannot have returned.
 
         The size is checked before memory is allocated.
         """
 
     def max_bytes(self, count: int) -> int:
-        """Size of the payload of ``count`` values in bytes. It does not depend on the values."""
+        """Bytes of the payload of ``count`` values, whatever the values are."""

@@ -1,7 +1,7 @@
 """Blockwise quantization (``int8``, ``int4``, ``fp4``): a small signed code for each value and a scale for each block.
 
 A payload is the scales [blocks] in bfloat16, then the codes in two's complement: one per byte, or two with the first in the low half.
-Code c stands for ``levels(c) * scale``.
+Code c has the value ``levels(c) * scale``.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Error feedback: what a lossy codec drops from a contribution (the residual) is added to the next one."""
+"""Error feedback: the error of a lossy codec (the residual) is added to the next contribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from swarmnet_protocols.training.codecs.base import Codec
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A contribution whose round has not ended: the ``values`` [n] sent from ``start`` on, and the ``residual`` [n] that is part of them."""
+    """A contribution whose round has not ended: the ``values`` [n] from index ``start`` on, and the ``residual`` [n] that they include."""
 
     start: int
     values: torch.Tensor
@@ -24,9 +24,9 @@ class ErrorFeedback:
     Error feedback with a decay (SparseLoCo, Sarfi et al., arXiv 2508.15706, algorithm 1; without decay: EF-SGD, Karimireddy et al.,
     arXiv 1901.09847, algorithm 1).
 
-    The residual e is one vector over all parameters, float32 [count]; a round exchanges a range of it. From ``send`` to ``acknowledge`` this range
-    belongs to the round, so of two rounds in flight only one sends it. If a round does not deliver, e is what it was before ``send``:
-    whether the round's values are sent again is up to the method.
+    The residual e is one vector over all parameters, float32 [count]; a round exchanges a range of it. From ``send`` to ``acknowledge`` the
+    residual of this range belongs to the round, so only one of two rounds in flight sends it. If a round delivers nothing, e is as before
+    ``send``; the method decides whether it sends the round's values again.
     """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
@@ -37,9 +37,9 @@ class ErrorFeedback:
         self._in_flight: dict[int, _InFlight] = {}
 
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
-        """The contribution to ``round`` instead of ``values``, float32 [n], the values from index ``start`` on.
+        """The contribution to ``round`` in place of ``values``, float32 [n], which are those from index ``start`` on.
 
-        Contributions in flight to this round or a later one count as not delivered: the round is being repeated.
+        Contributions in flight to this round or a later one count as not delivered, because the round is repeated.
         """
         for again in [each for each in self._in_flight if each >= round]:
             self.acknowledge(again, ())
@@ -51,7 +51,7 @@ class ErrorFeedback:
         return corrected
 
     def acknowledge(self, round: int, delivered: Sequence[tuple[int, int]]) -> None:
-        """``round`` has ended and delivered the slices [start, end) of its contribution, each encoded separately.
+        """Update the residual after ``round`` has delivered the slices [start, end) of its contribution, each encoded separately.
 
         Does nothing if no contribution to ``round`` is in flight.
         """
@@ -65,14 +65,14 @@ class ErrorFeedback:
         self._residual[sent.start : sent.start + len(residual)] += residual
 
     def residual(self) -> torch.Tensor:
-        """e [count], as if no contribution in flight were delivered."""
+        """e [count], with contributions in flight counted as not delivered."""
         residual = self._residual.clone()
         for sent in self._in_flight.values():
             residual[sent.start : sent.start + len(sent.residual)] += sent.residual
         return residual
 
     def restore(self, residual: torch.Tensor) -> None:
-        """Continue from what ``residual`` returned, with nothing in flight.
+        """Continue from a value that ``residual`` returned, with no contribution in flight.
 
         Raises ``IntegrityError`` for another shape or dtype, or a value that is not finite.
         """

@@ -1,12 +1,13 @@
-"""One byte per value on a logarithmic scale, for the slopes of ``zo``: their sign and magnitude matter, their last digits do not."""
+"""One byte per value on a logarithmic scale, for the slopes of ``zo``, of which only sign and order of magnitude matter."""
 
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read
 
 _SIXTHS = (1.0, 1.1224621, 1.2599211, 1.4142135, 1.5874011, 1.7817974)
-"""2 ** (j / 6) as float32, as constants because the last bit of a computed power differs between machines."""
+"""2 ** (j / 6) as float32. They are constants because the last bit of a computed power differs between machines."""
 _LOWEST_EXPONENT = -10
 _MAGNITUDES = 127
 
@@ -20,7 +21,7 @@ class Log8Codec:
 
     name = "log8"
     biased = False
-    """No error feedback: each slope belongs to another direction, so the errors of two rounds have nothing in common."""
+    """No error feedback: each slope belongs to another direction, so the errors of two rounds are unrelated."""
     sparse = False
 
     def __init__(self) -> None:
@@ -29,17 +30,14 @@ class Log8Codec:
         self._midpoints = (self._values[1:] + self._values[:-1]) / 2
 
     def encode(self, values: torch.Tensor) -> bytes:
-        if not values.isfinite().all():
-            raise ValueError("only finite values can be encoded")
+        if not all_finite(values):
+            raise ValueError("a value is not finite")
         codes = torch.bucketize(values.abs(), self._midpoints) * values.sign().long()
         return codes.to(torch.int8).numpy().tobytes()
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
-        if len(payload) != count:
-            raise ProtocolViolation(f"{len(payload)} bytes for {count} values of one byte each")
-        if count == 0:
-            return torch.empty(0)
-        codes = torch.frombuffer(bytearray(payload), dtype=torch.int8).long()
+        check_size(payload, count, count)
+        codes = read(payload, torch.int8).long()
         if (codes < -_MAGNITUDES).any():
             raise ProtocolViolation("-128 is not a code")
         return self._values[codes.abs()] * codes.sign()

@@ -1,6 +1,6 @@
 """Helpers of all codecs: checked reads of a payload, and bfloat16 scales.
 
-Bytes are copied by numpy, which releases the GIL: a copy of 128 MB by Python would stop inner steps for 0.3 s.
+numpy copies the bytes, because it releases the GIL: a copy of 128 MB by Python would stop inner steps for 0.3 s.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Se
 
 
 class AllReduceSettings(Settings):
-    """There are no settings."""
+    """None."""
 
 
 class AllReduce(AllToAll):

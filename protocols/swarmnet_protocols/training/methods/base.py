@@ -33,8 +33,8 @@ class Method(Protocol):
     """An update rule. All vectors are float32 on the CPU.
 
     A worker calls ``begin`` once, then for each round: ``steps_per_round`` inner steps, ``contribution``, the exchange, ``apply``.
-    With ``overlap_steps`` = k > 0 the exchange runs while the worker takes the first k inner steps of the next round, and ``apply`` comes
-    after those. If k equals ``steps_per_round``, the next round's ``contribution`` comes before ``apply``.
+    With ``overlap_steps`` = k > 0 the exchange runs while the worker takes the first k inner steps of the next round, and ``apply`` is called
+    after these. If k equals ``steps_per_round``, the next round's ``contribution`` is called before ``apply``.
 
     ``kind`` determines the argument ``parameters`` of ``contribution`` and ``apply``:
 
@@ -43,8 +43,8 @@ class Method(Protocol):
       discarded round the worker takes no step.
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the parameters.
 
-    Vectors passed to ``begin`` and ``restore``, and vectors that a method returns, are never changed afterwards by either side, so a state can be
-    served to newcomers without a copy. ``parameters`` may be used only during the call.
+    Neither side changes vectors that were passed to ``begin`` or ``restore`` or returned by a method, so a state is served to newcomers without
+    a copy. ``parameters`` may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on every machine.
     """
@@ -59,7 +59,7 @@ class Method(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether ``agreed`` is equal on all workers. If not, each has its own replica, near the others."""
+        """Whether ``agreed`` is equal on all workers. If not, each worker has its own replica, near the others."""
 
     @property
     def codec(self) -> str:
@@ -92,8 +92,8 @@ class Method(Protocol):
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         """The worker's new parameters (``kind`` "gradients": the mean gradient).
 
-        ``average`` None: the round was discarded, and outer state stays as before it. A worker that contributed nothing may apply
-        the others' average and is then equal to them.
+        ``average`` None: the round was discarded, and outer state stays as it was. A worker that did not contribute may apply the average
+        of the others, and is then equal to them.
         """
 
     def agreed(self) -> torch.Tensor:

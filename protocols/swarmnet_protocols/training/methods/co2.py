@@ -16,16 +16,16 @@ from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings, check_state
 
 MAX_BASES = 8
-"""Upper bound on rounds in flight in a restored state."""
+"""Most rounds in flight in a restored state."""
 
 
 class CO2Settings(Settings):
     sync_every: int = Field(default=8, ge=1)
-    """τ, inner steps between exchanges, and the time that an exchange has. 48 sends a sixth of the bytes and ends at a loss 3 % higher in the
-    standard task."""
+    """τ, inner steps between exchanges, during which one exchange must complete. 48 sends a sixth of the bytes, and ends at a loss 3 % higher in
+    the standard task."""
     outer_lr: float = Field(default=0.5, gt=0)
-    """α. If all rounds pull in the same direction, x moves by α/(1 + α - μ) of their steps, which is less than all of them: the inner learning
-    rate has to be larger than that of other methods, three times as large in the standard task."""
+    """α. If all rounds pull in the same direction, x moves by only α/(1 + α - μ) of their steps, so the inner learning rate must be larger than
+    with other methods: three times as large in the standard task."""
     momentum: float = Field(default=0.3, ge=0, lt=1)
     """μ."""
     clip: float = Field(default=1.0, gt=0)
@@ -33,8 +33,8 @@ class CO2Settings(Settings):
 
 
 class CO2(OuterMethod):
-    """CO2 with a measured Λ: the number of contributions by which ``apply`` is late, at least one. Workers stay equal if all of them apply a
-    round after the same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
+    """CO2 with a measured Λ: the number of contributions made before ``apply``, at least one. Workers stay equal if all apply a round after the
+    same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
     """
 
     name = "co2"
@@ -59,8 +59,8 @@ class CO2(OuterMethod):
         late = max(1, max(self._bases, default=round) - round)
         base = self._bases.get(round, self._weights)
         self._bases = {later: weights for later, weights in self._bases.items() if later > round}
-        # The others have just contributed to the next round and keep its base. A worker that does not contribute keeps it, too: the next
-        # update then is the same on all.
+        # The others have just contributed to the next round and keep its base. A worker that did not contribute keeps it as well, so that
+        # the next update is the same on all workers.
         self._bases.setdefault(round + 1, self._weights)
         if average is None:
             return parameters

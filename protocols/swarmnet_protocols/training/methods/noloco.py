@@ -17,7 +17,7 @@ from swarmnet_protocols.training.methods.base import Average, OuterMethod, Setti
 
 
 def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
-    """The γ from which on the variance between ``replicas``, paired anew in each round, does not shrink.
+    """The least γ at which the variance between ``replicas``, paired anew in each round, does not shrink.
 
     For the deviation d of a replica from the mean and its momentum δ: δ <- α δ - γ (d - m), d <- d + δ, where m is the mean of d in the pair.
     The expected share of a deviation's variance within pairs of n = 2 out of N replicas is q = (1 - 1/n)(1 + 1/(N - 1)). The second moments
@@ -51,11 +51,11 @@ class NoLoCoSettings(Settings):
 
 
 class NoLoCo(OuterMethod):
-    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean is all that the step needs from the pair. A contribution holds whole weights
-    rather than a difference, so a coarse codec costs more accuracy here than elsewhere. Error feedback works as elsewhere: φ accumulates what it receives,
-    so it does not matter that another partner receives the residual.
+    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean over the pair is all that the step needs. A contribution holds whole weights
+    rather than a difference, so a coarse codec costs more accuracy than with other methods. Error feedback works although the next partner
+    receives the residual, because φ accumulates all contributions.
 
-    ``agreed`` is this worker's own φ_i: replicas stay near each other and are never equal. An odd worker, and a worker whose partner is
+    ``agreed`` is this worker's own φ_i: replicas stay near each other and are never equal. A worker without a partner, or whose partner is
     gone, takes the step alone.
     """
 

@@ -17,7 +17,7 @@ class SparseLoCoSettings(Settings):
     decay: float = Field(default=0.95, ge=0, le=1)
     """ρ, factor applied to the residual in each round."""
     outer_lr: float = Field(default=3.0, gt=0)
-    """α. A coordinate that only one of M workers sends moves by an M-th of its value, which α > 1 makes up for."""
+    """α. A coordinate that only one of M workers sends moves by an M-th of its value, which α > 1 compensates."""
 
 
 class SparseLoCo(OuterMethod):

@@ -4,8 +4,8 @@ Step j of worker i: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- �
 After a round of H steps: θ <- θ - η Σ_j ḡ_j z_j from where the round began.
 z_j: random signs drawn from (seed, round, j), equal at all workers; ḡ_j: mean slope of all workers; ε, η: settings.
 
-All workers measure slopes along the same directions on their own data, so slopes are averaged, checked and aggregated as other
-contributions are. A round is H scalars, so a history of n rounds is n H scalars.
+All workers measure slopes along the same directions on their own data, so slopes are averaged, checked and aggregated like other
+contributions. A round is H scalars, so a history of n rounds is n H scalars.
 
 Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision, which do not depend on H and grow with the square of
 the workers. With H = 100, eight workers send 79 bytes per step in total over links of 20 ms and 88 over 100 ms, two send 8, framing
@@ -23,12 +23,12 @@ from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Se
 from swarmnet_protocols.training.shared_randomness import add_signs
 
 _CHUNK = 1 << 20
-"""Parameters updated at a time when a history is replayed, so that no direction is held whole."""
+"""Parameters updated at a time when a history is replayed, so that no whole direction is in memory."""
 
 
 class ZeroOrderSettings(Settings):
     sync_every: int = Field(default=100, ge=1, le=4096)
-    """H, steps between exchanges, each along a direction of its own."""
+    """H, steps between exchanges, each along another direction."""
     epsilon: float = Field(default=1e-3, gt=0)
     """ε, distance along a direction at which the loss is measured."""
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -37,9 +37,9 @@ class ZeroOrderSettings(Settings):
 
 
 class ZeroOrder(AllToAll):
-    """Directions are random signs: of the perturbations that SPSA allows, those with the least variance (MeZO uses normal numbers).
+    """Directions are random signs, which have the least variance of the perturbations that SPSA allows (MeZO uses normal numbers).
 
-    A slope that arrives after its round was committed does not count: what is applied is the mean in the log.
+    A slope that arrives after its round was committed is ignored: workers apply the committed mean.
     """
 
     kind: Kind = "scalars"

@@ -25,7 +25,7 @@ COORDINATES_AT_ONCE = 1 << 18
 
 
 def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
-    """For each row of ``contributions`` [k, n]: why it is left out, or "". A row is left out if its norm is over ``OUTLIER`` times the median."""
+    """For each row of ``contributions`` [k, n] the reason for leaving it out: a norm over ``OUTLIER`` times the weighted median norm. "" if it is kept."""
     lengths = norms(contributions)
     limit = OUTLIER * median(lengths, weights)
     return [
@@ -45,12 +45,12 @@ def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
 def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
     """The aggregate, float32 [n], of finite ``contributions`` [k, n] with positive ``weights`` [k].
 
-    - "mean": the weighted mean. One lying contributor can move it anywhere.
+    - "mean": the weighted mean. One dishonest contributor can move it anywhere.
     - "median": the weighted median of each coordinate (Yin et al. 2018, "Byzantine-Robust Distributed Learning", algorithm 1, option I).
     - "centered-clip": ``centered_clip`` after ``mix_neighbours``.
 
-    The robust rules stay near the honest contributions while these hold more than half of the weight. Raises ``ConfigError`` for an
-    unknown name and ``ValueError`` for weights that do not fit.
+    The robust rules stay near the honest contributions while these have more than half of the weight. Raises ``ConfigError`` for an
+    unknown name, and ``ValueError`` unless there is one positive, finite weight for each contribution.
     """
     if weights.shape != contributions.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
         raise ValueError("there must be one positive weight for each contribution")
@@ -88,8 +88,8 @@ def _median_of_part(contributions: Tensor, weights: Tensor) -> Tensor:
 def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
     """Replace every row [k, n] by the weighted mean of itself and its nearest rows, until these hold more than half of the weight.
 
-    Nearest neighbour mixing (Allouah et al. 2023, "Fixing by Mixing", section 4). Without it the differences between honest
-    contributions pull the median, and with it the start and radius of the clipping, towards the lying ones when these are nearly as many.
+    Nearest neighbour mixing (Allouah et al. 2023, "Fixing by Mixing", section 4). Without it, differences between honest contributions move
+    the median, and so the start and radius of the clipping, towards the dishonest ones when these are nearly as many.
     """
     count, fractions = len(contributions), shares(weights)
     distances = [[0.0] * count for _ in range(count)]
@@ -110,8 +110,8 @@ def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | Non
     """Centered clipping: v <- v + sum_i w_i min(1, r / |x_i - v|) (x_i - v) / sum_i w_i, ``CLIP_ITERATIONS`` times from the median.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", section 4. Without ``radius``, r is the weighted
-    median distance of the contributions from the start: it needs no scale, and lies between distances of honest contributions while these hold
-    more than half of the weight.
+    median distance of the contributions from the start, which adapts to their scale, and lies between distances of honest contributions while
+    these have more than half of the weight.
     """
     center = weighted_median(contributions, weights)
     if radius is None:

@@ -1,7 +1,8 @@
 """Averaging a vector among the members of a roster: the entry point of a round, and the server side of its streams.
 
-``Averager.average`` runs one round and returns its ``Outcome``: all members that commit have the same bits, and a member that does not commit knows
-whether the others may have. Streams from other members arrive in ``Averager._accept`` and are passed to the round that they name.
+``Averager.average`` runs one exchange and returns its ``Outcome``: all members that commit have the same bits, and a member that does not commit
+knows whether the others may have committed. Streams of other members arrive in ``Averager._accept``, and are passed to the exchange that they
+name.
 """
 
 import asyncio
@@ -31,17 +32,17 @@ from swarmnet_protocols.wire import training_pb2 as pb
 __all__ = ["AggregationRules", "Averager", "Outcome", "RoundMember", "RoundTiming"]
 
 ROUNDS_KEPT = 2
-"""Rounds that are answered. A member that was delayed, and is not in this round, can still fetch the outcome of the last one."""
+"""Exchanges that are served: the present one, and the last one, whose outcome a delayed member can still fetch."""
 
 _TIMING = RoundTiming()
 _RULES = AggregationRules()
 
 
 class Averager:
-    """The averaging rounds of one job at one worker. A transport has one at a time.
+    """The exchanges of one job at one worker, one after another. A transport has at most one averager.
 
-    While its context is open, streams of other members are served, also before a round has begun here and for the last rounds after
-    they have ended.
+    While its context is open, streams of other members are served, also before an exchange has begun here and, of the last exchanges, after
+    it has ended.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Averager:
     ) -> Outcome:
         """Average ``values``, float32 [n] on the CPU, with the other ``members``, which must use the same roster, n and codec.
 
-        ``exchange_number`` must be higher than in the call before. ``weight`` 0: receive without contributing. ``spread_s``: seconds over
+        ``exchange_number`` must be higher than in the call before. ``weight`` 0: this worker receives without contributing. ``spread_s``: seconds over
         which transfers are spread, as far as the deadlines allow; 0: as fast as possible. Returns within ``deadline_s`` and a
         heartbeat period, plus the time to encode and decode. Raises ``ConfigError`` for invalid arguments.
         """
@@ -124,14 +125,14 @@ class Averager:
         for old in [each for each in self._runners if self._is_over(each, terms)]:
             self._runners.pop(old).close()
         await runner.prepare(values, weight)
-        del values  # freed here: the round keeps the encoded form only
+        del values  # freed here: the exchange keeps only the encoded form
         self._runners[exchange_number] = runner
         async with self._begun:
             self._begun.notify_all()
         return await runner.run()
 
     def _is_over(self, old: int, terms: RoundTerms) -> bool:
-        """Whether an old round need not be served: all its members are in the new one, or ``ROUNDS_KEPT`` newer ones exist."""
+        """Whether an old exchange is no longer served: all its members are in the new one, or ``ROUNDS_KEPT`` newer ones exist."""
         here = {member.peer for member in terms.members}
         return old <= terms.exchange_number - ROUNDS_KEPT or self._runners[old].peers <= here
 
@@ -169,7 +170,7 @@ class Averager:
             raise
 
     async def _runner_of(self, exchange_number: int) -> RoundRunner:
-        """The round with this number, once it has begun here. Raises ``ProtocolViolation`` if it is over or was skipped."""
+        """Wait until the exchange with this number has begun here. Raises ``ProtocolViolation`` if it is over or was skipped."""
         async with self._begun:
             await self._begun.wait_for(
                 lambda: exchange_number in self._runners or exchange_number < self._latest or not self._open

@@ -3,8 +3,8 @@
 A round has four phases, in seconds since the member began it (``RoundTiming``):
 
 1. until ``contribution_s``: contributions arrive at the reducers;
-2. until ``majority_s``: results arrive, and all live members must hold all of them to commit. A reducer that has sent no result half-way
-   through this phase (``replace_reducer_s``) is replaced;
+2. until ``majority_s``: results arrive, and the round commits once all live members hold all results. A reducer that has sent no result
+   half-way through this phase (``replace_reducer_s``) is replaced;
 3. until ``deadline_s``: a majority of holders is enough to commit; without one the round is discarded;
 4. afterwards: a member that knows no decision is behind.
 """
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import ConfigError
 
 SENDING_FRACTION = 0.99
-"""Fraction of the available time over which a transfer is spread; the rest is for data in flight and for the decision."""
+"""Fraction of the available time over which a transfer is spread; the rest is left for data in flight and for the decision."""
 CONTRIBUTION_FRACTION = 0.5
 """Paced contributions are sent within this fraction of ``contribution_s``, which leaves the other half for retries."""
 MAX_PARTS = 256
-"""Parts of a paced payload: a burst is at most one part."""
+"""Most parts of a paced payload. A burst is at most one part."""
 MIN_PART_BYTES = 4 << 10
 MAX_PART_BYTES = 256 << 10
-"""Largest part of a payload in one message: control messages wait for at most one part."""
+"""Most bytes of a payload in one message: control messages wait for at most one part."""
 MIN_WAIT_S = 1e-3
-"""A part that is due within this time is sent at once."""
+"""A part that is due within this many seconds is sent at once."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class RoundTiming:
     """Deadlines of a round in seconds since this member began it, and timeouts of its streams in seconds."""
 
     contribution_s: float = 20.0
-    """A later contribution is left out. A member that takes over a slice waits as long again."""
+    """Contributions that arrive later are left out. A member that takes over a slice waits for contributions as long again."""
     majority_s: float = 40.0
-    """From here on a majority is enough to commit; if no majority holds all results, the round is discarded."""
+    """From then on a majority of holders is enough to commit; if no majority holds all results, the round is discarded."""
     deadline_s: float = 60.0
-    """A member that knows no decision by now is behind."""
+    """A member that does not know the decision by then is behind."""
     silence_s: float = 2.0
     """A member that sent no heartbeat for this long counts as lost until its stream opens again."""
     heartbeat_s: float = 0.4
@@ -53,12 +53,12 @@ class RoundTiming:
 
     @property
     def replace_reducer_s(self) -> float:
-        """A reducer that has delivered nothing by now is replaced, early enough for another one to finish before ``majority_s``."""
+        """A reducer that has delivered no result by then is replaced, early enough for another one to finish before ``majority_s``."""
         return (self.contribution_s + self.majority_s) / 2
 
     @property
     def attempt_s(self) -> float:
-        """Time that a coordinator has after ``majority_s`` before the next attempt begins: there are four until the deadline."""
+        """Seconds that a coordinator has after ``majority_s`` before the next attempt begins: a quarter of the time to the deadline."""
         return (self.deadline_s - self.majority_s) / 4
 
     @property
@@ -76,7 +76,7 @@ class Pace:
     size_bytes: int
 
     def due_s(self, sent_bytes: int) -> float:
-        """When the next part may be sent after ``sent_bytes``. A sender that is late does not wait: the schedule is absolute."""
+        """The loop time at which the next part is due after ``sent_bytes``. The schedule is absolute, so a late sender does not wait."""
         share = sent_bytes / max(1, self.size_bytes)
         return self.start_s + max(0.0, self.end_s - self.start_s) * share
 
@@ -91,9 +91,8 @@ class Pace:
 class SendSchedule:
     """The paces of all transfers of one round at one member, so that an exchange that overlaps inner steps uses little bandwidth.
 
-    Contributions and results are sent at one common rate. A result to a member starts when the contribution to that member has
-    ended. The deadlines hold however late either begins, so a transfer that is repeated, or made for a reducer that
-    failed, has less time or is sent at once.
+    Contributions and results are sent at one common rate. A result to a member starts when the contribution to that member has ended. Both
+    end by their deadlines, so a transfer that begins late, as it is repeated or made for a failed reducer, has less time or is sent at once.
     """
 
     def __init__(

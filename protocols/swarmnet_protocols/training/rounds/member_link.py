@@ -17,7 +17,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 
 class MemberLink:
-    """Sends to one member: first ``hello`` on each stream, then what is posted.
+    """Sends messages to one member: first ``hello`` on each stream, then the posted ones.
 
     ``on_change`` is called when the member becomes reachable (True) and when it is lost (False).
     """
@@ -56,7 +56,7 @@ class MemberLink:
         self._posted.set()
 
     def drain(self) -> None:
-        """Make ``run`` return once everything posted has been sent."""
+        """Make ``run`` return once all posted messages have been sent."""
         self._draining = True
         self._posted.set()
 

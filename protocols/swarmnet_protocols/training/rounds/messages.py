@@ -13,7 +13,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 HASH_BYTES = 32
 MAX_ATTEMPT = 1 << 16
 CANDIDATES = 2
-"""Results that a member keeps of one slice. There are two when a reducer was replaced after some members had its result."""
+"""Most results of one slice that a member keeps. There are two if a reducer was replaced after some members had its result."""
 
 Hashes = tuple[bytes, ...]
 """A proposal: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
@@ -34,7 +34,7 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Attempt ``attempt`` has begun: report to its coordinator (Paxos phase 1a)."""
+    """Asks for a report to the coordinator of attempt ``attempt``, which has begun (Paxos phase 1a)."""
 
     attempt: int
 
@@ -49,7 +49,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Report:
-    """The sender accepts no attempt below ``attempt`` any more (Paxos phase 1b).
+    """A promise of the sender to accept no attempt below ``attempt`` (Paxos phase 1b).
 
     ``held`` has, for each slice, the hashes of the results that the sender holds; ``vote`` is the last proposal that it accepted.
     """
@@ -61,8 +61,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of the result that was chosen for it, b"" while
-    there is none, and ``holder`` a member that holds this result."""
+    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of its chosen result (b"" while there is none), and
+    ``holder`` a member that holds this result."""
 
     reducer: int
     chosen: bytes = b""
@@ -79,7 +79,7 @@ class SlicePlan:
 
 @dataclass(frozen=True)
 class Ack:
-    """The proposal of this attempt is accepted (Paxos phase 2b)."""
+    """The sender has accepted the proposal of this attempt (Paxos phase 2b)."""
 
     attempt: int
 
@@ -93,7 +93,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """Send the sender of this message the result of ``slice`` with this hash."""
+    """Asks for the result of ``slice`` with this hash."""
 
     slice: int
     hash: bytes
@@ -101,7 +101,7 @@ class RequestResult:
 
 @dataclass(frozen=True)
 class RequestContribution:
-    """The sender of this message has taken over ``slice``: send it your contribution."""
+    """Asks for the contribution to ``slice``, of which the sender has become the reducer."""
 
     slice: int
 

@@ -3,9 +3,9 @@
 A result carries the encoded aggregate, or a *bundle*: the contributions themselves, in the order of members. Each member then aggregates the bundle
 as the reducer did, and gets the same bits. Results are bundles in two cases:
 
-1. The codec is sparse: an aggregate of sparse vectors is not.
-2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which would be worth nothing if the reducer of a slice
-   could send any aggregate that it likes. Each contribution in the bundle is signed by its author.
+1. The codec is sparse: an aggregate of sparse vectors is not sparse.
+2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which a reducer could otherwise bypass by sending a
+   false aggregate. Each contribution in the bundle is signed by its author.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_REASON = 200
 CONTRIBUTION_HASH_BYTES = 16
-"""Half a SHA-256: a second preimage is out of reach, and every result carries one hash for each contributor."""
+"""Half a SHA-256, against which finding a second preimage is infeasible: every result carries one hash for each contributor."""
 
 
 _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
@@ -46,7 +46,7 @@ class AggregationRules:
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
     """From contributions [k, n] in the order of members and weights [k] to the aggregate, float32 [n]. May change the contributions."""
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
-    """From the same arguments to k reasons for leaving a contribution out, "" for none. Repeated with those that stay."""
+    """From the same arguments to k reasons for leaving a contribution out, "" to keep it. Repeated with the kept ones until all are kept."""
     max_weight: float = 2.0**64
     """Largest weight of a contribution. The default is above any number of tokens, and sums of such weights are still finite."""
     verifiable: bool = False
@@ -60,7 +60,7 @@ def contribution_hash(data: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A member's encoded values of one slice, their weight, and the hash by which results name them."""
+    """A member's encoded values of one slice, their weight, and the hash by which results refer to them."""
 
     weight: float
     data: Buffer
@@ -92,10 +92,10 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Verification:
-    """The signatures that make a round verifiable: a reducer can leave contributions out, and change nothing else.
+    """What makes a round verifiable: with signed contributions, a reducer can leave some out, but cannot change any.
 
     ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members, a majority of those that train, so
-    that a reducer cannot leave out all but its accomplices'.
+    that a reducer cannot leave out all contributions but those of its accomplices.
     """
 
     job: bytes
@@ -126,11 +126,11 @@ class SliceTerms:
 
     @property
     def contribution_bytes(self) -> int:
-        """Size of an encoded contribution."""
+        """Bytes of an encoded contribution."""
         return self.codec.max_bytes(self.count)
 
     def result_bytes(self, contributors: int) -> int:
-        """Size of the payload of a result from this many contributors."""
+        """Bytes of the payload of a result from ``contributors`` members."""
         if self.is_bundled:
             return contributors * self.contribution_bytes
         return result_codec(self.codec).max_bytes(self.count)
@@ -139,7 +139,7 @@ class SliceTerms:
 def reduce_slice(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """The result of a slice and its values [count], from (member, contribution) in the order of members; None if no contribution counts."""
+    """The result of a slice and its values [count], from (member, contribution) in the order of members; None if no contribution is accepted."""
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
     if not accepted or not _has_quorum(terms, len(accepted)):
         return None
@@ -173,7 +173,7 @@ def reduce_slice(
 def _aggregate_valid(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
-    """The contributions that count, their aggregate [count] (without any: [0, count]), and why each of the others is left out."""
+    """The accepted contributions, their aggregate [count] ([0, count] if none is accepted), and the reason for leaving out each other member's."""
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
     rows = torch.empty(len(contributions), terms.count)
@@ -206,7 +206,7 @@ def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
 def _decode(
     terms: SliceTerms, rules: AggregationRules, member: int, contribution: Contribution
 ) -> torch.Tensor:
-    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for one that cannot count."""
+    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for an invalid one."""
     if contribution.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
     if contribution_hash(contribution.data) != contribution.hash:
@@ -231,8 +231,8 @@ class ResultReader:
     def read(self, result: Result) -> torch.Tensor:
         """The values [count] of a result from another member. Raises ``ProtocolViolation`` for a result that is not one of this slice.
 
-        A result that names another contribution of this member than it made is refused; where contributions are not signed, only their
-        author can check this.
+        A result that contains a contribution which this member did not make, in its name, is refused; without signatures, only the author of
+        a contribution can check this.
         """
         if result_hash(result.summary, result.payload) != result.hash:
             raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")

@@ -58,10 +58,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended at this member: committed, discarded (neither ``committed`` nor ``behind``), or behind.
+    """The end of a round at this member: ``committed``, ``behind``, or discarded (neither).
 
-    If it was ``committed``, ``average`` [n] has the same bits at every member that committed; otherwise ``average`` is None. If it was discarded, no
-    member has an average. If this member is ``behind``, the others may have committed, so this worker has to compare its state with theirs.
+    Committed: ``average`` [n] has the same bits at every member that committed. Discarded: no member has an average, and ``average`` is None.
+    Behind: ``average`` is None, but other members may have committed, so this worker has to compare its state with theirs.
     """
 
     committed: bool
@@ -71,9 +71,9 @@ class Outcome:
     contributors: tuple[tuple[PeerId, ...], ...]
     """The contributors to each slice, in the order of peer ids."""
     excluded: tuple[tuple[PeerId, str], ...]
-    """Peers whose contribution arrived and was left out of a slice, with the reason."""
+    """Peers whose contribution arrived but was left out of a slice, with the reason."""
     refuted: tuple[PeerId, ...]
-    """Members that sent this one a result which is not the aggregate of its slice's contributions."""
+    """Members that sent this one a false result, not the aggregate of its slice's contributions."""
     reason: str
     bytes_sent: int
     bytes_received: int
@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The services of an ``Averager`` that a round uses. ``spawn`` starts a task that is cancelled when the averager closes."""
+    """What a round uses of its ``Averager``. ``spawn`` starts a task that is cancelled when the averager closes."""
 
     transport: Transport
     timing: RoundTiming
@@ -127,12 +127,12 @@ class RoundRunner:
         self._own: list[Contribution] = []
         """This member's contribution to each slice; empty if it makes none."""
         self._withheld = ""
-        """Why this member contributes nothing."""
+        """The reason why this member makes no contribution; empty if it makes one, or has weight 0."""
         self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
         self._partial: dict[tuple[int, str], PartialPayload] = {}
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
-        """Slices whose result has arrived and is being verified: it need not be requested again."""
+        """Slices of which a result has arrived and is being verified, so that it is not requested again."""
         self._refuted: dict[PeerId, str] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
@@ -155,7 +155,7 @@ class RoundRunner:
             self._contributions[index][self._me] = contribution
 
     async def run(self) -> Outcome:
-        """Take part until the round ends at this member."""
+        """Take part in the round until it ends at this member."""
         try:
             for member in range(len(self._terms.members)):
                 if member != self._me:
@@ -209,7 +209,7 @@ class RoundRunner:
     def close(self) -> None:
         """End all streams and free the results. Idempotent.
 
-        Results are freed here because links refer to this object, which therefore lives until the garbage collector runs.
+        Links refer to this object, so it lives until the garbage collector runs; its results, which are large, are freed here.
         """
         self._closed = True
         for task in self._link_tasks.values():
@@ -323,8 +323,8 @@ class RoundRunner:
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
-                # If contributions are signed, the sender forged the result: an honest member forwards only results that it has verified. Without
-                # signatures, an honest member may forward a forged result, since only the author of a contribution can see the forgery.
+                # With signed contributions the sender is dishonest, because members forward only results that they have verified. Without
+                # signatures an honest member may forward a false result, since only the author of a contribution can detect it.
                 if reader.terms.verification is not None:
                     self._refuted[self._terms.members[member].peer] = str(error)
                 raise
@@ -334,7 +334,7 @@ class RoundRunner:
     def _add_part(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
     ) -> PartialPayload | None:
-        """Add a part of a payload; returns the payload when its last part arrives, else None. A member sends one payload of a kind at a time.
+        """Add a part of a payload. Returns the payload with its last part, otherwise None. A member sends one payload of each kind at a time.
 
         Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
         """

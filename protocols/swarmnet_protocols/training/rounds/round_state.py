@@ -1,17 +1,17 @@
 """The state machine of one averaging round at one member: slice assignments, results held, and one decision. Pure: no clock, no network.
 
-What a member does, in this order:
+The actions of a member, in this order:
 
-1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates what arrived in time (``_reduce``) and
-   sends the result to all members.
+1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates the contributions that arrived in time
+   (``_reduce``) and sends the result to all members.
 2. It reports the results that it holds to the coordinator of the current attempt (``_report``).
 3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each slice, and proposes to commit or to discard.
 4. Members fetch chosen results that they lack (``_fetch``).
 5. The round ends (``_conclude``): committed, discarded, or behind.
 
 The decision is single-decree Paxos (Lamport, "Paxos Made Simple", 2001, section 2) among the members of a fixed roster. An attempt is a
-ballot, its coordinator follows from its number, and a majority of the roster must accept. A member that is cut off from the
-majority never decides: it ends *behind*.
+ballot, its number determines its coordinator, and a majority of the roster must accept. A member that is cut off from the majority never
+decides: it ends *behind*.
 """
 
 import math
@@ -75,7 +75,7 @@ class RoundState:
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
         self._sending_until: dict[tuple[int, int], float] = {}
-        """For each (slice, member) to which this member's contribution is sent: the time until which it is of use."""
+        """For each (slice, member) to which this member's contribution is being sent: the time until which the member can use it."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
         """For each slice, the time at which its reducer must have delivered a result."""
@@ -93,14 +93,14 @@ class RoundState:
         self._acks: set[int] = set()
 
     def link_up(self, member: int, now: float) -> list[Effect]:
-        """This member's own stream to ``member`` is open."""
+        """Report that this member's own stream to ``member`` is open."""
         self._lost.pop(member, None)
         self._linked.add(member)
         self._send_missed(member)
         return self._advance(now)
 
     def link_down(self, member: int, now: float) -> list[Effect]:
-        """This member's own stream to ``member`` is lost."""
+        """Report that this member's own stream to ``member`` is lost."""
         self._linked.discard(member)
         self._lost.setdefault(member, now)
         if not self.finished:
@@ -108,26 +108,26 @@ class RoundState:
         return self._advance(now)
 
     def begin(self, member: int, now: float) -> list[Effect]:
-        """``member`` has begun this round: its Hello arrived."""
+        """Report that ``member`` has begun this round: its Hello arrived."""
         self._begun.add(member)
         return self._advance(now)
 
     def receive(self, member: int, message: Control, now: float) -> list[Effect]:
-        """A control message arrived from ``member``."""
+        """Report a control message of ``member``."""
         self._receive(member, message, now)
         return self._advance(now)
 
     def add_contribution(self, member: int, index: int, now: float) -> list[Effect]:
-        """The whole contribution of ``member`` to a slice arrived, or its statement that it contributes nothing."""
+        """Report that the whole contribution of ``member`` to a slice arrived, or its statement that it makes none."""
         self._contributed[index].add(member)
         return self._advance(now)
 
     def note_progress(self, index: int, now: float) -> None:
-        """A part of a result of a slice arrived, or is being verified: the result need not be requested again."""
+        """Report that a part of a result of a slice arrived or is being verified, so that the result is not requested again."""
         self._progress_at[index] = now
 
     def hold(self, index: int, result: bytes, now: float) -> list[Effect]:
-        """This member has a whole and verified result of a slice, with this hash."""
+        """Report that this member has a whole and verified result of a slice, with this hash."""
         if result not in self._held[index]:
             self._held[index] += (result,)
             if index in self._reduced and self.decision is None:
@@ -135,7 +135,7 @@ class RoundState:
         return self._advance(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed; called once per heartbeat period."""
+        """Report that time has passed. Called once in each heartbeat period."""
         if not self.finished:
             self._advance_attempt(now)
         return self._advance(now, tick=True)
@@ -149,7 +149,7 @@ class RoundState:
         )
 
     def reduces(self, index: int) -> bool:
-        """Whether this member reduces the slice and has not begun to."""
+        """Whether this member is the reducer of the slice, and has neither begun to reduce it nor received a result."""
         return (
             self._assignments[index].reducer == self._me
             and index not in self._reduced
@@ -157,7 +157,7 @@ class RoundState:
         )
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
-        """Whether to receive a result from ``member``: it is not held yet, and is the chosen one or comes from the slice's reducer."""
+        """Whether to receive a result from ``member``: one that is not held yet, and is the chosen one or comes from the slice's reducer."""
         if result in self._held[index]:
             return False
         if self.decision is not None:
@@ -168,7 +168,7 @@ class RoundState:
         )
 
     def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
-        """Do everything that the state calls for, and return all effects since the last call. Idempotent."""
+        """Take all actions that the state requires, and return the effects since the last call. Idempotent."""
         if not self.finished:
             self._advance_slices_and_vote(now, tick=tick)
         effects, self._effects = self._effects, []
@@ -196,7 +196,7 @@ class RoundState:
             self._send(member, message)
 
     def _send_missed(self, member: int) -> None:
-        """Send a member whose link came up what it may have missed."""
+        """Send the messages that a member may have missed before its link came up."""
         if self.finished:
             return
         for key in [key for key in self._sending_until if key[1] == member]:
@@ -263,9 +263,9 @@ class RoundState:
         return self._order[attempt % len(self._order)]
 
     def _advance_attempt(self, now: float) -> None:
-        """Go on to the next attempt with a live coordinator, if the current one is lost or has run out of time.
+        """Advance to the next attempt with a live coordinator, if the present coordinator is lost or out of time.
 
-        Called at a tick or a lost link only: if messages advanced attempts, two members could outbid each other for ever.
+        Called only at a tick or a lost link: if messages advanced attempts, two members could outbid each other forever.
         """
         if self.decision is not None:
             return
@@ -277,7 +277,7 @@ class RoundState:
         self._promise(attempt, now)
 
     def _takes_part(self, member: int, now: float) -> bool:
-        """Whether a member is reachable, and has begun this round or still may."""
+        """Whether a member is reachable, and has begun this round or may still begin it."""
         begun = member in self._begun or now < self._began + self._timing.contribution_s
         return member == self._me or (member not in self._lost and begun)
 
@@ -431,7 +431,7 @@ Reports = Mapping[int, Report]
 def plan(
     assignments: Sequence[Assignment], reports: Reports, live: Sequence[int], replaced: Sequence[int]
 ) -> tuple[Assignment, ...]:
-    """The assignments of all slices: a result that a live member holds if there is one, else a new reducer for slices in ``replaced``.
+    """The assignments of all slices: the choice of a result if a live member holds one, otherwise a new reducer for slices in ``replaced``.
 
     A chosen result stays chosen while a live member holds it. The new reducer is the live member with the fewest slices.
     """
@@ -472,10 +472,10 @@ def propose(
     majority: int,
     majority_suffices: bool,
 ) -> Hashes | None:
-    """The proposal of the coordinator, given reports from a majority; None: nothing yet.
+    """The proposal of the coordinator, given reports from a majority; None if it is too early for one.
 
-    The vote of the latest attempt among the reports must be proposed again (Paxos). Otherwise COMMIT once all live members hold all
-    results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and without one it is DISCARD.
+    If the reports contain votes, that of the latest attempt must be proposed again (Paxos). Otherwise the proposal is COMMIT once all live
+    members hold all results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and without one it is DISCARD.
     """
     votes = [report.vote for report in reports.values() if report.vote is not None]
     if votes:

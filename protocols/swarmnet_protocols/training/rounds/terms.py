@@ -31,13 +31,13 @@ Slice = tuple[int, int]
 
 @dataclass(frozen=True)
 class RoundMember:
-    """A worker in a round, as the roster describes it, and therefore equal at all members."""
+    """A worker in a round, as the roster describes it, so that all members have the same description."""
 
     peer: PeerId
     addresses: tuple[str, ...]
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
     weight: float = 0.0
-    """Tokens behind its contribution. 0: a newcomer, which only receives in its first round."""
+    """The weight of its contribution in the average: the tokens on which it trained. 0: a newcomer, which only receives in its first round."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RoundTerms:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
         if not (0 <= exchange_number < 1 << 63 and 0 < count <= MAX_VALUES):
             raise ConfigError(f"exchange {exchange_number} of {count} values is out of range")
-        # Newcomers reduce nothing: their link is busy with the state transfer. If no member contributes, all reduce.
+        # Newcomers reduce no slice, because the state transfer uses their link. If no member contributes, all reduce.
         eligible = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
         parts = partition(count, [ordered[index].bytes_per_s for index in eligible])
         assigned = [
@@ -115,11 +115,11 @@ class RoundTerms:
         return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
 
     def coordinators(self) -> tuple[int, ...]:
-        """Members in the order in which they coordinate attempts: a pseudo-random order, another one in each round."""
+        """Members in the order in which they coordinate attempts: a pseudo-random order that differs between exchanges."""
         return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
-        """The first 16 bytes of the SHA-256 of everything that must be equal at all members."""
+        """The first 16 bytes of the SHA-256 of all terms, which must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.exchange_number} {peers} {self.slices} {self.reducers} {self.codec.name}"
         if self.verification is not None:

@@ -1,7 +1,7 @@
 """Contributions and results on the wire: split into parts by the sender, assembled by the receiver.
 
-A part is one message: a header (``pb.Contribution`` or ``pb.Result``) with the slice, offset and hash, and the bytes as payload. Parts of at most
-256 KiB let control messages through in between.
+A part is one message: a header (``pb.Contribution`` or ``pb.Result``) with the slice, offset and hash, and the bytes as payload. Parts have at
+most 256 KiB, so that control messages wait for at most one.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Part:
 
 
 def parts(payload: Buffer, pace: Pace, clock: Callable[[], float]) -> Iterator[Part | float]:
-    """The parts of ``payload``, at least one even if it is empty. Yields a float, the time when the next part is due, until then."""
+    """The parts of ``payload``, at least one even if it is empty. While the next part is not due, yields the loop time when it will be."""
     view = memoryview(payload)
     for offset in range(0, max(len(view), 1), pace.part_bytes):
         paced = False
@@ -79,9 +79,10 @@ def result_messages(index: int, result: Result, parts: Iterator[Part | float]) -
 
 
 class PartialPayload:
-    """A payload of announced size that arrives in parts. Its memory grows with what arrived, not with what was announced.
+    """A payload of announced size that arrives in parts. Its memory grows with the bytes that arrived, not with the announced size.
 
-    ``timed_bytes`` arrived in ``timed_s`` seconds: only parts sent right after the one before are timed, not the first and no paced ones.
+    ``timed_bytes`` arrived in ``timed_s`` seconds. Only parts that were sent right after the one before are timed: neither the first nor paced
+    ones.
     """
 
     def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
