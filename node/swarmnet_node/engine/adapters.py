@@ -1,7 +1,8 @@
 """Adapters of clients on one stage: checks their tensors, and applies each one to its own rows of a packed batch.
 
-An adapter reaches a batch in two ways. Its prefix is written into the KV caches of its sequences (``caches/kv_cache.py``). Its LoRA pairs are
-joined for each product that the stage computes (:class:`LoraUpdate`), and added to the outputs of the rows that have the adapter.
+The two parts of an adapter are applied in different ways. Its prefix is written into the KV caches of its sequences (``caches/kv_cache.py``).
+Its LoRA pairs are joined for each product that the stage computes (:class:`LoraUpdate`), and their updates are added to the outputs of the
+rows that have the adapter.
 
 Shapes: T positions of a batch.
 """
@@ -27,7 +28,7 @@ class LayerTargets:
     """The parts of a layer that an adapter may change.
 
     ``linears``: (outputs, inputs) of the linear modules, by path. ``products``: for each product that the stage computes, the linear
-    modules whose outputs it concatenates. ``shape``: what the layer keeps for each position of a prefix. ``device``: where the layer is.
+    modules whose outputs it concatenates. ``shape``: the shape of the keys and values of a prefix. ``device``: the device of the layer.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -92,7 +93,7 @@ def load_adapter(
 def linear_modules(layer: nn.Module, leave_out: Sequence[nn.Module] = ()) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the linear modules that a layer applies to every position of a batch at once, by path.
 
-    Modules in a list are left out: lists hold experts, which see only some positions; and those within the modules of ``leave_out``.
+    Left out are modules in lists, which contain experts, applied to some positions only; and those within the modules of ``leave_out``.
     """
     others = {id(module) for each in leave_out for module in each.modules()}
     return {
@@ -133,7 +134,7 @@ class BatchLora:
 
     @contextmanager
     def hooked(self, layers: Sequence[nn.Module], first: int) -> Iterator[None]:
-        """Within the context the linear modules of transformers' ``layers``, numbered from ``first``, add their updates."""
+        """Within the context, the updates are added to the outputs of the linear modules of transformers' ``layers``, numbered from ``first``."""
         with ExitStack() as hooks:
             for index, layer in enumerate(layers, first):
                 for path in {path for lora, _, _ in self._segments for path in lora.layers[index]}:

@@ -4,12 +4,12 @@ A forward computes the products of all its positions at once, so a batch has no 
 attention has to know which position belongs to which sequence. There are two kinds of batch:
 
 1. :class:`PackedBatch` for sessions: appends the keys and values to each sequence's KV cache, then attends to the cache.
-2. :class:`SequenceBatch` for passes: whole sequences, nothing is kept, and gradients flow.
+2. :class:`SequenceBatch` for passes: whole sequences, without caches and with gradients.
 
-transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``), and hands it the batch as a keyword
+transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``), and passes it the batch, a keyword
 argument of the model's forward.
 
-On an accelerator, where the caches are in an arena, :class:`RangedBatch` takes the place of the first, and has no loop over sequences.
+On an accelerator, where the caches are in an arena, :class:`RangedBatch` replaces the first, and has no loop over sequences.
 """
 
 from collections.abc import Sequence
@@ -129,7 +129,7 @@ class PackedBatch:
         )
 
     def _mask(self, row: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-        """Which keys, from the first visible one on, each new position of a row sees: [count, keys]. The same for all layers of a device."""
+        """The mask of a row's new positions over the keys from the first visible one on: [count, keys]. Shared by all layers of a device."""
         if (row, sliding_window, device) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
@@ -141,10 +141,10 @@ class PackedBatch:
 
 
 class RangedBatch:
-    """New positions of several sequences in an arena. Their keys and values go to ``places`` int64 [T] of the arena, in one operation, and
-    ``Backend.ranged_attention`` attends to ``ranges``.
+    """New positions of several sequences in an arena. Their keys and values are written to ``places`` int64 [T] of the arena, in one operation,
+    and ``Backend.ranged_attention`` attends to ``ranges``.
 
-    Unlike ``PackedBatch`` it reads nothing but tensors, so that it can be recorded.
+    Unlike ``PackedBatch`` it reads tensors only, so that it can be recorded.
     """
 
     def __init__(self, arena: CacheArena, backend: Backend, places: torch.Tensor, ranges: Ranges) -> None:
@@ -183,7 +183,7 @@ class RangedBatch:
         return self._backend.ranged_attention(query[0].transpose(0, 1), keys, values, ranges, rule)[None]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Ranges]:
-        """Places and ranges on the device of a layer: those of a stage may be on several."""
+        """Places and ranges on the device of a layer; the layers of a stage may be on several devices."""
         if device not in self._places:
             [places, ranges] = next(zip(self._places.values(), self._ranges.values(), strict=True))
             self._places[device] = places.to(device)
@@ -197,9 +197,9 @@ class RangedBatch:
 
 
 class SequenceBatch:
-    """Whole sequences, ``counts[i]`` positions of the i-th, one after another. Keeps nothing; gradients flow through.
+    """Whole sequences, ``counts[i]`` positions of the i-th, one after another, without caches and with gradients.
 
-    ``prefixes`` has for each layer, the first being ``first_layer``, the keys and values that every sequence begins with; or is empty.
+    ``prefixes`` has, for each layer from ``first_layer`` on, the keys and values of the prefix of every sequence; or is empty.
     """
 
     def __init__(

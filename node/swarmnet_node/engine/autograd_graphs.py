@@ -1,7 +1,7 @@
 """Autograd graphs that forward passes keep for their backward passes.
 
-A graph is a cache entry: without it, the backward pass computes the forward again from the inputs it is sent. A client's forward pass
-may name its graph; the host then keeps it for a while, in memory that KV caches do not use, and drops it when they need the memory.
+Graphs are a cache: without its graph, a backward pass computes the forward again from the inputs that it is sent. A client's forward pass
+may name its graph. The host then keeps the graph for some time in memory that KV caches do not use, and drops it when they need the memory.
 """
 
 import asyncio
@@ -48,9 +48,7 @@ def record_forward(
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        detached = (
-            tensor.detach()
-        )  # the tensor itself would refer to the graph, which refers to what is saved
+        detached = tensor.detach()  # the tensor itself refers to the graph: they would keep each other alive
         saved.append(weakref.ref(detached))
         return detached
 
@@ -58,7 +56,7 @@ def record_forward(
         outputs = forward(inputs)
     edge = get_gradient_edge(outputs)
     outputs = outputs.detach()
-    # Tensors that were saved for values that do not lead to the outputs are freed by now.
+    # Tensors that were saved for values on which the outputs do not depend have been freed by now.
     alive = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in (inputs, *adapter.values(), *alive)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -93,9 +91,9 @@ class GraphCache:
         return key in self._entries
 
     def keep(self, key: GraphKey, graph: AutogradGraph, *, max_bytes: int, for_s: float) -> None:
-        """Keep a graph for ``for_s`` seconds, unless it is larger than its owner or the host may keep.
+        """Keep a graph for ``for_s`` seconds, unless it exceeds the limit of its owner or ``max_bytes``.
 
-        Drops the owner's oldest graphs until its limit has room, then the oldest of all until they take ``max_bytes`` at most.
+        Drops the owner's oldest graphs until its limit has room, then the oldest of all until all graphs take at most ``max_bytes``.
         """
         self.take(key)
         loop = asyncio.get_running_loop()
@@ -117,7 +115,7 @@ class GraphCache:
         return graph
 
     def shrink(self, max_bytes: int) -> None:
-        """Drop the oldest graphs until the rest take ``max_bytes`` at most."""
+        """Drop the oldest graphs until the rest take at most ``max_bytes``."""
         self._drop(self.nbytes - max_bytes)
 
     def _drop(self, excess_bytes: float, owner: PeerId | None = None) -> None:

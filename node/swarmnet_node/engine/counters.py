@@ -11,12 +11,12 @@ POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def node_histogram(name: str, about: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-    """A histogram ``swarmnet_node_NAME`` in no registry: it belongs to what it measures, which a node may replace."""
+    """A histogram ``swarmnet_node_NAME`` outside any registry: its owner, such as an engine, may be replaced while the node runs."""
     return Histogram(f"swarmnet_node_{name}", about, registry=None, buckets=buckets)
 
 
 def cumulative_counts(histogram: Histogram) -> list[int]:
-    """For every bucket the number of values up to its bound, and last the number of all values."""
+    """The number of values up to the bound of each bucket, and last the number of all values."""
     (metric,) = histogram.collect()
     return [int(sample.value) for sample in metric.samples if sample.name.endswith("_bucket")]
 

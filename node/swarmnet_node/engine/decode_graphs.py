@@ -1,11 +1,11 @@
 """Recorded decode steps: one new position for each of some sequences, replayed with one launch instead of hundreds.
 
-A recording has a number of rows, the powers of two, and memory of its own at fixed addresses: its inputs, and for each row the number of its position,
-where its keys are written, and where its sequence begins and how long it is. A step fills these, with rows to spare up to the next size, and replays.
-Spare rows write to the spare positions of the arena. Keys and values are in the arena, which never moves.
+A recording has a power of two of rows, and its own memory at fixed addresses: the inputs, and for each row its position in the sequence, the place
+where its keys are written, and the start and length of its sequence. A step fills these, pads the rows up to the next size, and replays the
+recording. Padding rows write to the spare positions of the arena. Keys and values are in the arena, which never moves.
 
-Only steps of one new position for each sequence, without LoRA, are recorded. Each recording is compared with the computation that it replaces before it
-is used; whatever fails ends recording for this stage, and steps are computed as before.
+Only steps of one new position for each sequence, without LoRA, are recorded. Each recording is compared with the computation that it replaces
+before it is used. Any failure ends recording for the stage, whose steps are then computed without.
 """
 
 import logging
@@ -22,12 +22,12 @@ from swarmnet_node.engine.kernels.backend import Backend, Ranges, Recorder, Reco
 _log = logging.getLogger(__name__)
 
 MIN_LONGEST = 256
-"""The least bound on the length of sequences, where recordings depend on it."""
+"""The least bound on the length of sequences, for recordings that depend on one."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 """Hidden states [T, D] of new positions [T] of a batch, in and out."""
 Agree = Callable[[torch.Tensor, torch.Tensor], bool]
-"""Whether outputs equal expected ones but for rounding."""
+"""Whether outputs equal expected ones up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DecodeGraphs:
         *,
         is_fused: bool,
     ) -> None:
-        """``like`` [D] has the width, dtype and device of hidden states. Unless ``is_fused``, recordings also depend on a bound of the lengths."""
+        """``like`` [D] has the width, dtype and device of hidden states. Unless ``is_fused``, recordings also depend on a bound on the lengths."""
         self._compute = compute
         self._agree = agree
         self._recorder = recorder
@@ -70,11 +70,11 @@ class DecodeGraphs:
 
     @property
     def failure(self) -> str:
-        """Why nothing is recorded any more; empty while it is."""
+        """The reason why recording has ended; empty while it has not."""
         return self._failure
 
     def step(self, inputs: torch.Tensor, sequences: Sequence[SequenceCache]) -> torch.Tensor | None:
-        """Hidden states [T, D] of one new position of each sequence, in and out; None if this step is not for a recording.
+        """Hidden states [T, D] of one new position of each sequence, in and out; None if such a step is not recorded.
 
         The sequences are in the order of their starts, and have room for the position.
         """
@@ -84,11 +84,13 @@ class DecodeGraphs:
         lengths = [sequence.length + 1 for sequence in sequences]
         key = _next_power(count), self._longest(max(lengths))
         if key not in self._recordings:
-            # The first step of a size is computed twice: it warms up, and shows whether the recording is right.
+            # The first step of a size is computed twice: to warm up, and to compare the recording with it.
             slots = self._new_slots(key[0])
             self._fill(slots, inputs, sequences)
             expected = self._run(slots, key[1])[:count].clone()
-            if bool(expected.isfinite().all()):  # else a client sent such numbers: they show nothing
+            if bool(
+                expected.isfinite().all()
+            ):  # otherwise a client sent such numbers, which cannot be compared
                 self._record(key, slots, expected)
             return expected
         slots, recording = self._recordings[key]
@@ -97,7 +99,7 @@ class DecodeGraphs:
         return recording.outputs[:count].clone()  # the next step overwrites them
 
     def _longest(self, longest: int) -> int:
-        """The bound on lengths for a recording: a kernel that reads the lengths needs none."""
+        """The bound on lengths for a recording, which has no effect on a kernel that reads the lengths."""
         if self._is_fused:
             return self._arena.positions
         return min(self._arena.positions, max(MIN_LONGEST, _next_power(longest)))
@@ -114,7 +116,7 @@ class DecodeGraphs:
         slots.inputs[: len(inputs)].copy_(inputs)
 
     def _run(self, slots: _Slots, longest: int) -> torch.Tensor:
-        """One step as it is recorded: it reads and writes memory at fixed addresses only, and nothing is read back."""
+        """One step as it is recorded: it reads and writes memory at fixed addresses only, and reads no value back."""
         positions, places, starts, lengths = slots.numbers.unbind()
         end = torch.full_like(starts[:1], self._arena.positions + SPARE_ROWS)
         queries = torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)
@@ -132,7 +134,7 @@ class DecodeGraphs:
         if is_right:
             self._recordings[key] = slots, recording
         else:
-            self._fail("a recorded step computes something else")
+            self._fail("a recorded step has other outputs than the computation")
 
     def _fail(self, reason: str) -> None:
         self._failure = reason or "unknown"

@@ -1,8 +1,8 @@
 """Device memory: how many blocks fit onto accelerators, how they are spread over several cards, and whether weights stay packed. Pure.
 
-On each card the memory that may be filled holds the weights of its blocks, their share of the KV caches, and what one forward needs besides.
-Quantised weights are expanded when they are loaded if all wanted blocks fit so, for products with expanded weights move fewer bytes; otherwise they
-stay packed, which fits more blocks.
+The usable memory of each card holds the weights of its blocks, their share of the KV caches, and the temporary memory of one forward. Quantised
+weights are expanded when they are loaded if all wanted blocks then fit, because products with expanded weights move fewer bytes; otherwise they
+stay packed, so that more blocks fit.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from swarmnet_protocols.quantization.products import ACCELERATOR_PANEL_BYTES
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 
 LIBRARY_BYTES = 256 * MIB
-"""Bytes for workspaces of libraries, recorded graphs, and gaps between allocations that are too small to be used."""
+"""Bytes for workspaces of libraries, recorded graphs, and fragmentation."""
 UNPACKED_PANELS = 4
-"""Panels of packed weights that are in memory at once while one is unpacked: digits, products, sums, and the panel in the dtype of a product."""
+"""Number of panels in memory while one is unpacked: digits, products, sums, and the panel in the dtype of the product."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BlockNeeds:
     """The memory needs of one block on an accelerator, the largest of those that may be hosted."""
 
     packed_bytes: int
-    """Weights with quantised matrices as the checkpoint stores them; the same as ``expanded_bytes`` if it stores none."""
+    """Bytes of its weights with quantised matrices as the checkpoint stores them; ``expanded_bytes`` if it has none."""
     expanded_bytes: int
     widths: LayerWidths
     dtype_bytes: int
@@ -37,7 +37,7 @@ class BlockNeeds:
         return self.packed_bytes if packed else self.expanded_bytes
 
     def scratch_bytes(self, *, packed: bool) -> int:
-        """Memory of a card besides weights and caches: the largest forward, or one block twice while its matrices are joined."""
+        """Bytes that a card needs besides weights and caches: for the largest forward, or for a second copy of one block while its matrices are joined."""
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         unpacking = UNPACKED_PANELS * ACCELERATOR_PANEL_BYTES if packed else 0
         return LIBRARY_BYTES + max(forward + unpacking, self.weight_bytes(packed=packed))
@@ -45,7 +45,7 @@ class BlockNeeds:
 
 @dataclass(frozen=True)
 class Placement:
-    """How many consecutive blocks each of ``cards`` gets, and whether quantised weights stay packed."""
+    """The number of consecutive blocks of each of ``cards``, and whether quantised weights stay packed."""
 
     cards: tuple[Card, ...]
     blocks: tuple[int, ...]
@@ -65,7 +65,7 @@ class Placement:
         return spread_over[:blocks]
 
     def describe(self, total_blocks: int) -> str:
-        """A sentence for the owner: the blocks that are hosted, and why these."""
+        """A sentence for the owner: the number of blocks that are hosted, and the reason."""
         each = self.needs.weight_bytes(packed=self.packed)
         scratch = self.needs.scratch_bytes(packed=self.packed)
         where = " and ".join(
@@ -92,7 +92,7 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
 ) -> Placement:
     """The placement of ``wanted`` blocks, or unless ``is_fixed`` of as many as fit.
 
-    ``forms`` says whether quantised weights may be expanded and whether they may stay packed: the first one with the most blocks is taken.
+    ``forms``: the permitted values of ``packed``. The first one with the most blocks is taken.
     ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each card: a share if at most 1, else bytes. Raises
     ``OutOfResources`` if they do not fit, or no block does.
     """
@@ -113,7 +113,7 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
 
 
 def room_bytes(card: Card, most: float | None) -> int:
-    """Bytes that a node may still allocate on a card: together with other programs at most ``MOST_SHARE`` of it, and at most ``most``."""
+    """Bytes that a node may allocate on a card: at most ``most``, and together with other programs at most ``MOST_SHARE`` of the card."""
     unused = card.free_bytes - int((1 - MOST_SHARE) * card.total_bytes)
     return max(0, min(unused, allowed_bytes(most, card.total_bytes)))
 
@@ -127,7 +127,7 @@ def _counts(
     *,
     packed: bool,
 ) -> tuple[int, ...]:
-    """Blocks for each card, ``wanted`` or as many as fit. Each block brings its share of the caches to its card."""
+    """The number of blocks for each card, ``wanted`` in total or as many as fit. A block's share of the caches is on the card of the block."""
     scratch = needs.scratch_bytes(packed=packed)
     rooms = [max(0, room_bytes(card, most) - scratch) for card in cards]
     for count in range(wanted, 0, -1):
@@ -138,9 +138,9 @@ def _counts(
 
 
 def spread(count: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """``count`` blocks in proportion to ``rooms``, of which one is not 0, by the method of D'Hondt.
+    """``count`` blocks in proportion to ``rooms``, at least one of which is not 0, by the method of D'Hondt.
 
-    It fills no card above the share of its room that the fullest card must have: if blocks of one size fit in any way, they fit in this one.
+    It minimises the largest share of a card's room that is filled, so if blocks of one size fit in any way, they fit in this one.
     """
     counts = [0] * len(rooms)
     for _ in range(count):

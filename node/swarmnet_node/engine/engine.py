@@ -6,7 +6,7 @@ Work comes in two kinds:
    ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca, Yu et al., 2022, section 3.2). Work that arrives during
    a forward joins the next one.
 2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. One runs when no session has work,
-   or when sessions have gone first for long enough.
+   or when sessions have had priority for long enough.
 
 Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor graphs need locks. The loop
 decides on the asyncio thread and hands over one computation at a time. Nodes that share a machine take turns at its cores
@@ -50,9 +50,9 @@ from swarmnet_protocols.net.limits.resources import (
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
-"""Positions of one forward at most. A client that waits for one token waits for the whole forward."""
+"""Most positions of one forward. A client that waits for one token waits for the whole forward."""
 GRAPH_CLIENT_SHARE = 2
-"""The graphs of one client take at most one part in this many of the memory for caches."""
+"""The graphs of one client take at most the memory for caches divided by this."""
 RECENT_S = 1.0
 """Seconds after its last work during which a sequence is expected to have more work."""
 SMOOTHING = 0.1
@@ -69,7 +69,7 @@ def _ignore_start() -> None:
 class _StepWork:
     """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed.
 
-    Before the first, ``behind`` earlier positions are computed again, after a rewind: they count as work like others.
+    After a rewind, ``behind`` earlier positions are computed again first. They count as work like others.
     """
 
     sequence: SequenceCache
@@ -96,9 +96,8 @@ class _StepWork:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The share of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be none, and ``again``, the number of earlier positions
-    that recurrent states compute again after a rewind.
-    """
+    """The part of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be none, and ``again``, the number of earlier
+    positions that recurrent states compute again after a rewind."""
 
     work: _StepWork
     again: int
@@ -106,7 +105,7 @@ class _Part:
 
 
 def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
-    """The outputs of those parts that have inputs, on the torch thread."""
+    """Compute the parts on the torch thread. Returns the outputs of those that have inputs."""
     stage = parts[0].work.stage
     for part in parts:
         if part.again:
@@ -118,8 +117,8 @@ def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
 class _PassWork:
     """A computation of ``positions`` positions that cannot be split.
 
-    ``prepare`` is called on the asyncio thread and returns the function for the torch thread. Sessions go first until ``max_delay_s`` after
-    ``since``, a time of the event loop.
+    ``prepare`` is called on the asyncio thread and returns the function for the torch thread. Sessions have priority until ``max_delay_s``
+    after ``since``, a time of the event loop.
     """
 
     prepare: Callable[[], Callable[[], Any]]
@@ -146,7 +145,7 @@ class Engine:
         self.stage = stage
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
-        """A function from the limit on the caches of all clients to the limit on those of one client, in bytes."""
+        """From the limit on the caches of all clients to the limit on those of one client, in bytes."""
         self.counters = EngineCounters()
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
@@ -166,7 +165,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._stopped = False
         self._last_work: dict[int, float] = {}
-        """When each sequence, by its id, last had work."""
+        """The loop time at which each sequence, by its id, last had work."""
         self._reservations: dict[int, tuple[SequenceCache, Reservation]] = {}
         self.limit_caches(max_cache_bytes)
 
@@ -182,7 +181,7 @@ class Engine:
         core_lock: CoreLock = NO_CORE_LOCK,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs as long as the context; the KV caches of all clients take ``max_cache_bytes`` at most.
+        """An engine whose loop runs as long as the context; the KV caches of all clients take at most ``max_cache_bytes``.
 
         ``executor`` has one thread, the torch thread. Each forward holds ``core_lock``; passes run beside those of other nodes.
         ``stopwatch`` returns seconds, by which forwards are timed.
@@ -219,14 +218,14 @@ class Engine:
         return self.token_s * tokens + self._pass_position_s * positions
 
     def limit_caches(self, max_bytes: int) -> None:
-        """Set the limit of all KV caches together. Caches that are larger already stay; graphs are dropped to fit."""
+        """Set the limit on the bytes of all KV caches. Existing caches are kept even above it; graphs are dropped to fit."""
         self.max_cache_bytes = max_bytes
         self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
         self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._free_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
-        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if that has no room for its present size."""
+        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if ``scope`` has no room for its present size."""
         self._reservations[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
         return sequence
 
@@ -247,11 +246,11 @@ class Engine:
         return self.max_cache_bytes - self.cache_bytes
 
     async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which is short, on the torch thread between two forwards. Raises what it raises."""
+        """Call ``work``, which should be short, on the torch thread between two forwards. Raises what it raises."""
         return await self._call(work)
 
     async def fork(self, sources: Sequence[tuple[SequenceCache, int]], scope: Scope) -> list[SequenceCache]:
-        """Registered copies of the first positions, as many as stand beside it, of each sequence.
+        """Registered copies of sequences: of each one, the first positions, as many as the number beside it.
 
         Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them.
         """
@@ -279,7 +278,7 @@ class Engine:
         """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of it; each sequence grows by ``count``.
 
         ``started`` is called for each row when its first forward begins.
-        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow so far; ``Unreachable`` if the engine has
+        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that far; ``Unreachable`` if the engine has
         stopped. Graphs are dropped to make room.
         """
         for sequence, inputs in rows:
@@ -310,9 +309,9 @@ class Engine:
     ) -> T:
         """Compute a pass of ``positions`` positions on the torch thread, passes in order of arrival.
 
-        It runs when no session has work, or when sessions have gone first for ``max_delay_s`` since it arrived, or since the pass before
-        it. ``prepare`` is then called here, and the function that it returns on the torch thread; returns that function's result and
-        raises what either raises. A caller that is cancelled before then costs nothing. Raises ``Unreachable`` if the engine has stopped.
+        It runs when no session has work, or when sessions have had priority for ``max_delay_s`` since it arrived or since the
+        last pass, whichever was later. ``prepare`` is then called here, and the function that it returns on the torch thread; returns that function's result and
+        raises what either raises. A pass whose caller was cancelled before is not computed. Raises ``Unreachable`` if the engine has stopped.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
@@ -345,7 +344,7 @@ class Engine:
                     await self._forward()
 
     async def _wait_for_more(self) -> None:
-        """Wait for sequences that are expected soon, so that they join the next forward; no longer than a forward takes."""
+        """Wait, at most as long as a forward takes, for sequences that are expected soon, so that they join the next forward."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
         self._last_work = {
@@ -364,7 +363,7 @@ class Engine:
         return sum(at > now - RECENT_S for at in self._last_work.values())
 
     def _is_pass_next(self) -> bool:
-        """Whether a pass runs next: no session has work, or sessions have gone first for long enough."""
+        """Whether a pass runs next: no session has work, or sessions have had priority for long enough."""
         if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
@@ -399,8 +398,8 @@ class Engine:
         started = self.stopwatch()
         try:
             compute = work.prepare()
-            # Nodes that compute at once wait for each other's threads in every product: on half the cores each is faster than
-            # half as fast.
+            # Nodes that compute on all cores at the same time wait for each other's threads in every product. On half the cores,
+            # each is more than half as fast.
             result = await self._call(partial(on_half_the_cores, compute) if are_others else compute)
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
@@ -417,7 +416,7 @@ class Engine:
         """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out of memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Not in an except clause: the error's frames would keep alive the tensors that were computed until then.
+        # Not in an except clause, where the error's frames would keep alive the tensors that were computed before it.
         self.graph_cache.shrink(0)
         raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
@@ -439,7 +438,7 @@ class Engine:
             work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
 
     def _stop(self) -> None:
-        """Fail all work that waits."""
+        """Fail all waiting work."""
         self._stopped = True
         error = Unreachable("this host has stopped")
         self._drop(list(self._steps), error)

@@ -1,8 +1,8 @@
 """Decoder layers of the Llama shape, computed with a backend instead of transformers' modules.
 
-Query, key and value projections are one product, gate and up projections another, and nothing is computed that the shape does not
-need. In a forward of one token the weights that are read push code and small tensors out of the processor's caches, so that every
-operation between two products is slow; fewer operations are the remedy (``tests/bench/decode.py``).
+Query, key and value projections are one product, gate and up projections another, and only the operations of this shape are computed. In a
+forward of one token, the weights that are read evict code and small tensors from the processor's caches, so every operation between two
+products is slow, and fewer operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 def has_llama_shape(model: Any) -> bool:
     """Whether a decoder stack of transformers consists of the modules of the Llama shape.
 
-    A family may compute something else with the same modules: compare outputs before using :class:`LlamaLayers`.
+    A family may use the same modules in another way, so callers compare outputs before they use :class:`LlamaLayers`.
     """
     return hasattr(model, "rotary_emb") and all(map(_layer_has_llama_shape, model.layers))
 
@@ -45,8 +45,8 @@ class LlamaLayers:
         backend: Backend,
         devices: Sequence[torch.device],
     ) -> None:
-        """``rules`` and ``devices`` have the attention rule and the device of each layer. The weights of ``model`` become views of the joined weights here, so that
-        the model keeps working and no weight is held twice.
+        """``rules`` and ``devices`` have the attention rule and the device of each layer. The weights of ``model`` become views of the joined
+        weights, so that the model keeps working and no weight is in memory twice.
         """
         self.rotary: Rotary = model.rotary_emb
         self.layers = [_decoder_layer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
@@ -78,7 +78,7 @@ class LlamaLayers:
                 device = own_device
                 inputs = inputs.to(device)
                 angles = angles[0].to(device), angles[1].to(device)
-            # Attention and MLP are functions of their own, so that the temporary tensors of each are freed when it returns.
+            # Attention and MLP are separate functions, so that the temporary tensors of each are freed when it returns.
             inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
             inputs = inputs + self._mlp(layer, inputs, lora)
         return inputs

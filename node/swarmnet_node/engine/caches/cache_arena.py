@@ -1,9 +1,9 @@
 """Cache arena: the KV caches of all sequences of a stage in one buffer of keys and one of values for each layer, which never move.
 
 An accelerator attends to all sequences of a batch in one call, and replays recorded steps; both need caches at fixed addresses. A sequence has
-a range of consecutive positions, the same in all layers. Ranges have no pages: attention reads a range directly, and every operation on the
-cache of one sequence works on views of its range. When no gap is large enough, all ranges move together, so that free memory is never lost
-between them (docs/decisions/0059).
+a range of consecutive positions, the same in all layers. There are no pages: attention reads a range directly, and operations on the cache of
+one sequence use views of its range. When no gap is large enough, the ranges are compacted, so that no free memory is lost between them
+(docs/decisions/0059).
 
 Layout: keys [positions + SPARE_ROWS, key heads, key size], values [positions + SPARE_ROWS, key heads, value size].
 """
@@ -18,11 +18,11 @@ Buffers = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
 
 SPARE_ROWS = 64
-"""Positions behind those of sequences: rows that fill up a recorded step write there."""
+"""Positions behind those of sequences, to which the padding rows of a recorded step write."""
 
 
 class CacheShape(Protocol):
-    """Sizes of the keys and values that one layer keeps for each position."""
+    """Sizes of the keys and values of one position in one layer."""
 
     @property
     def heads(self) -> int: ...
@@ -46,7 +46,7 @@ class Owner(Protocol):
 
 
 class CacheArena:
-    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread; sequences may be dropped on any."""
+    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread; sequences may be dropped on any thread."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class CacheArena:
         """The positions of each sequence that is alive."""
 
     def start_of(self, sequence: Owner) -> int:
-        """The first position of a sequence's range, which its growth or a move may change; 0 before the first growth."""
+        """The first position of a sequence's range, which growth and compaction may change; 0 before the first growth."""
         return self._ranges.get(sequence, range(0)).start
 
     def grow(self, sequence: Owner, capacity: int) -> None:
-        """Give a sequence ``capacity`` positions, more than it has, with what its first ``length`` ones contain. Other sequences may move.
+        """Enlarge a sequence's range to ``capacity`` positions, keeping its first ``length`` ones. Other sequences may move.
 
         Raises ``torch.OutOfMemoryError`` if the arena has fewer free positions.
         """
@@ -90,7 +90,7 @@ class CacheArena:
             raise torch.OutOfMemoryError(f"{capacity} positions in an arena of {self.positions} that is full")
         start = _first_gap(others, mine, capacity, self.positions)
         if start is None:
-            self._move_together(sequence)
+            self._compact(sequence)
             mine = self._ranges.get(sequence, range(0))
             start = mine.start if mine else sum(map(len, others))
         if len(mine) and start != mine.start:
@@ -100,8 +100,8 @@ class CacheArena:
                     buffer[start : start + sequence.length] = kept
         self._set(sequence, range(start, start + capacity))
 
-    def _move_together(self, last: Owner) -> None:
-        """Move all ranges to the beginning without gaps, that of ``last`` behind the others. Copies one buffer at a time."""
+    def _compact(self, last: Owner) -> None:
+        """Compact the ranges at the beginning of the arena, that of ``last`` behind the others. Copies one buffer at a time."""
         ranges = sorted(self._ranges.items(), key=lambda each: (each[0] is last, each[1].start))
         old = torch.cat([torch.arange(each.start, each.stop) for _, each in ranges])
         for buffers in self.buffers:
@@ -121,7 +121,7 @@ class CacheArena:
 
 
 def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) -> int | None:
-    """Where ``capacity`` positions are free: at ``mine`` if it can grow where it is, else the first gap beside all ranges, else None.
+    """The first of ``capacity`` free positions: that of ``mine`` if it can grow in place, otherwise of the first large enough gap; None if there is none.
 
     ``others`` are in the order of their starts.
     """
@@ -137,5 +137,5 @@ def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) 
 
 
 def _view(buffer: torch.Tensor, positions: range) -> torch.Tensor:
-    """A range as attention reads the cache of one sequence: [1, key heads, capacity, size]."""
+    """The view of a range that attention reads: [1, key heads, capacity, size]."""
     return buffer[positions.start : positions.stop].transpose(0, 1)[None]

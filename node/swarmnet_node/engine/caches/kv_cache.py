@@ -1,30 +1,30 @@
-"""KV cache: the keys and values that one stage keeps for one sequence.
+"""KV cache: the keys and values of one sequence on one stage.
 
 Layout. A :class:`SequenceCache` has two tensors for each layer of its stage::
 
     keys    [1, key heads, capacity, key size]
     values  [1, key heads, capacity, value size]
 
-in the stage's dtype, on its device. The heads are those of keys and values: with grouped-query attention fewer than the query heads.
+in the stage's dtype, on its device. The heads are those of keys and values, which are fewer than the query heads with grouped-query attention.
 The first dimension is the batch dimension that torch's attention expects. One head's positions are contiguous, as attention reads
 them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised.
 ``capacity`` is a multiple of ``GROWTH_POSITIONS``, the same in all layers.
 
-Arena. On an accelerator the same tensors are views of a range in a :class:`CacheArena`, which all sequences share; the views are strided, and
-change when the range moves.
+Arena. On an accelerator the tensors are strided views of a range in a :class:`CacheArena`, which all sequences share; they change when the
+range moves.
 
-Recurrent state. On a stage with layers that have some, the cache has it too (``recurrent_state.py``), and the stage's inputs ``[capacity, hidden
-size]``, of which states are computed again after ``truncate``.
+Recurrent state. On a stage with recurrent layers, the cache also has their states (``recurrent_state.py``), and the stage's inputs
+``[capacity, hidden size]``, from which states are computed again after ``truncate``.
 
 Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and copies the valid positions. There
 are no pages: every sequence has tensors of its own, and attention needs no block table.
 
 Prefix. With a prefix-tuning adapter, positions ``[0, n)`` are the adapter's and the first token has position n.
 
-Who counts, allocates and frees. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges the
-reservation first, and then ``Stage.forward`` allocates with ``reserve``. The session drops its caches when it ends, and those that a
-step replaces; it calls ``Engine.release``, which returns the reservation, and the tensors are freed with the last reference.
-``truncate`` forgets positions and frees nothing.
+Memory. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges the reservation first, and then
+``Stage.forward`` allocates with ``reserve``. The session drops caches that a step replaces, and all caches when it ends, with
+``Engine.release``, which returns the reservation; the tensors are freed with the last reference. ``truncate`` forgets positions but frees no
+memory.
 """
 
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ Prefix = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts before a sequence, for one layer."""
 
 GROWTH_POSITIONS = 64
-"""Positions by which buffers grow: a sequence is copied about once in 64 tokens."""
+"""Positions by which buffers grow, so that a sequence is copied about once in 64 tokens."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of the keys and values that one layer keeps for each position, of ``heads`` key heads."""
+    """Sizes of the keys and values of one position in one layer, which has ``heads`` key heads."""
 
     heads: int
     key_size: int
@@ -56,8 +56,8 @@ class LayerShape:
 class KVGeometry:
     """Shapes, dtype and device of a sequence's cache on one stage.
 
-    ``arena``, if the stage has one, contains the caches: ``first`` is the first of these layers in it. A sequence takes its positions in all layers of
-    the arena, also on a part of the stage. ``states``: of recurrent states, if layers have some; such a stage has no arena.
+    ``arena``, if the stage has one, contains the caches, and ``first`` is the first of these layers in it. A sequence takes its positions in all
+    layers of the arena, even on a part of the stage. ``states``: the geometry of recurrent states, if layers have some; such a stage has no arena.
     """
 
     layers: tuple[LayerShape, ...]
@@ -109,7 +109,7 @@ class SequenceCache:
         self.inputs = torch.empty(0)
         """The stage's inputs [capacity, hidden size] if there are recurrent states."""
         self.states: SequenceStates | None = None
-        """Recurrent states; None before the first ``reserve``, and on a stage without."""
+        """Recurrent states; None before the first ``reserve``, and on a stage without recurrent layers."""
         self._prefix = prefix
         self._capacity = 0
 
@@ -120,7 +120,7 @@ class SequenceCache:
 
     @property
     def behind(self) -> int:
-        """Positions that recurrent states must take in again before a new one, after a rewind or a forward that failed."""
+        """Positions that recurrent states must compute again before a new one, after a rewind or a failed forward."""
         return 0 if self.states is None else self.length - self.states.restorable(self.length)
 
     @property

@@ -1,10 +1,10 @@
-"""Recurrent state: what layers of linear attention, state-space models and short convolutions keep of a sequence, whatever its length.
+"""Recurrent state: the state of fixed size that layers of linear attention, state-space models and short convolutions have of a sequence.
 
-Such a layer has a *mixer*, transformers' own module, which reads and replaces its states through a cache that it is given: the last inputs of
-its convolution, and the matrix or vector of its recurrence. Here the cache is :class:`MixerCache`, on the states of one sequence.
+Such a layer has a *mixer*, transformers' own module, which reads and replaces its states through the cache that it is passed: the last inputs of
+its convolution, and the matrix or vector of its recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
 
-Batches. A mixer computes one sequence at a time: :func:`split_mixers` makes it compute the rows of a packed batch one after another, so that
-a sequence gets the same numbers alone and in a batch.
+Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another, so that a sequence has the same outputs
+alone and in a batch.
 
 Rewinding. A state cannot forget positions. :class:`SequenceStates` therefore keeps ``SNAPSHOTS`` earlier states, and the KV cache
 (``kv_cache.py``) the stage's inputs of all positions: ``restore`` takes the newest snapshot that is early enough, and the stage computes the
@@ -26,9 +26,9 @@ from torch.nn import functional
 from swarmnet_protocols.errors import ConfigError
 
 SNAPSHOTS = 3
-"""Snapshots of a sequence at most. Each costs as much memory as the states themselves."""
+"""Most snapshots of a sequence. Each takes as much memory as the states themselves."""
 SNAPSHOT_POSITIONS = 64
-"""Positions between two snapshots at least."""
+"""Least positions between two snapshots."""
 
 StateKey = tuple[int, str, int]
 """Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; and number of a state among those of its kind."""
@@ -70,13 +70,13 @@ class SequenceStates:
         """Allocates ``geometry.nbytes``."""
         self.length = 0
         self.is_torn = False
-        """Whether a forward failed after it had changed some of the states; ``restore`` mends that."""
+        """Whether a forward failed after it had changed some of the states; ``restore`` repairs them."""
         self._slots = {
             state.key: torch.zeros((1 + SNAPSHOTS, *state.shape), dtype=state.dtype, device=state.device)
             for state in geometry.states
         }
         self._snapshots: dict[int, int] = {}
-        """Slot of each snapshot by its length. Slot 0 has the present states."""
+        """The slot of each snapshot, by its length. Slot 0 has the present states."""
 
     def state(self, key: StateKey) -> torch.Tensor:
         """The present state, which the caller may change in place."""
@@ -88,7 +88,7 @@ class SequenceStates:
         return tuple(sorted(self._snapshots))
 
     def advance(self, count: int) -> None:
-        """Note that the states have taken in ``count`` more positions. Takes a snapshot when one is due."""
+        """Record that the states include ``count`` more positions. Takes a snapshot when one is due."""
         self.length += count
         self.is_torn = False
         if self.length - max(self._snapshots, default=0) >= SNAPSHOT_POSITIONS:
@@ -96,13 +96,13 @@ class SequenceStates:
             self._copy(0, self._snapshots[self.length])
 
     def restorable(self, length: int) -> int:
-        """The positions after which ``restore(length)`` would know the states."""
+        """The length, in positions, at which the states would be after ``restore(length)``."""
         if self.length <= length and not self.is_torn:
             return self.length
         return max((at for at in self._snapshots if at <= length), default=0)
 
     def restore(self, length: int) -> None:
-        """Go back to the last known states after ``length`` positions or fewer; ``self.length`` says after how many."""
+        """Go back to the latest states after at most ``length`` positions; ``self.length`` says after how many."""
         if self.length <= length and not self.is_torn:
             return
         self.length = self.restorable(length)
@@ -128,10 +128,10 @@ class SequenceStates:
 
 
 def dispensable(lengths: Sequence[int]) -> int:
-    """Which of some snapshots, by ascending lengths, to give up, but not the newest.
+    """The snapshot to drop, of those with these ascending lengths, except the newest.
 
-    It is the one with the smallest gap around it, relative to its distance from the newest: so the positions that a rewind computes again
-    are few when it goes back by few.
+    It is the one with the smallest gap around it, relative to its distance from the newest, so that a short rewind has few positions to
+    compute again.
     """
     newest = lengths[-1]
     gaps = {
@@ -142,7 +142,7 @@ def dispensable(lengths: Sequence[int]) -> int:
 
 
 class MixerCache:
-    """The states of one sequence, as a mixer of transformers uses its cache (``transformers.cache_utils.Cache``)."""
+    """The states of one sequence, with the methods of ``transformers.cache_utils.Cache`` that mixers use."""
 
     def __init__(self, states: SequenceStates) -> None:
         self._states = states
@@ -155,7 +155,7 @@ class MixerCache:
         return None if self._is_new else self._states.state((layer, "recurrent", state_idx))
 
     def update_conv_state(self, new: torch.Tensor, layer: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """Append inputs [1, channels, n] of the convolution; returns those that it now sees, and keeps the last."""
+        """Append inputs [1, channels, n] of the convolution. Returns the inputs that it now sees, and keeps the last of them."""
         state = self._states.state((layer, "conv", state_idx))
         size = state.shape[-1]
         if self._is_new:
@@ -176,20 +176,20 @@ class MixerCache:
 
 
 class BatchStates:
-    """The states of a packed batch of ``counts[i]`` positions of sequence i. The model takes it for its cache, and hands it to every layer.
+    """The states of a packed batch of ``counts[i]`` positions of sequence i, which the model passes to every layer as its cache.
 
-    ``states`` are those of the sequences; empty for whole sequences, of which nothing is kept.
+    ``states`` are those of the sequences; empty for the whole sequences of a pass, which have none.
     """
 
     is_sliding: tuple[bool, ...] = ()
-    """transformers chooses masks by it; there are none here."""
+    """transformers chooses masks by this attribute; there are no masks here."""
 
     def __init__(self, counts: Sequence[int], states: Sequence[SequenceStates] = ()) -> None:
         self.counts = list(counts)
         self.rows: list[MixerCache | None] = [MixerCache(each) for each in states] or [None] * len(counts)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as they are: attention keeps them itself."""
+        """Returns keys and values unchanged: attention caches them itself."""
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
@@ -208,7 +208,7 @@ class StateProbe(BatchStates):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the context the probe knows which module computes."""
+        """Within the context, the probe is told which module is computing."""
         with ExitStack() as hooks:
             for layer in self._layers:
                 for module in layer.modules():

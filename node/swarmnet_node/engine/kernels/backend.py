@@ -5,8 +5,8 @@ the gate of the MLP, LoRA. Models call it in three ways, and know none of its im
 
 1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined weights.
 2. Layers of any other shape are run by transformers; their attention and their LoRA updates go to the backend.
-3. Decoding adds few positions to each sequence, and what a layer costs besides reading its weights then counts. A backend may offer
-   a :class:`DecodeStep`, which computes all layers of a stage in one call.
+3. Decoding adds few positions to each sequence, so that the overhead of operations is noticeable beside the reading of weights. A backend
+   may offer a :class:`DecodeStep`, which computes all layers of a stage in one call.
 
 There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. Both read packed weights
 (``swarmnet_protocols.quantization``).
@@ -26,7 +26,7 @@ Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 """transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to cosines and sines [1, T, d]."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines [1, 1, T, d]: the first half of the sines is negated, as the rotation needs it."""
+"""Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation needs no subtraction."""
 
 PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -72,7 +72,7 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether softmax(scaling * QKᵀ)V is all there is."""
+        """Whether the attention is softmax(scaling * QKᵀ)V, without window, cap or sinks."""
         return self.sliding_window is None and self.softcap is None and self.sinks is None
 
 
@@ -139,7 +139,7 @@ class DecodeStep(Protocol):
     """All layers of a stage in one call."""
 
     max_positions: int
-    """With more positions than this in a step, the operations one by one are as fast."""
+    """Positions of a step above which single operations are as fast."""
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
         """Hidden states [T, D] of the rows' new positions, in and out; the dtype is that of the weights.
@@ -178,7 +178,7 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
         """Record ``compute``, which has run before and reads and writes memory at fixed addresses.
 
-        Raises ``RuntimeError`` if it does what cannot be recorded, such as reading a value back.
+        Raises ``RuntimeError`` if it contains an operation that cannot be recorded, such as reading a value back.
         """
 
 

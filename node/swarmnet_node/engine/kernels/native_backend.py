@@ -37,11 +37,11 @@ from swarmnet_protocols.quantization.products import (
 
 SOURCE = Path(__file__).with_name("decode.c")
 MAX_POSITIONS = 128
-"""Positions of a step up to which C is faster. It reads weights as fast as memory delivers them; with more positions arithmetic
-dominates, in which torch is as good."""
+"""Positions of a step up to which C is faster. With few, the reading of weights bounds the time; with more, arithmetic does, at which torch is as
+fast."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
-"""Query heads that are scored at once, at most; ``QUERIES`` in decode.c."""
+"""Most query heads that are scored at once; ``QUERIES`` in decode.c."""
 ANGLES_POSITIONS = 64
 """Positions whose rotary angles are computed at once."""
 
@@ -127,7 +127,7 @@ class NativeBackend(TorchBackend):
 
     @classmethod
     def load(cls, cache_dir: Path) -> "NativeBackend | None":
-        """Compile the code, or use what ``cache_dir`` has from before; None where this machine cannot compile or load it."""
+        """Compile the code, or load it from ``cache_dir`` if it was compiled before; None if this machine cannot compile or load it."""
         library = native_code.load(SOURCE, cache_dir, headers=HEADERS)
         return None if library is None else cls(library, load_products(cache_dir))
 
@@ -139,7 +139,7 @@ class NativeDecodeStep:
     """Layers of one stage as C reads them."""
 
     def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
-        """``fits`` holds for the layers, whose memory is used where it is."""
+        """``fits`` must hold for the layers, whose weights are not copied."""
         self.max_positions = MAX_POSITIONS
         self._backend = backend
         self._decoder_layers = layers
@@ -151,7 +151,7 @@ class NativeDecodeStep:
         self._layers = (_Layer * len(layers))(*map(self._native_layer, layers))
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
         self._angles: dict[int, torch.Tensor] = {}
-        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``: far smaller than one sequence's KV cache."""
+        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``. They take far less memory than one KV cache."""
         self._shared_floats = _whole_cache_lines(max(map(_shared_floats, layers)))
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
@@ -280,7 +280,7 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
 
 
 def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines [T, 2, head size] of positions [T]. They depend on nothing else in any model that is served."""
+    """Cosines and sines [T, 2, head size] of positions [T]. In all served models, they depend on the positions only."""
     cosines, sines = rotary(layers[0].attention_norm.weight, positions[None])
     return torch.stack((cosines[0], sines[0]), 1)
 
@@ -299,7 +299,7 @@ def _shared_floats(layer: DecoderLayer) -> int:
 
 
 def _whole_cache_lines(floats: int) -> int:
-    """Round up to whole cache lines: threads that write into one line would wait for each other."""
+    """Round up to whole cache lines, because threads that write to one line wait for each other."""
     return -(-floats // CACHE_LINE_FLOATS) * CACHE_LINE_FLOATS
 
 

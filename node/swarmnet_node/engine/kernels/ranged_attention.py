@@ -17,11 +17,11 @@ from swarmnet_node.engine.kernels.backend import AttentionRule, Ranges
 MAX_FUSED_HEAD = 256
 """The largest head size of FlashAttention-2."""
 PADDING_SHARE = 4
-"""Largest ratio of padded keys to keys at which padding is worth it."""
+"""Largest ratio of padded to actual keys at which one call with padding is faster than one call for each sequence."""
 
 
 def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether torch has one kernel for these: any number of queries of each sequence."""
+    """Whether torch has a fused kernel for such tensors, which takes any number of queries of each sequence."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -52,7 +52,7 @@ def fused_attention(
         keys,
         values,
         ranges.first_queries,
-        ranges.starts,  # where sequences begin: ``seqused_k`` says how long they are
+        ranges.starts,  # the starts of sequences; ``seqused_k`` has their lengths
         ranges.most_queries,
         ranges.longest,
         scale=rule.scaling,
@@ -113,14 +113,14 @@ def attention_with_scores(
 
 
 def _window(ranges: Ranges, rule: AttentionRule) -> tuple[int, int]:
-    """Keys before and after its own that a query sees, -1 for all. A single query is the last position: without a mask the kernel is faster."""
+    """The number of keys before and after its own that a query sees, -1 for all. A single query is the last position, and needs no mask."""
     if rule.sliding_window is not None:
         return rule.sliding_window - 1, 0
     return (-1, -1) if ranges.most_queries == 1 else (-1, 0)
 
 
 def _own_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Positions, beyond the end of a sequence its last one: a weight of 0 times a value of another sequence need not be 0."""
+    """Positions clamped to the last one of each sequence: a weight of 0 times a value of another sequence, such as infinity, need not be 0."""
     return torch.minimum(positions, lengths - 1)
 
 
