@@ -29,7 +29,7 @@ from swarmnet_node.engine.memory_account import (
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, Pause, Run, decide
+from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
@@ -216,19 +216,16 @@ class Supervisor:
 
     # ---- running and pausing ----------------------------------------------------------------------------
 
-    def _pause_now(self) -> Pause | None:
-        """Why the node must not run now, or None."""
-        if self._step_aside_reason:
-            return Pause(self._step_aside_reason)
-        if self._observed is None:
-            return None
-        decision = decide(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
-        return None if isinstance(decision, Run) else decision
+    def _reason_to_pause(self) -> str:
+        """The reason why the node must not run now; empty if it may run."""
+        if self._step_aside_reason or self._observed is None:
+            return self._step_aside_reason
+        return reason_to_pause(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
 
     async def _run(self) -> None:
         try:
             while not self._is_finishing:
-                if self._pause_now() is None:
+                if not self._reason_to_pause():
                     # A pause does not wait until the blocks are loaded.
                     await race(self._serve(), self._until_loading_must_stop())
                 else:
@@ -292,9 +289,9 @@ class Supervisor:
         announcing = asyncio.create_task(self._node.rest()) if self._hosting.placed is not None else None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
-            while (pause := self._pause_now()) is not None and not self._is_finishing:
-                self._notify_listeners(pause.reason)
-                await self._until(partial(self._is_other_than, pause))
+            while (reason := self._reason_to_pause()) and not self._is_finishing:
+                self._notify_listeners(reason)
+                await self._until(partial(self._is_other_than, reason))
         finally:
             self._paused.clear()
             await cancel(announcing)
@@ -303,11 +300,11 @@ class Supervisor:
     def _is_finishing(self) -> bool:
         return self._finishing_s is not None
 
-    def _is_other_than(self, pause: Pause) -> bool:
-        return self._is_finishing or self._pause_now() != pause
+    def _is_other_than(self, reason: str) -> bool:
+        return self._is_finishing or self._reason_to_pause() != reason
 
     def _must_stop(self) -> bool:
-        return self._is_finishing or self._pause_now() is not None
+        return self._is_finishing or bool(self._reason_to_pause())
 
     async def _until_loading_must_stop(self) -> None:
         await self._until(lambda: self._is_loading and self._must_stop())

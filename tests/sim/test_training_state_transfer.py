@@ -11,12 +11,12 @@ from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import STATE
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import (
     CHUNK_BYTES,
     CHUNKS_IN_FLIGHT,
     PackedState,
     StateDownload,
-    StateSource,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.training_peers import JOB, TIMING, Worker, simulate
@@ -26,8 +26,8 @@ PACKED = PackedState.of([DATA[:9], DATA[9 : 3 * CHUNK_BYTES], DATA[3 * CHUNK_BYT
 STATE_ID = PACKED.id
 
 
-def sources(workers: list[Worker]) -> list[StateSource]:
-    return [StateSource(worker.member.peer) for worker in workers]
+def sources(workers: list[Worker]) -> list[RoundMember]:
+    return [RoundMember(worker.member.peer, ()) for worker in workers]
 
 
 def download(max_bytes: int = len(DATA)) -> StateDownload:

@@ -1,14 +1,14 @@
-"""Memory account: what a node needs within ``--max-ram``, how many blocks fit, and how much is left for clients. Pure.
+"""Memory account: the memory of a node within ``--max-ram``, the number of blocks that fit, and the memory left for clients. Pure.
 
 The account has four parts:
 
 1. fixed: the process without blocks, p2pd, and the blocks;
-2. working memory of one forward, for there is one at a time, and of messages that are being received;
-3. memory of clients: KV caches, saved autograd graphs, activation logs and adapters, which have limits;
-4. a margin for memory that is counted nowhere.
+2. working memory: one forward, since only one runs at a time, and messages that are being received;
+3. clients: KV caches, saved autograd graphs, activation logs and adapters, which have limits;
+4. a margin for memory that is not counted.
 
-Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many blocks fit. Afterwards only the resident
-set size is known for certain; :func:`resource_limits` computes the limits of the third part from it, again and again.
+Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many blocks fit. Afterwards the resident set size is
+measured, and :func:`resource_limits` computes the limits of the third part from each measurement.
 """
 
 from collections.abc import Mapping
@@ -23,32 +23,32 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 MIB = 1 << 20
 GIB = 1 << 30
 P2PD_BYTES = 96 * MIB
-"""Resident bytes of p2pd with some dozens of peers, measured."""
+"""Resident bytes of p2pd with a few dozen peers, measured."""
 MIN_CLIENT_BYTES = 64 * MIB
-"""Least memory for clients: with less, a node can serve no session of useful length."""
+"""Least bytes for clients: with less, a node cannot serve a session of useful length."""
 MARGIN = 0.02
-"""Share of the limit that is left free: memory comes and goes uncounted between two looks at the resident set size."""
+"""Share of the limit that is left free for memory that is allocated between two measurements of the resident set size."""
 GRAPH_VALUES = 30
-"""Values of the hidden size that autograd saves for each position and block of a pass, for its backward."""
+"""Vectors of the hidden size that autograd saves for each position and block of a pass."""
 MESSAGES = 4
-"""Messages of the largest kind that are received at once."""
+"""Messages of the largest size that are received at the same time."""
 MIN_MESSAGES_BYTES = 16 * MIB
-"""Lower bound of the memory for messages that are being received."""
+"""Least bytes for messages that are being received."""
 SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
-"""Share of the free memory by which each resource of clients may grow until the next look."""
+"""Share of the free memory by which each resource of clients may grow until the next measurement."""
 
 
 DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
-"""The shares of a node that computes on an accelerator, whose memory has the caches and adapters."""
+"""The shares on a node with an accelerator, whose memory holds the caches and adapters."""
 
 
 def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
-    """Bytes of the temporary tensors of one forward at its largest: those of one layer, for layers free theirs before the next begins.
+    """The most bytes of temporary tensors in one forward. They are those of one layer, which are freed before the next layer begins.
 
-    The larger of two moments counts, in values for each position. In attention: inputs, residual, norm and projection (4 hidden), joined
-    query, key and value (up to 3 attention), both rotated and what that needs (4), the output (1). In the MLP: inputs, residual, norm,
+    It is the larger of two peaks, in values for each position. In attention: inputs, residual, norm and projection (4 hidden), joined
+    query, key and value (up to 3 attention), rotated query and key and their temporaries (4), the output (1). In the MLP: inputs, residual, norm,
     projection and sum, and attention's output where transformers computes the layer (8 hidden), gate, up, activation and product
-    (4 intermediate). Families with capped scores or attention sinks allocate their scores as well, which are not included.
+    (4 intermediate). The scores that families with capped scores or attention sinks allocate are not included.
     """
     values = max(4 * widths.hidden + 8 * widths.attention, 8 * widths.hidden + 4 * widths.intermediate)
     return positions * values * dtype_bytes
@@ -73,7 +73,7 @@ class Footprint:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes for messages and for the largest forward. That is a pass: steps of sessions are computed in smaller forwards."""
+        """Bytes for messages and for the largest forward, which is a pass: steps of sessions are computed in smaller forwards."""
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         return self.message_bytes + forward
 
@@ -121,10 +121,10 @@ def resource_limits(
     fixed_bytes: int,
     shares: Mapping[Resource, float] = SHARES,
 ) -> dict[Resource, int]:
-    """Limits until the next look of those resources of clients that ``shares`` names: the others are not in the memory that is limited.
+    """The limits, until the next measurement, of the resources of clients in ``shares``; others are not in the memory that is limited.
 
-    ``held`` is what clients hold of the ``rss_bytes`` that are resident; ``fixed_bytes`` were resident when they held nothing. Memory
-    that is reserved and not yet touched is not resident, so the fixed part never counts as less than ``fixed_bytes``.
+    ``held``: the bytes that clients hold of the ``rss_bytes`` that are resident. ``fixed_bytes``: the resident bytes when clients held none.
+    Memory that is reserved but not yet touched is not resident, so the fixed part never counts as less than ``fixed_bytes``.
     """
     holding = {resource: held.get(resource, 0) for resource in shares}
     total = sum(holding.values())

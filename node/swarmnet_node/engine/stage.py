@@ -2,14 +2,14 @@
 
 A stage computes a forward in one of three ways, chosen when it is loaded:
 
-1. by transformers' own layers, with the packed attention, recurrent states and LoRA of this package: every family whose layers keep nothing but those;
+1. by transformers' own layers, with the packed attention, recurrent states and LoRA of this package: every family whose layers have no other state;
 2. by ``LlamaLayers``, for families of the Llama shape;
-3. of few positions by the backend's decode step, where the backend has one for these layers.
+3. for few positions, by the backend's decode step, if the backend has one for these layers.
 
-The second and third are used only if they reproduce the first on random inputs. Which backend computes is chosen by the caller.
+The second and third are used only if they reproduce the first on random inputs. The caller chooses the backend.
 
-On an accelerator :meth:`Stage.preallocate` puts the KV caches into an arena. Then attention of a batch is one call, and decode steps are recorded
-(``decode_graphs.py``), both again only if they reproduce what they replace.
+On an accelerator, :meth:`Stage.preallocate` puts the KV caches into an arena. Attention of a batch is then one call, and decode steps are
+recorded (``decode_graphs.py``), again only if they reproduce the outputs of the code that they replace.
 """
 
 import copy
@@ -59,13 +59,13 @@ _log = logging.getLogger(__name__)
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
-"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding differs by a few units; another function by its size."""
+"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding causes a few units, a different function far more."""
 TORCH: Backend = TorchBackend()
 _ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
 """The part of a precision that names the activations."""
 NO_ATTENTION = (LayerShape(0, 0, 0), AttentionRule(None, None, None, None))
 REBUILT_POSITIONS = 512
-"""Positions of one forward at most when states are computed again."""
+"""Most positions of one forward when states are computed again."""
 
 
 class Stage:
@@ -82,9 +82,8 @@ class Stage:
     ) -> None:
         """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it.
 
-        ``precision`` names that of weights and activations, as ``HostRecord`` does.
-        ``devices`` has the device of each layer, if they are not all on one. Hidden states then move before a layer that is elsewhere; they enter and
-        leave on the first device.
+        ``precision``: the precision of weights and activations, as in ``HostRecord``. ``devices``: the device of each layer, if they are on several.
+        Hidden states then move to the device of the next layer; they enter and leave on the first device.
         """
         register()
         self._model = model
@@ -145,9 +144,10 @@ class Stage:
         quantized: Precision | None = None,
         devices: Sequence[torch.device] = (),
     ) -> "Stage":
-        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family whose layers keep more than keys and values.
+        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family
+        whose layers have other state than keys, values and recurrent states.
 
-        ``devices`` has the device of each block; by default ``device`` has all.
+        ``devices``: the device of each block; by default all are on ``device``.
         """
         devices = devices or [device] * (end - start)
         spans: list[Any] = []
@@ -193,17 +193,17 @@ class Stage:
 
     @torch.inference_mode()
     def preallocate(self, cache_bytes: int) -> None:
-        """Allocate the KV caches of all later sequences now, in an arena of ``cache_bytes``; for accelerators. No sequence may exist yet."""
+        """Allocate an arena of ``cache_bytes`` for the KV caches of all later sequences; for accelerators. No sequence may exist yet."""
         bare = replace(self.geometry, arena=None)
         if bare.states is not None or NO_ATTENTION[0] in bare.layers:
-            return  # caches of such a stage are more than ranges of keys and values
+            return  # caches of such a stage do not only consist of keys and values
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
         arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
-        self._decode_step = None  # it reads caches that are contiguous
+        self._decode_step = None  # it reads contiguous caches only
         self._parts.clear()
         self._is_fused = self._can_be_fused(arena) and self._fused_agrees()
-        # A recording is of one device, and steps that move between several are not recorded.
+        # A recording has one device: steps that move between several are not recorded.
         recorder = self._backend.recorder(self.device) if self._is_on_one_device else None
         if recorder is not None:
             self._graphs = DecodeGraphs(
@@ -312,7 +312,7 @@ class Stage:
 
     @torch.inference_mode()
     def catch_up(self, sequence: SequenceCache, positions: int) -> None:
-        """Compute up to ``positions`` of the positions again by which the recurrent states of a sequence are ``behind``."""
+        """Compute again up to ``positions`` of the positions by which the recurrent states of a sequence are ``behind``."""
         states, length = sequence.states, sequence.length
         if states is None:
             return
@@ -410,7 +410,7 @@ class Stage:
         return batch
 
     def _batch(self, sequences: Sequence[SequenceCache], counts: list[int]) -> Batch:
-        """All rows in one call where that is possible, and no slower."""
+        """The batch that computes attention of all rows in one call, if that is possible and not slower; otherwise row by row."""
         arena = self.geometry.arena
         if arena is not None:
             lengths = [sequence.length + 1 for sequence in sequences]
@@ -476,7 +476,7 @@ class Stage:
 
     @torch.inference_mode()
     def _check_ends(self) -> None:
-        """Raise ``ConfigError`` if the model computes something before or after its layers: every hop would do so again."""
+        """Raise ``ConfigError`` if the model changes hidden states before or after its layers, which every hop would repeat."""
         model = copy.copy(self._model)
         model._modules = {**self._model._modules, "layers": torch.nn.ModuleList()}
         weight = next(self._model.parameters())
@@ -487,7 +487,7 @@ class Stage:
             raise ConfigError(f"{type(self._model).__name__} changes its inputs before or after its blocks")
 
     def _check_states(self) -> None:
-        """Raise ``ConfigError`` unless steps give what the whole sequence gives: layers may keep something in a way that is not known."""
+        """Raise ``ConfigError`` unless steps have the outputs of the whole sequence: layers may have state that is not known here."""
         inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=torch.Generator().manual_seed(0))
         sequence = self.new_sequence()
         outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, [2, 1, 2])])
@@ -496,7 +496,7 @@ class Stage:
 
     def _refusal(self) -> ConfigError:
         return ConfigError(
-            f"{type(self._model).__name__} has layers that keep more than keys, values and recurrent states",
+            f"{type(self._model).__name__} has layers with other state than keys, values and recurrent states",
             hint="docs/families.md lists families that work",
         )
 
@@ -523,7 +523,7 @@ class Stage:
                 self._decode_step = None
 
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether outputs are the same but for rounding. Inputs of zeros may give zeros."""
+        """Whether outputs are the same up to rounding. The comparison also holds for outputs of zeros."""
         error = (outputs - expected).float().norm()
         return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps * expected.float().norm())
 
@@ -534,7 +534,7 @@ def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: A
 
 
 def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
-    """One decoder stack of the layers of all, each on its device, with what else the first one has."""
+    """One decoder stack with the layers of all spans, each on its device, and the other modules of the first."""
     whole, *others = spans
     for span in others:
         for module in span.layers.modules():

@@ -1,4 +1,4 @@
-"""The store of adapter parts that clients have uploaded to one host. A part serves its owner only, until it is idle or memory is needed."""
+"""The adapter parts that clients have uploaded to one host. A part is for its owner only, and is kept until it is idle or memory is needed."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from swarmnet_protocols.wire import refusal_pb2
 HASH_BYTES = 32
 
 Key = tuple[PeerId, bytes]
-"""Owner and hash. Another client that knows the hash has to upload the bytes."""
+"""Owner and hash. Another client that knows the hash must still upload the bytes."""
 
 
 class _Reservation:
@@ -44,7 +44,7 @@ class _Kept:
 
 
 class AdapterStore:
-    """Adapters by owner and hash. Those in use stay; of the others the least recently used are dropped first."""
+    """Adapters by owner and hash. Those in use are kept; of the others the least recently used are dropped first."""
 
     def __init__(self, system: Scope, *, idle_s: float) -> None:
         """``system`` is the scope around those of owners. An adapter that is idle for ``idle_s`` is dropped."""
@@ -54,14 +54,14 @@ class AdapterStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all adapters here, and of those being uploaded."""
+        """Bytes of all adapters here, including those that are being uploaded."""
         return self._system.used[Resource.ADAPTER_BYTES]
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def clear(self) -> None:
-        """Drop all adapters. Those in use stay until they are released."""
+        """Drop all adapters. Sessions and passes that use one keep it until they end."""
         for key in list(self._kept):
             self._drop(key)
 
@@ -76,7 +76,7 @@ class AdapterStore:
     def reserve(self, scope: Scope, nbytes: int) -> Iterator[None]:
         """Reserve memory for an adapter that is uploaded while the context is open. ``scope`` is its owner's.
 
-        Raises ``Refusal`` when the owner's adapters, or all, would take more than they may.
+        Raises ``Refusal`` at the limit of the owner's adapters or of all adapters.
         """
         reservation = self._reserve(scope, nbytes)
         try:
@@ -85,7 +85,7 @@ class AdapterStore:
             reservation.release()
 
     def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
-        """Keep an adapter. Raises ``Refusal`` as ``reserve`` does: it may be larger than its upload."""
+        """Store an adapter. Raises ``Refusal`` as ``reserve`` does, because the adapter may be larger than its upload."""
         if self.renew(owner, digest):
             return
         self._kept[owner, digest] = _Kept(adapter, self._reserve(scope, adapter.nbytes))
@@ -95,7 +95,7 @@ class AdapterStore:
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
         """The adapter with this hash, which stays while the context is open; None for an empty hash.
 
-        Raises ``ProtocolViolation`` for what is not a hash, ``Refusal`` when the owner has no such adapter here.
+        Raises ``ProtocolViolation`` for bytes that are not a hash, and ``Refusal`` if the owner has no such adapter here.
         """
         if not digest:
             yield None
@@ -120,7 +120,7 @@ class AdapterStore:
                 self._mark_idle(key)
 
     def _mark_idle(self, key: Key) -> None:
-        """Note that an adapter is idle: it is dropped after ``idle_s``, and last of all when memory is needed."""
+        """Mark an adapter as idle from now: it is dropped after ``idle_s``, and before that only after all adapters that were idle longer."""
         kept = self._kept.pop(key)
         self._kept[key] = kept
         kept.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._drop, key)

@@ -7,7 +7,7 @@ A node publishes one in each of its states:
 3. ``online``: clients may open sessions. Published again every ``Timing.announce_s``, because records expire.
 4. ``leaving`` and ``paused``: clients must not choose this host.
 
-``directory/host_announcements.py`` holds the other side: which announcements a reader takes for plausible.
+``directory/host_announcements.py`` is the reader's side: it decides which announcements are plausible.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Announcement:
     span: tuple[int, int]
     state: "pb.HostState"
     addresses: Sequence[str]
-    """Multiaddrs of the node. As many are announced as readers accept, public ones first."""
+    """Multiaddrs of the node. At most as many as readers accept are announced, loopback ones last."""
     step_s: float
     """Measured seconds for one token through these blocks; 0: not measured yet."""
     sessions: int
@@ -39,11 +39,11 @@ class Announcement:
     public_name: str
     reach: Reach = field(default_factory=Reach)
     next_span: tuple[int, int] | None = None
-    """Blocks that it will serve instead soon, if it moves."""
+    """The blocks to which it is about to move, if it moves."""
     stays: bool = False
-    """Whether its owner does not let it move."""
+    """Whether its owner has fixed its blocks."""
     coordinate: Coordinate | None = None
-    """The place of the node in delay space; None: not known yet."""
+    """The node's network coordinate; None: not known yet."""
 
     def record(self, engine: "Engine | None") -> pb.HostRecord:
         """The record to publish. ``engine``: None before the blocks are loaded."""

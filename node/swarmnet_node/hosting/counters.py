@@ -16,13 +16,13 @@ from swarmnet_protocols.wire import report_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_PAIRS = 1024
-"""Pairs of neighbours whose positions are counted. Beyond these, the pair that was idle longest is dropped."""
+"""Most pairs of neighbours whose positions are counted. Beyond these, the pair that has been idle longest is dropped."""
 MAX_SEQUENCES = 1024
-"""Sequences of one session whose times are measured."""
+"""Most sequences of one session whose times are measured."""
 
 
 class Pair(NamedTuple):
-    """The peers before and after a session. Empty strings stand for clients, which are not told apart."""
+    """The peers before and after a session; an empty string for any client."""
 
     upstream: str
     downstream: str
@@ -53,7 +53,7 @@ class HostCounters:
         _log.info("refused", extra={"reason": reason, "peer": peer})
 
     def passed(self, pair: Pair, positions: int) -> None:
-        """Count positions that went from one peer of ``pair`` through this host to the other."""
+        """Count positions that flowed from one peer of ``pair`` through this host to the other."""
         self._positions[pair] = self._positions.pop(pair, 0) + positions
         if len(self._positions) > MAX_PAIRS:
             self._positions.popitem(last=False)
@@ -71,9 +71,9 @@ class HostCounters:
 
 
 class TokenTimes:
-    """Measures how long a client waits for its tokens, as the first hop of its chain sees steps arrive.
+    """Measures how long a client waits for its tokens, from the arrivals of its steps at the first hop of its chain.
 
-    A step of one position carries the token that the step before produced, so the time between the two is one trip through the chain.
+    A step of one position carries the token that the step before it produced, so the time between the two is one trip through the chain.
     """
 
     def __init__(self, counters: HostCounters) -> None:

@@ -1,14 +1,14 @@
 """A host: admits sessions, links, passes and adapter uploads of clients.
 
 1. A client opens a session, and the hop before this one a link to it (``session.py``). The session ends with the client's stream.
-2. A client that trains sends passes, each on a stream of its own, which leave nothing behind (``passes.py``).
+2. A client that trains sends passes, each on a stream of its own, without state between them (``passes.py``).
 3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
 
 When all slots are taken, a session, pass or link without work is ended (``slots.py``). ``host_limits.py`` has the limits.
 
-A step of a session takes this way:
+The path of a step of a session:
 
-1. ``Host._serve_link`` receives the link of the hop before, finds its session and hands the link to ``HostedSession.accept``.
+1. ``Host._serve_link`` receives the link of the upstream hop, finds its session and passes the link to ``HostedSession.accept``.
 2. ``HostedSession._read`` decodes each step; ``_work`` applies them one after another, in ``_apply``.
 3. ``_apply`` gives each row its KV cache and waits for ``Engine.compute``, which batches the step with those of other sessions.
 4. The outputs are appended to the activation log, from which ``LinkSender`` sends them to the next hop. The last hop sends them to the
@@ -78,7 +78,7 @@ class Host:
     ) -> None:
         self.engine = engine
         self.coordinate: Callable[[], Coordinate] = Coordinate
-        """The network coordinate of this host, for pongs. A node that measures it sets this."""
+        """The network coordinate of this host, for pongs. A node that measures its coordinate sets this."""
         self.start = model.start
         self.end = model.start + engine.stage.blocks
         self.timing = timing
@@ -130,18 +130,18 @@ class Host:
         return [pair for session in self.sessions if (pair := session.pair) is not None]
 
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
-        """The next hop that a client names, at the addresses that this hop itself has signed, if any."""
+        """The next hop that a client names, at the addresses that this next hop has signed itself, if any."""
         peer, model = PeerId(next.id), self._model
         addresses = signed_addresses(next.record, peer, model.manifest, swarm=model.swarm, now=self._clock())
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
-        """End the session with the most memory, if there is one: its client continues on another host."""
+        """End the session that holds the most memory, if there is one. Its client continues on another host."""
         if self._sessions:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new sessions and passes, ask clients to move their sessions, and return when no session or pass is left."""
+        """Refuse new sessions and passes, ask clients to move their sessions, and return when all have ended."""
         self.leaving = True
         await asyncio.gather(*(session.announce_leaving() for session in self.sessions))
         async with self._changed:
@@ -150,7 +150,7 @@ class Host:
             )
 
     def switch(self, engine: Engine, start: int) -> None:
-        """Serve the blocks of another engine from now on. Sessions and passes go on with the engine before: see ``drain``."""
+        """Serve the blocks of another engine from now on. Present sessions and passes continue with the old engine: see ``drain``."""
         engine.client_cache_bytes = self.limits.client_cache_bytes
         engine.limit_caches(self.engine.max_cache_bytes)
         engine.counters = self.engine.counters
@@ -160,7 +160,7 @@ class Host:
         self.adapters.clear()  # they are of other blocks
 
     async def drain(self, engine: Engine, within_s: float) -> None:
-        """Ask clients to move their sessions off an engine, and return when it has no work left. Sessions that stay are ended after ``within_s``."""
+        """Ask clients to move their sessions off an engine, and return when it has no work left. Sessions that remain are ended after ``within_s``."""
 
         def left() -> list[HostedSession]:
             return [session for session in self.sessions if session.engine is engine]
@@ -238,7 +238,7 @@ class Host:
     async def _with_slot(
         self, slots: Slots, stream: Stream, work: Callable[[Slot], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run ``work`` with a slot, until it ends or the slot is evicted. Raises ``Refusal`` if it is, or if none is free."""
+        """Run ``work`` with a slot. Raises ``Refusal`` if no slot is free, or when the slot is evicted."""
         evicted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def evict() -> None:
@@ -327,7 +327,9 @@ class Host:
         try:
             await self._with_slot(self._pass_slots, client.stream, run)
         finally:
-            self._passes -= Counter([engine])  # without an entry, which would keep its weights in memory
+            self._passes -= Counter(
+                [engine]
+            )  # removes the entry at 0, which would keep the engine's weights in memory
             await self._notify_changed()
 
     async def _serve_upload(self, stream: Stream) -> None:
@@ -361,7 +363,7 @@ class Host:
             await session.accept(link, wanted.epoch)
 
     async def _session_of(self, session_id: bytes, stream: Stream) -> HostedSession:
-        """The session that a link names. A link may arrive before its session, and waits for it. Raises ``Refusal`` if none is opened."""
+        """The session that a link names. A link may arrive before its session, and then waits. Raises ``Refusal`` if no such session is opened."""
         session = self._sessions.get(session_id)
         if session is not None:
             return session

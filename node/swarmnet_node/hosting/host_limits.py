@@ -1,4 +1,4 @@
-"""Limits on what clients may use of a host: each alone, and all together."""
+"""Limits on the use of a host: by one client, and by all clients together."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceManager
 
 MIN_MESSAGES_BYTES = 8 << 20
-"""Bytes of received messages that one client may have in memory, if ``MESSAGES_PER_CLIENT`` steps are smaller."""
+"""Least limit on the bytes of received messages of one client."""
 MESSAGES_PER_CLIENT = 8
-"""Steps of the largest size that one client may have in memory. Further ones wait at their sender."""
+"""Steps of the largest size that one client may have in memory. Further steps wait at their sender."""
 CLIENTS_AT_ONCE = 6
-"""The limit on received messages of all clients, in multiples of that of one client."""
+"""The limit on received messages of all clients, as a multiple of that of one client."""
 BURST_S = 4.0
 """Seconds of its rate that a client may use in one burst after a pause."""
 
@@ -22,7 +22,7 @@ class HostLimits:
 
     sessions: int = 256
     sessions_per_client: int = 64
-    """By default one client has a quarter of the sessions, passes, logs and KV caches, even if it is alone."""
+    """By default one client may have a quarter of the sessions, passes, logs and KV caches, even if it is the only one."""
     pending_links: int = 256
     """Links that wait until their session is opened."""
     pending_links_per_client: int = 64
@@ -31,11 +31,11 @@ class HostLimits:
     log_bytes_per_client: int = 256 << 20
     total_log_bytes: int = 1 << 30
     cache_share_per_client: float = ONE_CLIENT
-    """Share of the bytes for KV caches, which change with the free memory."""
+    """Share of the bytes for the KV caches of all clients, which vary with the free memory."""
     cache_bytes_per_client: int | None = None
-    """Replaces that share."""
+    """Replaces ``cache_share_per_client``."""
     positions_per_s: float | None = None
-    """Mean rate of one client, per block."""
+    """Mean rate of one client, in positions times blocks."""
     bytes_per_s: float | None = None
     """Mean rate from one peer, and to one peer."""
     passes: int = 16

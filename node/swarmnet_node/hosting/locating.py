@@ -17,9 +17,9 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
 NEIGHBOURS = 16
-"""Hosts that are pinged in turn: few, so that connections are used again; drawn by this host, so that no liar chooses to be among them."""
+"""Hosts that are pinged in turn: few, so that connections are reused, and drawn at random, so that no host can choose to be among them."""
 FIRST_ROUNDS = 2 * NEIGHBOURS
-"""Pings that follow each other ``FIRST_FACTOR`` times faster, so that a newcomer soon has a coordinate."""
+"""Number of first pings, which are sent ``FIRST_FACTOR`` times as often, so that a new host soon has a coordinate."""
 FIRST_FACTOR = 5
 
 
@@ -32,7 +32,7 @@ async def keep_located(
     while True:
         await asyncio.sleep(timing.locate_s / (FIRST_FACTOR if rounds < FIRST_ROUNDS else 1))
         if rounds % NEIGHBOURS == 0 or not neighbours:
-            with contextlib.suppress(SwarmnetError):  # the neighbours of before stay
+            with contextlib.suppress(SwarmnetError):  # the present neighbours are kept
                 neighbours = _drawn(neighbours, await hosts.refresh(), transport.peer_id, rng)
         rounds += 1
         if neighbours:

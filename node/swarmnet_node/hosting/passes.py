@@ -47,8 +47,7 @@ class HostedPass:
         timing: Timing,
         adapter: StageAdapter | None = None,
     ) -> None:
-        """Raises ``ProtocolViolation`` for lengths that make no sense, ``Refusal`` for too many positions, or for a graph that
-        is not here."""
+        """Raises ``ProtocolViolation`` for invalid lengths, and ``Refusal`` for too many positions or for a graph that is not here."""
         check_counts(wanted.counts)
         self._counts = tuple(wanted.counts)
         self._positions = sum(self._counts)
@@ -70,9 +69,9 @@ class HostedPass:
     async def run(self, slot: Slot) -> None:
         """Receive the tensors, compute when sessions leave time for it, and answer. Heartbeats are sent meanwhile.
 
-        Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation``
-        for tensors that are not what was announced, ``Refusal`` when the graph has been evicted or
-        the answer has infinity or NaN in it, ``OutOfResources`` when there is no memory to compute in.
+        Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation`` for tensors other than
+        announced, ``Refusal`` if the graph has been evicted or the answer contains infinity or NaN, and ``OutOfResources`` without memory for
+        the computation.
         """
         self._slot = slot
         await race(
@@ -160,7 +159,7 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """The values. Raises ``Refusal`` for infinity or NaN: the next receiver could not tell which host caused it."""
+    """Returns ``values``. Raises ``Refusal`` for infinity or NaN, because the next receiver could not tell which host caused them."""
     if not torch.isfinite(values).all():
         raise Refusal(
             refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks, with your adapter, are not finite"

@@ -2,11 +2,11 @@
 
 A report contains, for a node that hosts blocks:
 
-1. What it hosts: model, blocks, state, precision, version, the public name that its owner chose, and how long it has run.
-2. How fast it is: the time of a step and of a token, the time in the queue, histograms of first tokens and of times per token.
-3. How full it is: sessions, and the KV caches with their limit.
-4. What it has done since its start: forwards, positions, answers, sessions rebuilt by a replay, lost links and lost clients.
-5. Flows: for the busiest pairs of hops before and after it, the sessions and positions between them.
+1. Identity: model, blocks, state, precision, version, the public name that its owner chose, and uptime.
+2. Speed: the time of a step and of a token, the time in the queue, and histograms of times to the first token and between tokens.
+3. Load: sessions, and the KV caches with their limit.
+4. Counts since its start: forwards, positions, answers, sessions rebuilt by a replay, lost links and lost clients.
+5. Flows: for the busiest pairs of upstream and downstream hops, the sessions and positions between them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EVERY_S = 0.5
 """Seconds for which a report is reused."""
 IDLE_S = 60.0
-"""Seconds without a request, or with an unread report, after which a stream is closed."""
+"""Seconds without a request, or with a report unread, after which a stream is closed."""
 
 
 def describe_host(
@@ -84,7 +84,7 @@ def describe_reach(reach: Reach) -> pb.Reach:
 
 
 class Reporter:
-    """Answers requests for reports. ``describe`` is called at most once in ``EVERY_S``, however many peers ask."""
+    """Answers requests for reports. ``describe`` is called at most once in ``EVERY_S``, whatever the number of requests."""
 
     def __init__(self, describe: Callable[[], pb.NodeReport]) -> None:
         self._describe = describe

@@ -1,18 +1,18 @@
-"""One session on one host: KV caches, activation log, the link from the hop before, and the link to the next hop.
+"""One session on one host: KV caches, activation log, the link from the upstream hop, and the link to the next hop.
 
 The life of a session:
 
 1. **Opened.** The client opened a stream and asked for blocks; the host admitted it (``host.py``). The link to the next hop is made.
-2. **Linked.** The hop before, or the client, opens a link. The host answers with the last step it has computed, and the sender continues
-   after it: from the beginning, by a replay, if that is 0.
+2. **Linked.** The upstream hop, or the client, opens a link. The host answers with the last step that it has computed, and the sender
+   continues after that step; if it is 0, from the beginning, by a replay.
 3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
    answered to the client by the last hop.
 4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
-5. **Teed.** While the next hop is to be replaced, or may be, its standby gets the same steps over a second link. The standby is such a session
-   too: it computes, and keeps its outputs until the client names its next hop.
-6. **Resumed.** The client opens another stream for the session when there is a better path; replies go there from then on.
-7. **Ended.** The client's stream ends, or the session fails: for a broken rule of the protocol, for lack of memory, when it has no work
-   while other clients wait, or when the host stops. The client is told the reason, and everything is freed.
+5. **Teed.** While the next hop has a standby, the standby gets the same steps over a second link. It is a session like this one: it computes,
+   and keeps its outputs until the client names its next hop.
+6. **Resumed.** The client opens another stream for the session when there is a better path, and gets later replies on it.
+7. **Ended.** The client's stream ends, or the session fails: for a violation of the protocol, for lack of memory, when it has no work while
+   other clients wait, or when the host stops. The client is sent the reason, and all memory is freed.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 QUEUED_STEPS = 4
-"""Steps of a link in memory; beyond these its sender waits."""
+"""Most steps of a link in memory; while there are as many, its sender waits."""
 
 _Queue = asyncio.Queue[tuple[Step, int]]
 """Steps, each with the bytes that are reserved for it."""
@@ -88,9 +88,9 @@ class SessionParts:
     counters: HostCounters
     introductions: Introductions
     next_hop: Callable[[pb.Peer, int], NextHop]
-    """The next hop as a client names it, with its epoch, at the addresses that the hop itself has signed."""
+    """From the next hop that a client names, and its epoch, to one with the addresses that this hop has signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
-    """End idle sessions until this many more bytes of KV caches fit in the scope of the session that needs them."""
+    """Ends idle sessions until this many more bytes of KV caches fit in the scope of the session that needs them."""
 
 
 class HostedSession:
@@ -112,7 +112,7 @@ class HostedSession:
         self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
         self.stands_by = wanted.standby
-        """Whether its outputs go to no peer yet."""
+        """Whether it is a standby, whose outputs are not sent yet."""
         if wanted.standby and wanted.HasField("next"):
             raise ProtocolViolation("a standby has no next hop")
         self._is_last = not wanted.HasField("next") and not wanted.standby
@@ -120,7 +120,7 @@ class HostedSession:
         self._tee: NextHop | None = None
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
-        # Charged to the client's limit for logs and not to this session's, where outputs for the next hop come first.
+        # Charged to the client's limit for logs but not to this session's, which is for outputs to the next hop.
         self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_reservation)
         self._sequences: dict[int, SequenceCache] = {}
@@ -145,7 +145,7 @@ class HostedSession:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
-        # The last hop sends to the client, which never needs a replay: it keeps positions, not values.
+        # The last hop sends to the client, which never needs a replay, so its log keeps positions but no values.
         self._log_reservation.release()
         return ActivationLog(self._log_reservation, keep_values=not self._is_last)
 
@@ -185,7 +185,7 @@ class HostedSession:
     # ---- the client's stream ----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the client's stream ends or the session fails; then free everything."""
+        """Serve until the client's stream ends or the session fails, and then free all memory."""
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             await self._send_to_next()
@@ -198,11 +198,11 @@ class HostedSession:
                 self._first_step(),
             )
         except Refusal as refusal:
-            self._free()  # before the client has read the reason: other clients wait for the memory
+            self._free()  # before the client has read the reason, because other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
         finally:
-            # All that must happen comes before the first await: a second cancellation may end us there.
+            # Necessary cleanup comes before the first await, where a second cancellation may end this task.
             self._free()
             self._failed.cancel()
             if self._link is not None:
@@ -225,9 +225,9 @@ class HostedSession:
             await self._client.send(pb.SessionReply(leaving=pb.Leaving()))
 
     async def resume(self, client: SessionStream) -> None:
-        """Go on with the session on this stream of the same client. Returns when the session has ended.
+        """Continue the session on this stream of the same client. Returns when the session has ended.
 
-        Requests on the stream before it come first, until the client closes that.
+        Requests on the old stream are served first, until the client closes it.
         """
         await client.send(pb.SessionReply(opened=pb.Opened()))
         before, self._client = self._client, client
@@ -320,7 +320,7 @@ class HostedSession:
             await cancel(replaced)
 
     def _take_over(self) -> None:
-        """Stand by no longer."""
+        """Stop being a standby."""
         self.stands_by = False
         if self.slot is not None:
             self.slot.stands_by = False
@@ -337,7 +337,7 @@ class HostedSession:
         await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=epoch)))
 
     async def _send_to_standby(self, wanted: pb.Tee) -> None:
-        """Send steps to the standby of the next hop too, in place of the one before."""
+        """Send steps to this standby of the next hop as well, in place of an earlier standby."""
         if self._target is None:
             raise ProtocolViolation("a hop without a next hop has no standby to feed")
         tee = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
@@ -348,7 +348,7 @@ class HostedSession:
                 self._teeing = asyncio.create_task(self._send_steps(tee))
 
     async def _send_to_next(self, log: ActivationLog | None = None) -> None:
-        """Send steps to the present next hop, from ``log`` if given, instead of the one before."""
+        """Send steps to the present next hop, in place of an earlier one; from ``log`` if given."""
         async with self._switching:
             await cancel(self._sending)
             if log is not None:
@@ -357,7 +357,7 @@ class HostedSession:
                 self._sending = asyncio.create_task(self._send_steps(self._target))
 
     async def _send_steps(self, target: NextHop) -> None:
-        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another."""
+        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another one."""
 
         async def tell() -> None:
             with contextlib.suppress(StreamEnded, DeadlineExceeded):
@@ -395,7 +395,7 @@ class HostedSession:
             await race(self._read(link, queue, reservation), self._work(stream, queue, reservation))
 
     async def _reset(self) -> None:
-        """Drop the part of an interrupted replay, here and in the hops that it had already reached."""
+        """Drop the positions of an interrupted replay, here and in the hops that it has reached."""
         if not self._sequences:
             return
         self._release(self._sequences.values())
@@ -423,14 +423,14 @@ class HostedSession:
             try:
                 reservation.resize(reservation.amount + size_bytes)
             except ResourceLimitReached:
-                # No memory for another message: wait until all queued steps are applied. Until the next receive, the stream's own limit covers this one.
+                # No memory for another message: wait until all queued steps are applied. Until the next receive, the stream's reservation covers this step.
                 await queue.put((step, 0))
                 await queue.join()
             else:
                 await queue.put((step, size_bytes))
 
     async def _decoded(self, message: pb.Step, payload: Buffer) -> Step:
-        """A step from the hop before. Raises ``ProtocolViolation``."""
+        """A step from the upstream hop. Raises ``ProtocolViolation``."""
         hidden_size = self._stage.hidden_size
         if is_slow(wire_dtype(message.tensor.dtype), sum(row.count for row in message.rows), hidden_size):
             return await asyncio.to_thread(decode_step, message, payload, hidden_size=hidden_size)
@@ -439,13 +439,13 @@ class HostedSession:
     async def _work(self, stream: Stream, queue: _Queue, reservation: Reservation) -> None:
         while True:
             step, size_bytes = await queue.get()
-            # A step that has begun is finished even if its link is replaced meanwhile: half a step has no position.
+            # A step that has begun is finished even if its link is replaced meanwhile, because a session is always between two steps.
             await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
             reservation.resize(reservation.amount - size_bytes)
             queue.task_done()
 
     async def _apply(self, stream: Stream, step: Step) -> None:
-        """Compute one step, log it, and send its outputs on. A failure ends the session, and the client is told the reason."""
+        """Compute one step, log it, and send its outputs. A failure ends the session, and the client is sent the reason."""
         async with self._applying:
             if stream is not self._link or self._failed.done() or self._over:
                 return
@@ -469,7 +469,7 @@ class HostedSession:
                 self._fail(Refusal.overloaded(error))
             except Refusal as refusal:
                 self._fail(refusal)
-            except Exception as error:  # noqa: BLE001 - whatever broke inside the model breaks this session only
+            except Exception as error:  # noqa: BLE001 - an error inside the model ends this session only
                 _log.exception("a step could not be computed")
                 self._fail(Refusal(refusal_pb2.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
 
@@ -512,9 +512,9 @@ class HostedSession:
         return max(0, sum(longest) - sum(held))
 
     async def _place(self, rows: tuple[Row, ...]) -> None:
-        """Give every row the KV cache that it starts from.
+        """Give every row the KV cache from which it starts.
 
-        Caches from which no row starts are freed first. A cache from which one row starts is moved, not copied, if its own row replaces it.
+        Caches from which no row starts are freed first. A cache from which one row starts is moved instead of copied, if its sequence is overwritten.
         """
         uses = Counter(row.source for row in rows)
         self._release(

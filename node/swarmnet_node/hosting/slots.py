@@ -10,11 +10,11 @@ from swarmnet_protocols.net.limits.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
-"""Seconds within which the first work of a slot has to arrive; the hosts before this one compute it first."""
+"""Seconds within which the first work of a slot has to arrive, after the upstream hops have computed it."""
 IDLE_S = 5.0
-"""Seconds without work after which a slot may be evicted. Longer than between two tokens over far links, or two parts of a slow pass."""
+"""Seconds without work after which a slot may be evicted: more than between two tokens over far links, or two parts of a slow pass."""
 SLOW_BYTES_PER_S = 64_000.0
-"""Bytes per second below which a transfer does not count as work."""
+"""Least bytes per second at which a transfer counts as work."""
 
 
 @dataclass(eq=False)
@@ -28,19 +28,19 @@ class Slot:
     evict: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
-    """Whether it waits for this host to compute. Then it is not evicted."""
+    """Whether it waits for a computation of this host. It is then not evicted."""
     reservation: Reservation | None = None
     new_s: float = NEW_S
     """Seconds within which its first work has to arrive."""
     stands_by: bool = False
-    """Whether it is of a standby, for which no client waits: it may be evicted at any time."""
+    """Whether it belongs to a standby, for which no client waits, so that it may be evicted at any time."""
 
     def worked(self) -> None:
         """Note that work has arrived."""
         self.has_worked, self.since = True, asyncio.get_running_loop().time()
 
     def moved(self, size_bytes: int) -> None:
-        """Note that ``size_bytes`` of its work were transferred: more than ``SLOW_BYTES_PER_S`` keeps the slot."""
+        """Note that ``size_bytes`` of its work were transferred. A rate of at least ``SLOW_BYTES_PER_S`` keeps the slot."""
         now = asyncio.get_running_loop().time()
         self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
 
@@ -54,8 +54,8 @@ class Slot:
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
     """The slot to evict so that another client gets its ``amount``; None if all are in use. Pure.
 
-    It is in the subnet (/24 or /48) that holds the most, of the peer there that holds the most: first a slot that never had work, then the
-    one that has had none for longest.
+    It is in the subnet (/24 or /48) that holds the most, and of the peer there that holds the most: a slot that never had work if there is one,
+    otherwise the one without work for longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from swarmnet_protocols.session.hop_times import HOP_MOMENTS, HopTimes, Moment
 
 MAX_STEPS = 1024
-"""Steps of one session whose times are taken, or wait to be told; those of the oldest, or of the newest, are left out."""
+"""Most steps of one session whose times are being recorded, and most whose times wait to be sent. Beyond these, the oldest of the former and the
+newest of the latter are dropped."""
 
 
 class HopStepTimes:
-    """Takes the times of a session's steps, if its client asked for them, and else does nothing."""
+    """Records the times of a session's steps, if its client asked for them."""
 
     def __init__(self, stopwatch: Callable[[], float], *, are_wanted: bool) -> None:
         """``stopwatch`` returns seconds."""
@@ -22,7 +23,7 @@ class HopStepTimes:
         self._under_way: dict[int, dict[Moment, float]] = {}
 
     def received(self, seq: int) -> None:
-        """The inputs of a step have arrived, and are no replay."""
+        """Note that the inputs of a step, which is not a replay, have arrived."""
         if not self.are_wanted:
             return
         if len(self._under_way) >= MAX_STEPS:
@@ -31,7 +32,7 @@ class HopStepTimes:
         self.note(seq, Moment.RECEIVED)
 
     def note(self, seq: int, moment: Moment) -> None:
-        """``moment`` is now. The first time counts: a step may be sent again."""
+        """Note that ``moment`` is now. The first time counts, because a step may be sent again."""
         moments = self._under_way.get(seq)
         if moments is None:
             return

@@ -64,7 +64,7 @@ class NodeStatus:
     moved_from: tuple[int, ...] = ()
     """The blocks [start, end) that it served before; empty if it has not moved."""
     moving_to: tuple[int, ...] = ()
-    """The blocks [start, end) that it is about to serve instead; empty if it does not move."""
+    """The blocks [start, end) to which it is about to move; empty if it does not move."""
 
 
 class Controlled(Protocol):
@@ -163,7 +163,7 @@ def pause(data_dir: Path) -> None:
 
 
 def resume(data_dir: Path) -> None:
-    """Take ``pause`` back; returns at once. Raises ``Unreachable`` when there is no node."""
+    """End ``pause``; returns at once. Raises ``Unreachable`` when there is no node."""
     _call(data_dir, "Resume", control_pb2.ResumeRequest(), control_pb2.ResumeReply)
 
 
@@ -173,16 +173,15 @@ def get_limits(data_dir: Path) -> Limits:
 
 
 def set_limits(data_dir: Path, limits: Limits) -> Limits:
-    """Replace all limits of the node in ``data_dir``, now and after restarts; those that hold now.
+    """Replace all limits of the node in ``data_dir``, now and after restarts. Returns the limits in force.
 
-    Raises ``ConfigError`` or ``OutOfResources`` when it cannot keep them, and then keeps the old ones; ``Unreachable`` when
-    there is no node.
+    Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them, and then keeps the old ones; ``Unreachable`` when there is no node.
     """
     return _limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
 
 
 def _limits_of(message: control_pb2.Limits) -> Limits:
-    """Raises ``ConfigError`` for limits that make no sense."""
+    """Raises ``ConfigError`` for invalid limits."""
     return Limits.from_fields({each.name: value for each, value in message.ListFields()})
 
 

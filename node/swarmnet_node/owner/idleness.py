@@ -55,7 +55,7 @@ def _logind_idle_s(clock: Clock) -> float | None:
 
 
 def _terminals_idle_s(clock: Clock) -> float | None:
-    """The access time of a terminal is that of its last input."""
+    """Seconds since the last input on a terminal, which is the access time of its device."""
     times = []
     for pattern in _TERMINALS:
         for path in Path("/").glob(pattern.lstrip("/")):
@@ -80,8 +80,8 @@ class _ScreenSaverInfo(ctypes.Structure):
 
 
 def _x_idle_s() -> float | None:
-    """The idle time of the X server. Under Wayland it knows of X programs only, and logind's idle time counts."""
-    try:  # by name: ``find_library`` runs two processes at each look
+    """The idle time of the X server. Under Wayland it covers X programs only, and logind's idle time is used."""
+    try:  # by name, because ``find_library`` runs two processes each time
         x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
     except OSError:
         return None

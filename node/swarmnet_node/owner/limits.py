@@ -1,4 +1,4 @@
-"""The owner's limits, and the decision that follows from them: run, or pause and why. Pure."""
+"""The owner's limits, and whether they let a node run. Pure."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
 
 MIN_RATE_BYTES_PER_S = 64_000.0
-"""The least rate. Below it, a large message takes longer than its sender waits."""
+"""The least rate: below it, a large message would take longer than its sender waits."""
 MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
@@ -24,12 +24,12 @@ ONE_CLIENT = 0.25
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a node on its machine, and their times. None: no limit."""
+    """The limits of a node on its machine. None: no limit."""
 
     max_ram_bytes: int | None = None
     """Resident memory of the node and p2pd together."""
     max_gpu_mem: float | None = None
-    """A share of the device's memory up to 1; bytes above."""
+    """A share of the device's memory if at most 1, otherwise bytes."""
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     monthly_bytes: int | None = None
@@ -41,7 +41,7 @@ class Limits:
     no_battery: bool = False
     cores: int | None = None
     relay_bytes_per_s: float = RELAY_BYTES_PER_S
-    """Forwarded for peers that cannot be dialled, if this one can. 0: nothing."""
+    """Bytes per second that are forwarded for peers that cannot be dialled, if this one can. 0: none."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""
@@ -69,7 +69,7 @@ class Limits:
 
     @classmethod
     def from_json(cls, text: str) -> "Limits":
-        """Raises ``ConfigError`` for what is not the JSON of limits."""
+        """Raises ``ConfigError`` for text that ``to_json`` cannot have returned."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ class Limits:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Limits":
-        """From names and values as ``asdict`` gives them. Raises ``ConfigError`` for others."""
+        """From the fields that ``asdict`` returns. Raises ``ConfigError`` for other names or values."""
         defaults = asdict(cls())
         for name, value in fields.items():
             if name not in defaults:
@@ -151,36 +151,24 @@ class Observed:
     on_battery: bool
 
 
-@dataclass(frozen=True)
-class Run:
-    """The node may run."""
-
-
-@dataclass(frozen=True)
-class Pause:
-    """The node must not run, because of ``reason``."""
-
-    reason: str
-
-
-def decide(limits: Limits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> Run | Pause:
-    """Whether a node may run now. If several limits forbid it, the first one below is the reason."""
+def reason_to_pause(limits: Limits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> str:
+    """The reason why a node must not run now, for its owner: the first limit below that forbids it. Empty if the node may run."""
     if paused_by_owner:
-        return Pause("its owner paused it")
+        return "its owner paused it"
     month = month_of(observed.now)
     used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
     if limits.monthly_bytes is not None and used >= limits.monthly_bytes:
-        return Pause(f"the bytes for {month} are used up")
+        return f"the bytes for {month} are used up"
     if limits.schedule is not None and not Schedule.parse(limits.schedule).allows(observed.now):
-        return Pause(f"outside its hours: {limits.schedule}")
+        return f"outside its hours: {limits.schedule}"
     if limits.no_battery and observed.on_battery:
-        return Pause("the machine runs on battery")
+        return "the machine runs on battery"
     if limits.idle_only:
         if observed.idle_s is None:
-            return Pause("it is not known whether this machine is in use")
+            return "it is not known whether this machine is in use"
         if observed.idle_s < limits.idle_after_s:
-            return Pause("this machine is in use")
-    return Run()
+            return "this machine is in use"
+    return ""
 
 
 def month_of(now: datetime) -> str:

@@ -1,7 +1,7 @@
 """The channel between a node and the commands of its owner: a unix socket in its data directory, on Windows a port of the loopback interface.
 
-A process that may write into the data directory may control the node by its unix socket; there is no other check. The port is open to every
-user of the machine, so each call carries a token that the data directory holds. Commands find either one there, and nothing of it leaves the machine.
+The unix socket lets every process that may write to the data directory control the node, without another check. The port is open to all users of
+the machine, so each call carries a token, which is in the data directory. Neither can be reached from other machines.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from swarmnet_protocols.machine.platform import HAS_UNIX_SOCKETS
 
 SOCKET_NAME = "control.sock"
 PORT_NAME = "control.port"
-"""File with the port and the token."""
+"""The file with the port and the token."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 1 << 20),
     ("grpc.use_local_subchannel_pool", 1),  # otherwise a call reuses the failed connection of an earlier one
@@ -38,7 +38,7 @@ Token = Sequence[tuple[str, str]]
 async def serving(handler: grpc.GenericRpcHandler, data_dir: Path) -> AsyncIterator[None]:
     """Serve ``handler`` to processes of this machine that may read ``data_dir``, while the context is open.
 
-    The caller holds the lock of ``data_dir``: a socket or a token that exists there is left over from a dead process, and is replaced.
+    The caller holds the lock of ``data_dir``, so a socket or token that exists there was left by a dead process, and is replaced.
     Raises ``ConfigError`` if neither can be created.
     """
     token = secrets.token_urlsafe(32)
@@ -60,7 +60,7 @@ async def serving(handler: grpc.GenericRpcHandler, data_dir: Path) -> AsyncItera
         try:
             yield
         finally:
-            # Answers already under way, such as the one to `finish` itself, still reach their callers.
+            # Answers under way, such as the one to `finish` itself, still reach their callers.
             await asyncio.shield(server.stop(grace=1.0))
             path.unlink(missing_ok=True)
 

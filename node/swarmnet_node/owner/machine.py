@@ -30,7 +30,7 @@ _LOW_NICENESS = 10
 
 
 def yield_to_others() -> None:
-    """Give all other programs of this machine precedence, in processor time and, if the system can, in disk access."""
+    """Give all other programs of this machine priority, in processor time and, if the system supports it, in disk access."""
     process = psutil.Process()
     with contextlib.suppress(OSError, psutil.Error):
         process.nice(max(_LOW_NICENESS, process.nice()))
@@ -39,7 +39,7 @@ def yield_to_others() -> None:
 
 
 def load_limits(folder: Path) -> Limits:
-    """The limits that were set last for the node in ``folder``. Raises ``ConfigError`` for a damaged file."""
+    """The saved limits of the node in ``folder``; the defaults if there are none. Raises ``ConfigError`` for a damaged file."""
     path = folder / LIMITS_NAME
     text = _read(path)
     if text is None:
@@ -114,7 +114,7 @@ class OwnersMachine:
             ) from error
 
     def ram_bytes(self) -> int:
-        # Finding the children reads every process of the machine.
+        # To find the children, psutil reads all processes of the machine.
         if self._clock() - self._children_at >= CHILDREN_EVERY_S:
             self._children_at = self._clock()
             with contextlib.suppress(psutil.Error):
@@ -161,7 +161,7 @@ def release_memory() -> None:
 
 
 def _load_usage(folder: Path) -> MonthlyUsage:
-    """The saved usage; none if the file is damaged: a new one is written within a minute."""
+    """The saved usage; zero if the file is damaged, which is then replaced within a minute."""
     try:
         fields = json.loads(_read(folder / USAGE_NAME) or "{}")
         month, up, down = fields["month"], fields["up_bytes"], fields["down_bytes"]

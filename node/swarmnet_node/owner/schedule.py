@@ -41,7 +41,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a schedule such as ``mon-fri 19:00-07:00; sat,sun 00:00-24:00``. Without days: every day. Raises ``ValueError`` for other text."""
+        """Read a schedule such as ``mon-fri 19:00-07:00; sat,sun 00:00-24:00``. A window without days is for every day. Raises ``ValueError`` for other text."""
         if len(text) > MAX_TEXT:
             raise ValueError(f"a schedule has at most {MAX_TEXT} characters")
         windows = tuple(_window(part.strip().lower()) for part in text.split(";"))
@@ -58,9 +58,7 @@ def _window(text: str) -> Window:
         raise ValueError("write a schedule as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'")
     start, end = _minute(match["from"]), _minute(match["to"])
     if start in (end, DAY_MINUTES):
-        raise ValueError(
-            f"{match['from']}-{match['to']} is no time at all: for a whole day write 00:00-24:00"
-        )
+        raise ValueError(f"{match['from']}-{match['to']} is empty: for a whole day write 00:00-24:00")
     days = re.split(r"\s*,\s*", match["days"]) if match["days"] else ["mon-sun"]
     return Window(frozenset(day for part in days for day in _days(part)), start, end)
 

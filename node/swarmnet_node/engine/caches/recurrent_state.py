@@ -249,7 +249,7 @@ class StateProbe(BatchStates):
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(
-            f"this model has layers that keep more than keys, values and recurrent states: they use {name} of their cache",
+            f"this model has layers with other state than keys, values and recurrent states: they use {name} of their cache",
             hint="docs/families.md lists families that work",
         )
 
