@@ -8,11 +8,13 @@ INSTALLED := $(VENV)/.installed
 WIRE := protocols/swarmnet_protocols/wire
 PYTEST_ARGS ?=
 QUICK := --quiet --no-compile --constraint constraints.txt
+# How much of what has many parameters or seeds is run.
+SAMPLE := --sample --seeds 5
 # What pytest exits with when PYTEST_ARGS choose no test of a part.
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install browser lint types types-windows test fast slow alone defences fuzz audit demo bench proto
+.PHONY: install browser lint types types-windows test fast slow alone thorough defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -58,13 +60,18 @@ fast slow: export OMP_NUM_THREADS = 1
 
 # Many tests of defences wait for a timeout, so four tests run at once on any machine.
 fast: $(INSTALLED)
-	$(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
+# They wait for processes to start, so three files run at once, and the files with the longest tests come before those with the shortest.
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(slow or net) and not alone" --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 alone: $(INSTALLED)
-	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
+
+# Every test with all of its parameters, and twenty times as many seeds.
+thorough: $(INSTALLED) browser
+	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
 
 # Each test of a defence, seen to fail with the defence switched off; `fast` has them, too.
 defences: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""One thread for every test, and options for longer sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
+"""One thread for every test, and options for longer and shorter sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
 
 import gc
 import os
@@ -15,6 +15,7 @@ from hypothesis import settings
 from swarmnet_protocols.machine import native_code
 from tests.support.audit import sitecustomize
 from tests.support.in_parts import Parts
+from tests.support.sample import Sample
 
 HANGS_AFTER_S = 600
 
@@ -97,6 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--seeds", type=int, default=15, help="seeds of each randomized simulation")
     group.addoption("--first-seed", type=int, default=0, help="the first seed; a failure names its seed")
+    group.addoption(
+        "--sample",
+        action="store_true",
+        help="of a test marked `matrix`, run a few parameters, in which each value of each one occurs",
+    )
 
     parts = parser.getgroup("parts")
     parts.addoption(
@@ -111,6 +117,8 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("in_parts")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Parts(file))
+    if config.getoption("sample"):
+        config.pluginmanager.register(Sample())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -58,6 +58,7 @@ DECODINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", DECODINGS.values(), ids=DECODINGS.keys())
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one prompt", "left-padded batch"])
 def test_generate_gives_what_transformers_gives(

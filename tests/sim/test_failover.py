@@ -115,6 +115,7 @@ PHASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", LIMIT_S)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
@@ -165,6 +166,7 @@ def run_with(
     return outcome
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_neighbours_continue_when_the_middle_of_four_nodes_fails(
@@ -177,6 +179,7 @@ def test_neighbours_continue_when_the_middle_of_four_nodes_fails(
     assert run_with(reference, ONE_REPLICA, plan).longest_s <= LIMIT_S[fault]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("phase", ["link", "prefill", "first token", "middle", "last token"])
 @pytest.mark.parametrize("victim", ["b", "c"])
 def test_two_neighbours_that_cannot_reach_each_other_are_separated(
@@ -228,6 +231,7 @@ def test_an_answer_continues_when_two_nodes_fail_at_once(
     assert run_with(reference, TWO_OF_EACH, plan).longest_s <= LIMIT_S[fault] + STEP_S
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.parametrize("when", ["open", "link", f"replay {PREFILL_STEPS + 2}", f"step {PREFILL_STEPS + 4}"])

@@ -142,6 +142,7 @@ def is_request(delivery: Delivery, kind: str) -> bool:
     return pb.SessionRequest.FromString(delivery.message.header).WhichOneof("kind") == kind
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("victim", ["leaver", "standby", "before", "behind"])
 @pytest.mark.parametrize("stage", ["open", "tee", "relink", "link"])

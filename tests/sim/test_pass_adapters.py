@@ -75,6 +75,7 @@ async def train(
     return batch.report.failovers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
@@ -94,6 +95,7 @@ def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
     assert len(brought) == len(layout)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_the_gradients_are_the_same_when_a_host_is_killed_in_the_middle(

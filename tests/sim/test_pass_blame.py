@@ -39,6 +39,7 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
     return torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("counts", [COUNTS, MANY], ids=["one microbatch", "many"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

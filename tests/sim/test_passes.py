@@ -106,6 +106,7 @@ def test_a_batch_gives_the_results_of_one_process(
     assert outcome.failovers == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("moment", ["forward", "backward"])

@@ -105,6 +105,7 @@ def test_no_caches_are_reused_for_another_owner(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", [0, 1, 3])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_node_that_dies_changes_no_answer_with_a_reused_prompt(

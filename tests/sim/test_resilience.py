@@ -162,6 +162,7 @@ def gaps(lab: Lab) -> Sequence[tuple[int, int]]:
     return [(block, block + 1) for block in range(BLOCKS) if block not in covered]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stagger_s", [0.0, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 3.0])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 3), (4, 2), (1, 2, 3), (1,) * 6])
 def test_nodes_that_choose_their_blocks_cover_the_model(

@@ -108,6 +108,7 @@ def test_workers_stay_equal_under_every_codec(codec: str, tmp_path: Path) -> Non
         assert bool(outer[RESIDUAL].any()) if codec != "bfloat16" else RESIDUAL not in outer
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])
 @pytest.mark.parametrize("method", ["diloco", "streaming", "eager"])
 def test_a_failed_worker_costs_only_its_own_contribution(fault: str, method: str, tmp_path: Path) -> None:

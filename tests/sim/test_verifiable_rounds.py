@@ -106,6 +106,7 @@ def average_with(
     return work, simulate(lambda lab: lab.average(work), lab)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_reducer_changes_nothing_and_is_refuted_by_all(

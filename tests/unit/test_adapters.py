@@ -99,6 +99,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "kind"), cases())
 def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None:
     """Texts with an adapter, with another adapter and with none, in one batch, entered in chunks of random sizes."""

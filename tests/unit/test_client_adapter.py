@@ -57,6 +57,7 @@ def found(model: Any) -> dict[str, torch.Tensor]:
     return ClientAdapter.found(model.model.layers, {}).tensors()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",

@@ -80,6 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), texts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cuts", [(), (1, 3)], ids=["one-hop", "three-hops"])
 def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tuple[int, ...]) -> None:
     hops = case.hops(*cuts)
@@ -104,6 +105,7 @@ def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> No
     assert [text.tolist() for text in texts] == [text.tolist() for text in case.texts]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [0, 5, 28, 30])
 def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: int) -> None:
     hops = case.hops(1)

@@ -89,6 +89,7 @@ def packed_weights(stage: Stage) -> list[PackedExperts]:
     return [value for value in values if isinstance(value, PackedExperts)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["as stored", "int8", "int4"])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_packed_experts_give_the_tokens_of_transformers(family: str, precision: str, tmp_path: Path) -> None:
@@ -141,7 +142,8 @@ def test_experts_of_a_gguf_file_stay_packed(tmp_path: Path) -> None:
     assert mine.weight_bytes < 0.4 * dense.weight_bytes
     inputs = torch.randn(9, mine.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, dense)]
-    assert (outputs[0] - outputs[1]).norm() <= 2e-6 * outputs[1].norm()
+    # Each processor adds in an order of its own: 2.2e-6 on one with AVX-512.
+    assert (outputs[0] - outputs[1]).norm() <= 1e-5 * outputs[1].norm()
 
 
 def test_gradients_flow_through_packed_experts(tmp_path: Path) -> None:

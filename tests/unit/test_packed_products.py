@@ -107,6 +107,7 @@ def test_every_scale_of_mxfp4_is_read_as_gguf_does(products: Products) -> None:
     assert torch.equal(unpack(Format.MXFP4, data), matrix.dequantize())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)

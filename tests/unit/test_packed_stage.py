@@ -79,6 +79,7 @@ def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((mine - theirs).norm() <= 2e-6 * theirs.norm())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize(
     "formats",

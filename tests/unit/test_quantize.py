@@ -114,6 +114,7 @@ def test_only_whole_groups_of_plain_numbers_can_be_quantized() -> None:
     assert not can_be_quantized(quantize(matrix(torch.zeros(2, GROUP)), Format.Q8_0))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("family", "dtype"),

@@ -270,6 +270,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("counts", SEQUENCES.values(), ids=SEQUENCES.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...], tmp_path: Path) -> None:
@@ -324,6 +325,7 @@ def test_a_graph_counts_the_memory_it_keeps_alive(family: str, tmp_path: Path) -
     assert graph.nbytes == pytest.approx(sum(held.values()), rel=1e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning"
 )  # PEFT 0.21 and transformers 5.23

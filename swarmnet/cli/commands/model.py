@@ -10,6 +10,7 @@ from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, parse_
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def pull(
 
     limit = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
     with progress(quiet=as_json) as report:
+        import_transformers()
         local = resolve(
             model, cache_dir=cache_dir or default_cache_dir(), progress=report, max_disk_bytes=limit
         )

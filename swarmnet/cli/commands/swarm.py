@@ -23,6 +23,7 @@ from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.wire.roles import name_roles
 
@@ -127,6 +128,7 @@ def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     from swarmnet_protocols.models import resolve
 
     with progress(quiet=quiet) as report:
+        import_transformers()
         local = resolve(name, cache_dir=cache_dir, progress=report)
         if local.is_whole:
             local.fetch()  # hashes the pieces
