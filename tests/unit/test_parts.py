@@ -155,6 +155,8 @@ def test_a_broken_connection_goes_on_where_it_broke(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from swarmnet_protocols.machine.lean_imports import import_transformers
+import_transformers()
 import torch
 import huggingface_hub.constants as constants
 constants.HF_HUB_CACHE = sys.argv[2]
