@@ -96,7 +96,7 @@ def test_a_model_with_other_tokens_or_with_recurrent_states_is_refused(tmp_path:
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(tmp_path / "tiny")
     options = LoadOptions(torch.float32, torch.device("cpu"), draft=str(tmp_path / "tiny"))
-    with pytest.raises(ConfigError, match="other tokens than .*model"):
+    with pytest.raises(ConfigError, match="other tokens than"):
         DraftModel.load(target, options)
     model_with_states = type("Recurrent", (), {"_is_stateful": True})()
     with pytest.raises(ConfigError, match="recurrent states"):

@@ -36,7 +36,7 @@ class Chosen:
 
 def test_each_value_of_each_parameter_of_a_matrix_is_in_the_sample(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    matrix\n")
-    tests = tmp_path / "test_some.py"
+    tests = tmp_path / "test_a_matrix.py"
     tests.write_text(TESTS)
 
     def chosen(*plugins: object) -> Chosen:
