@@ -143,7 +143,7 @@ def test_data_beyond_the_jobs_size_is_not_read(tmp_path: Path) -> None:
         open_corpus(_section(tmp_path / "texts", size_bytes=size), tmp_path / "cache")
 
 
-@pytest.mark.parametrize(("path", "hint"), [("texts", "very files"), ("python-stdlib", "the Python")])
+@pytest.mark.parametrize(("path", "hint"), [("texts", "same files"), ("python-stdlib", "the Python")])
 def test_different_data_is_refused_with_both_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``; transformers loads it), with
 ``state/optimizer.safetensors`` and ``state/outer.safetensors``, and ``progress.json`` with the hashes of all files and of itself. It is
-written under a temporary name, synced and renamed. It does not depend on the number of workers, so any worker may resume from it.
+written under a temporary name, synced and renamed. It does not depend on the number of workers, so a job can resume with more or fewer.
 """
 
 import hashlib
@@ -58,11 +58,11 @@ class WorkerCheckpoint:
 
 
 MAX_SET_ASIDE = 3
-"""Checkpoints kept from before a worker replaced its state by that of its peers."""
+"""Copies that ``CheckpointStore.set_aside`` keeps; older ones are removed."""
 
 
 class CheckpointStore:
-    """The checkpoints of one job in ``root``. The newest ``keep`` are kept. Only one worker at a time may write."""
+    """The newest ``keep`` checkpoints of one job, in ``root``. Only one worker at a time may write."""
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
         self._root = root
@@ -94,7 +94,10 @@ class CheckpointStore:
         return target
 
     def set_aside(self) -> None:
-        """Copy the newest checkpoint to where later ones do not replace it, before the worker takes over its peers' state."""
+        """Copy the newest valid checkpoint to ``before-catch-up-ROUND``, because its state will be replaced by that of other workers.
+
+        Raises ``OutOfResources`` if the disk is full or fails.
+        """
         found = self._newest_valid()
         if found is None:
             return
@@ -211,7 +214,7 @@ def _write_byte_tokenizer(folder: Path) -> None:
 
 
 def _characters() -> list[str]:
-    """The character of each byte in byte-level BPE (GPT-2): itself if printable in Latin-1, else the next from U+0100 on."""
+    """The character of each byte in byte-level BPE (GPT-2): itself if printable in Latin-1, else the next unused one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -3,7 +3,7 @@
 1. ``open_corpus`` tokenises the documents (``documents.py``) once, into files keyed by the content of the data and the tokenizer.
 2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts.
 3. Each part is cut into ``Sequences`` of equal length.
-4. ``BatchSampler`` gives each worker's slot its sequences, as a pure function of the job's seed: no worker hands samples out.
+4. ``BatchSampler`` computes the sequences of each slot from the job's seed, so workers divide the data without communication.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 4096
 _PARTS = ("train", "validation")
 _VERSION = 2
-_DIFFERS = "get the very files that the job was created with, or create a job of your own"
+_DIFFERS = "get the same files that the job was created with, or create another job"
 _DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
 _FEISTEL_ROUNDS = 6
 """Rounds of the Feistel network that permutes the sequences."""
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """The document's token ids and an end token, ``[n]``."""
+        """The token ids of ``document`` (UTF-8), ``[n]``; the last is the end token, if the tokenizer has one."""
 
 
 END_OF_DOCUMENT = 0
@@ -52,7 +52,7 @@ END_OF_DOCUMENT = 0
 
 
 class ByteTokenizer:
-    """Tokens are bytes."""
+    """The tokenizer whose tokens are the 256 byte values."""
 
     name = BYTES
     vocab_size = 256
@@ -95,7 +95,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokenised data of a job. ``digest`` is the SHA-256 of the tokens; ``size_bytes`` that of all documents together."""
+    """The tokenised data of a job. ``digest``: SHA-256 of the tokens. ``size_bytes``: size of all documents before tokenisation."""
 
     train: Sequences
     validation: Sequences
@@ -127,7 +127,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
         raise JobError(
             "data",
             "digest",
-            f"is {data.digest}: the job is about other data than this machine has, whose digest is {digest}",
+            f"is {data.digest}: the data on this machine has another digest, {digest}",
             hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
         )
     train, validation = (
@@ -148,8 +148,8 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
 class BatchSampler:
     """Divides the ``sequences`` of a corpus among rounds, steps and slots.
 
-    The batches of all (round, step, slot) lie one after another in an endless row, which each epoch over the corpus fills with a new
-    permutation. So no sequence occurs twice in an epoch, whichever slots are occupied; those of an empty slot are left for the next.
+    The batches, in order of (round, step, slot), are consecutive parts of an infinite stream: one permutation of all sequences for each
+    epoch. So no sequence occurs twice in an epoch. The sequences of a slot without a worker are not trained on in that epoch.
     """
 
     seed: int
@@ -209,7 +209,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
-    """Bytes of the documents; None if they are known only after reading."""
+    """Bytes of all documents; None if only reading them tells."""
     if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
         return None
     return sum(path.stat().st_size for path in files)
@@ -227,7 +227,7 @@ def _with_progress(
             raise JobError(
                 "data",
                 "size_bytes",
-                f"is {data.size_bytes}: what is here is more, so it is not the data of the job",
+                f"is {data.size_bytes}: the data on this machine is larger, so it is not that of the job",
                 hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
             )
     progress("tokenising the data", done, done)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.fetching.hub_ranges import no_answer
 from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobError
 
 MAX_LINE_BYTES = 16 << 20
@@ -47,10 +48,10 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 
 
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
-    """Every document as UTF-8 bytes, one in memory at a time. Of a Hugging Face dataset: the files whose names begin with the split.
+    """Every document as UTF-8 bytes, one in memory at a time. A Hugging Face dataset's split is its files whose names begin with it.
 
-    A text file longer than ``TEXT_DOCUMENT_BYTES`` becomes several documents, cut at line ends. Raises ``JobError`` that names a file
-    that cannot be read, ``Unreachable`` if the hub does not answer.
+    A text file is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` that names a file it cannot
+    read, ``Unreachable`` if the hub does not answer.
     """
     return islice(_all_documents(data, files), data.max_documents)
 
@@ -114,12 +115,9 @@ def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
 
 
 def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
-    """The documents in the files of a dataset, streamed. Scripts and settings in its repository are not read."""
+    """The documents in the files of a dataset, streamed. Scripts and configuration in its repository are ignored."""
     from huggingface_hub import HfFileSystem
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # OSError and the root of the HTTP library's errors; the library differs between versions of huggingface_hub.
-    no_answer = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     hub = HfFileSystem(skip_instance_cache=True, use_listings_cache=False)
     suffix = Path(_SUFFIXES[data.format]).suffix
     try:
@@ -134,7 +132,7 @@ def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
                 yield from _file_documents(stream, path, data)
     except FileNotFoundError as error:
         raise JobError("data", "hub", f"is wrong: the hub has no dataset {name}: {error}") from error
-    except no_answer as error:
+    except no_answer() as error:
         raise Unreachable(f"the hub does not answer for {name}: {error}", hint="try again later") from error
     if not paths:
         raise JobError(

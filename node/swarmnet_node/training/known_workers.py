@@ -11,9 +11,9 @@ from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
-"""Seconds for which a worker is left out after it claimed a round that no voter confirms."""
+"""Seconds for which a worker is ignored after it claimed a round that no voter confirmed."""
 MAX_EXCLUDED = 256
-"""Excluded workers that are remembered: four groups of 64 that lied. One that is forgotten costs another round."""
+"""Most excluded workers kept: four groups of 64. A dropped one may take part again, and is excluded at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 
@@ -22,7 +22,7 @@ class KnownWorkers:
     """The workers of ``job_id`` except ``me``.
 
     Workers come from the directory and from each roster. Voters are the members of the last roster that continued the one before;
-    a majority of them decides whether this worker is behind, so newcomers cannot claim that it is. Excluded workers are neither.
+    a majority of them decides whether this worker is behind, so newcomers cannot outvote them. Excluded workers are not known and have no vote.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
@@ -52,11 +52,11 @@ class KnownWorkers:
         return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
 
     def distrust(self, peer: PeerId) -> None:
-        """Leave a worker out for ``DISTRUST_S``."""
+        """Omit a worker from ``alive`` for ``DISTRUST_S``."""
         self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_S
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
-        """Leave ``peers`` out for the rest of the job; beyond ``MAX_EXCLUDED`` the earliest are forgotten."""
+        """Ignore ``peers`` for the rest of the job. Beyond ``MAX_EXCLUDED``, those excluded first are readmitted."""
         for peer in peers:
             self.excluded.pop(peer, None)
             self.excluded[peer] = None
@@ -66,7 +66,7 @@ class KnownWorkers:
             del self.excluded[peer]
 
     def voters(self) -> list[Candidate]:
-        """The workers that are asked whether this one is behind; before the first roster, all that may be alive."""
+        """The workers to ask whether this one is behind; before the first roster, the result of ``alive``."""
         return list(self._voters.values()) or self.alive()
 
     def set_roster(self, members: Sequence[Candidate]) -> None:
@@ -77,7 +77,7 @@ class KnownWorkers:
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
-        """Sources for a state that ``peers`` have: ``peers``, and unless ``only`` all others after them."""
+        """The workers to download a state of ``peers`` from: ``peers`` first, then all others alive, unless ``only``."""
         known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
         return [

@@ -21,17 +21,17 @@ from swarmnet_protocols.models.partial_model import build_whole, causal_class
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
-"""Bytes for each parameter: the parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
+"""Memory per parameter, in bytes: the parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
 _EXCHANGE_BYTES = 5 * 4
-"""Bytes for each parameter that an exchange adds, as measured. The gradient of the inner steps has been freed by then."""
+"""Memory per parameter that an exchange adds, in bytes, as measured. The gradients of the inner steps are freed before it."""
 _FORWARDS_BYTES = 4 * 4
-"""Bytes for each parameter if scalars are exchanged: the parameter, the agreed and the next agreed one, and a copy for the loss."""
+"""Memory per parameter if scalars are exchanged, in bytes: the parameter, the agreed and next agreed one, a copy for the loss."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
-"""Similarity of two keys, in [0, 1], from which an unknown one is taken for a misspelling of the other."""
+"""Least similarity of an unknown key to a known one, in [0, 1], at which it counts as misspelt."""
 _MAX_LAYERS = 4096
-"""Layers of a model whose parameters are counted: even a layer without weights takes memory."""
+"""Most layers of a model. Counting parameters builds every layer, and even one without weights takes memory."""
 
 
 def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
@@ -45,8 +45,8 @@ def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | N
         raise JobError(
             "model",
             "manifest",
-            f"is {section.manifest}: the job begins with other files than {name}, whose manifest is {local.manifest.hash.hex()}",
-            hint="get the very files that the job was created with",
+            f"is {section.manifest}, and that of {name} is {local.manifest.hash.hex()}: the job starts from other files",
+            hint="get the same files that the job was created with",
         )
     return local
 
@@ -59,7 +59,7 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
         return checkpoint_of(section, cache_dir).config
     settings = dict(section.config or {})
     if private := [key for key in settings if key.startswith("_")]:
-        raise JobError("model.config", private[0], "is transformers' own", hint="remove it")
+        raise JobError("model.config", private[0], "is a private key of transformers", hint="remove it")
     kind = str(settings.pop("model_type"))
     if kind not in CONFIG_MAPPING:
         raise JobError(
@@ -78,9 +78,9 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
 
 
 def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise ``JobError`` for a key that looks misspelt. transformers ignores unknown keys, so a default would be used silently.
+    """Raise ``JobError`` for a misspelt key, because transformers ignores unknown keys and would silently use a default.
 
-    Other unknown keys are accepted: configs of other versions of transformers have some.
+    Unknown keys that resemble no known one are accepted: configs written by other versions of transformers have some.
     """
     try:
         known = [*type(config)().to_dict(), *config.attribute_map]
@@ -113,8 +113,8 @@ def parameter_count(config: PretrainedConfig) -> int:
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
     """Raise ``JobError`` if the model does not fit the data or the memory; returns its number of parameters.
 
-    The estimate has no activations: it is the parameter count times the bytes of weights, AdamW, outer state and an exchange, or of
-    weights alone if scalars are exchanged.
+    The estimate is the parameter count times the bytes of weights, AdamW, outer state and an exchange, or of weights alone if scalars are
+    exchanged. Activations are not included.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"
@@ -141,7 +141,7 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             "model",
             where,
             f"has {count:,} parameters: training takes {needed / 2**30:.1f} GiB of memory, "
-            f"and {available_bytes / 2**30:.1f} GiB are there for it",
+            f"and {available_bytes / 2**30:.1f} GiB are available",
             hint="train a smaller model, or use a machine with more memory",
         )
     return count

@@ -26,8 +26,8 @@ RESIDUAL = f"{OWN}error"
 class Replica:
     """The replica after ``revision`` committed rounds; ``codec`` encodes its contributions.
 
-    The residual that a biased codec loses is added to later contributions (error feedback). A replica that loads the state of other
-    workers begins without a residual, because it cannot know which of its contributions were committed.
+    What a biased codec loses of a contribution, the residual, is added to later ones (error feedback). A replica that loads the state of
+    another worker discards its residual, because it does not know which of its contributions were committed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Replica:
         return self.trainer.steps(round, slot, end - first, first=first)
 
     def contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The contribution to a round, and the work of computing it in addition to the inner steps."""
+        """The contribution to a round, ``[end - start]`` of ``method.range(round)``, and the work done for it after the inner steps."""
         values, report = self._own_contribution(round, slot)
         if self._feedback is not None:
             values = self._feedback.send(round, self.method.range(round)[0], values)
@@ -81,7 +81,7 @@ class Replica:
         self.trainer.load(self.method.apply(round, self.trainer.view(), average))
 
     def merge(self, parameters: torch.Tensor) -> None:
-        """Replace the parameters by the average of all replicas at the end of a job. Outer state is dropped."""
+        """Replace the parameters by ``[n]``, the average of all replicas at the end of a job, and reset the outer state."""
         self.method.begin(parameters)
         self.trainer.load(parameters)
 
@@ -99,7 +99,7 @@ class Replica:
         return params_hash(self.method.agreed())
 
     def pack_shared(self) -> list[Buffer]:
-        """The shared state as pieces of bytes, which later steps do not change."""
+        """The shared state as buffers that later steps do not change."""
         inner = {}
         if self.method.kind == "gradients":
             inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
@@ -151,7 +151,7 @@ class Replica:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The slopes along the round's directions, each measured at the parameters that this worker's previous steps led to."""
+        """The slopes along the round's directions, one per step. Each step measures at the parameters left by the one before."""
         start_s = self._stopwatch()
         slopes, losses = [], []
         for step in range(method.steps_per_round):

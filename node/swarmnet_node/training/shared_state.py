@@ -1,7 +1,7 @@
 """The state that all workers share between rounds, packed as bytes that newcomers download and workers compare by hash.
 
-The bytes are a safetensors file of a canonical form: equal states give equal bytes. Received ones are untrusted, so ``unpack`` accepts
-the canonical form only, and at most ``max_state_bytes``.
+The bytes are a safetensors file in a canonical form, so equal states have equal bytes. Those from another worker are untrusted:
+``unpack`` accepts only the canonical form, and downloads stop at ``max_state_bytes``.
 """
 
 import json
@@ -41,7 +41,7 @@ class SharedState:
     inner: Mapping[str, torch.Tensor]
 
     def pack(self) -> list[Buffer]:
-        """The state as pieces of bytes, without outer state that is private to a worker."""
+        """The canonical bytes as a list of buffers, without the outer state that is private to one worker."""
         tensors = {AGREED: self.agreed, REVISION: torch.tensor(self.revision)}
         tensors |= {OUTER + name: values for name, values in self.outer.items() if not name.startswith(OWN)}
         tensors |= {INNER + name: values for name, values in self.inner.items()}
@@ -49,7 +49,7 @@ class SharedState:
 
     @classmethod
     def unpack(cls, data: bytearray) -> "SharedState":
-        """A state that ``pack`` packed; its tensors are views of ``data``. Raises ``IntegrityError`` for anything else."""
+        """The state that ``pack`` wrote; its tensors are views of ``data``. Raises ``IntegrityError`` for bytes of another form."""
         tensors = unpack(data)
         agreed, revision = tensors.pop(AGREED, None), tensors.pop(REVISION, None)
         if agreed is None or revision is None or revision.shape != () or revision.dtype != torch.int64:
@@ -64,13 +64,13 @@ class SharedState:
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> list[Buffer]:
-    """A canonical safetensors file in pieces, without copying: its header and the memory of each tensor."""
+    """A canonical safetensors file as a list of buffers: its header, then the memory of each tensor, not copied."""
     ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
     return [_header(ordered), *(_memory(values) for values in ordered.values())]
 
 
 def unpack(data: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors that ``pack`` packed, as views of ``data``. Raises ``IntegrityError`` for anything else."""
+    """The tensors that ``pack`` wrote, as views of ``data``. Raises ``IntegrityError`` for bytes of another form."""
     try:
         return _views(data)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -97,7 +97,7 @@ def _memory(values: torch.Tensor) -> memoryview:
 
 
 def _views(data: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors of a packed state. A malformed header raises ``ValueError`` or whatever its processing raises."""
+    """The tensors of a packed state. A malformed header raises one of the errors that ``unpack`` catches."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > _HEADER_BYTES:
         raise ValueError("the header is too long")

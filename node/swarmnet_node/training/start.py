@@ -83,7 +83,7 @@ async def start(
         from swarmnet_protocols.training.jobs import open_job
 
         if config.network.identity_path is None:
-            raise ConfigError("a worker needs an identity that is kept")
+            raise ConfigError("a worker needs an identity stored in a file, and the network has none")
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_unless_stopped)
@@ -115,7 +115,7 @@ async def start(
 
 
 async def _fail_with_p2pd(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
-    """Stop the worker when p2pd ends: without it no contribution can be exchanged."""
+    """Stop the worker when p2pd ends, because the worker then reaches no other."""
     try:
         await transport.died()
     except NotAuthorised as error:
@@ -126,13 +126,13 @@ async def _fail_with_p2pd(transport: "Transport", worker: "Worker", stopped: thr
     worker.fail(
         SwarmnetError(
             "p2pd died: this worker cannot reach its peers",
-            hint="start it again, it goes on from its checkpoint: swarmnet train join",
+            hint="start it again with 'swarmnet train join'; it resumes from its checkpoint",
         )
     )
 
 
 class _Stopped(Exception):
-    """Ends a computation of a worker that has been stopped."""
+    """Raised on the computing thread to end the computation of a stopped worker."""
 
 
 def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> "Trainer":

@@ -1,6 +1,6 @@
 """The inner loop: AdamW steps of one worker on the samples of its slot.
 
-All parameters are views of one flat buffer, and so are the gradients. Reading or replacing them is one copy, and clipping and AdamW
+All parameters are views of one flat buffer, and all gradients of another. Reading or replacing them is one copy, and clipping and AdamW
 are one operation each.
 """
 
@@ -153,7 +153,7 @@ class Trainer:
         self._update(round, step)
 
     def loss(self, round: int, step: int, slot: int) -> float:
-        """The loss of the slot's batch at the current parameters, without a graph for gradients."""
+        """The mean loss of the slot's batch at the current parameters, in nats per token; no gradient is computed."""
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         with torch.no_grad():
@@ -184,7 +184,7 @@ class Trainer:
         return {name: value.detach().to("cpu") for name, value in state.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state by one from ``optimizer_state``. Raises ``IntegrityError`` for anything else."""
+        """Replace AdamW's state by one from ``optimizer_state``. Raises ``IntegrityError`` for other names, shapes or infinite values."""
         if not state:
             self._optimizer.state.clear()
             return
@@ -220,7 +220,7 @@ class Trainer:
         return self._flat.grad
 
     def _free_gradients(self) -> None:
-        """Free the gradients: the exchange that follows needs the memory."""
+        """Free the gradients, because the exchange that follows needs the memory."""
         self._flat.grad = None
         for parameter in self._model.parameters():
             parameter.grad = None

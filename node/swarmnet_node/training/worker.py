@@ -7,11 +7,11 @@
 3. Match: form a group with the other workers in this round (``matchmaking``); its roster has the slots of the next round.
 4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
 
-Between rounds all workers hold the same shared state, compared by its hash. A worker whose group is ahead, or has another state,
-is out of sync: it asks the voters where the job is, downloads their state and goes on from there. A worker without a slot, as
-after that or when it is new, joins one exchange without a contribution to obtain one.
+Between rounds all workers hold the same shared state, compared by its hash. A worker whose group is at a later round or has another
+state is out of sync: it asks the voters for their round and state, and downloads the one that most of them have. It then has no slot,
+like a new worker, and takes part in one exchange without a contribution to be assigned one.
 
-The protocols with other workers are in ``swarmnet_protocols.training``; all computation is in ``replica.py``.
+The protocols between workers are in ``swarmnet_protocols.training``; all computation is in ``replica.py``.
 """
 
 import asyncio
@@ -56,21 +56,21 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
-"""Seconds before the voters are asked again, if they were between two rounds."""
+"""Seconds before the voters are asked again, after an answer without a majority."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds before another attempt to download the shared state."""
 
 
 @dataclass(frozen=True)
 class WorkerDependencies:
-    """Everything outside a worker that it uses. Tests replace it by a simulated network, clock and random source."""
+    """Network, threads, clock and random source of a worker. Tests replace them by simulated ones."""
 
     transport: Transport
     directory: Directory
     executor: Executor
-    """One thread, for all computation with torch."""
+    """One thread, on which all torch computation runs."""
     codec_executor: Executor
-    """Another thread, for encoding and decoding while inner steps are computed."""
+    """A second thread, on which contributions are encoded and decoded during inner steps."""
     rng: random.Random
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
@@ -123,7 +123,7 @@ class Worker:
         self._pending: PendingExchange | None = None
         self._last_exchange = 0
         self._step_s = 0.0
-        """Seconds of a recent inner step. An overlapped exchange is spread over the steps that hide it."""
+        """Seconds of a recent inner step. An exchange that overlaps N of them is paced to take N times as long."""
         self._rates = ArrivalRates()
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
@@ -181,11 +181,11 @@ class Worker:
                 await cancel(announcing, self._pending.task if self._pending else None)
 
     def stop(self) -> None:
-        """Have ``run`` return after the current round."""
+        """Make ``run`` return after the current round."""
         self.stopping = True
 
     def fail(self, error: SwarmnetError) -> None:
-        """Have ``run`` save a checkpoint at once and raise ``error``."""
+        """Make ``run`` save a checkpoint at once and raise ``error``."""
         self._failure = error
         self._failed.set()
 
@@ -196,7 +196,7 @@ class Worker:
             try:
                 await self._run_round()
                 if self._is_done() or not self._method.overlap_steps:
-                    await self._finish_exchange()  # may put the round back, which is then repeated
+                    await self._finish_exchange()  # may set the round back; the loop then repeats it
             except OutOfSync as out_of_sync:
                 await self._catch_up(out_of_sync)
         if self.round < self._job.job.rounds:
@@ -214,7 +214,7 @@ class Worker:
         if self._slot is not None:
             contribution, report = await self._train(self._slot)
         await self._finish_exchange()
-        if self._slot is None:  # out of sync: the contribution was computed from another state
+        if self._slot is None:  # out of sync: the contribution belongs to another state than the group's
             contribution, report = None, NO_STEPS
         start_s = self._now()
         roster = await self._form_group(float(report.tokens))
@@ -230,7 +230,7 @@ class Worker:
         self.round += 1
 
     async def _train(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
-        """The inner steps of a round; returns the contribution. It is None if the last exchange shows that this worker is behind."""
+        """Train one round; returns its contribution, or None if the last exchange shows that this worker is behind."""
         report = NO_STEPS
         if self._method.kind == "parameters":
             steps = self._method.steps_per_round
@@ -251,7 +251,7 @@ class Worker:
         return report
 
     async def _form_group(self, weight: float) -> Roster:
-        """The roster of this round's group. ``weight``: the tokens that this worker has trained on."""
+        """Form this round's group; returns its roster. ``weight``: the tokens that this worker trained on in the round."""
         await self._workers.refresh()
         addresses = tuple(self._transport.addresses())
         me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
@@ -267,7 +267,7 @@ class Worker:
     def _start_exchange(
         self, roster: Roster, contribution: torch.Tensor | None, report: StepReport, matchmaking_s: float
     ) -> None:
-        """Begin to average this round's contributions in the background."""
+        """Start to average this round's contributions in the background."""
         peers = [member.peer for member in roster.members]
         partners = self._method.partners(self.round, peers, self._transport.peer_id)
         start, end = self._method.range(self.round)
@@ -297,7 +297,7 @@ class Worker:
         self._rates.add(outcome.arrivals)
         self._workers.exclude(outcome.refuted)
         if outcome.behind:
-            # The others may have committed without us. Repeating the round as a newcomer will show it.
+            # The others may have committed without this worker. Matchmaking for the same round, without a slot, tells.
             self.round, self._slot = pending.round, None
             self._emit({"event": "behind", "round": pending.round, "reason": outcome.reason})
             return
@@ -329,9 +329,9 @@ class Worker:
             await self._save()
 
     async def _merge_replicas(self) -> None:
-        """Average the replicas of a method whose workers have different weights. If it fails, each keeps its own."""
+        """At the end of a job whose workers keep different parameters, average them. If it fails, each worker keeps its own."""
         event: dict[str, Any] = {"event": "merge", "round": self.round}
-        # A worker without a slot has downloaded its replica from another one, which contributes it.
+        # A worker without a slot has a copy of another worker's replica, which that worker contributes.
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._form_group(weight)
@@ -365,7 +365,7 @@ class Worker:
         await self._publish_state()
 
     async def _catch_up(self, out_of_sync: OutOfSync) -> None:
-        """Move to the round and state that most voters have. The claim of the worker that reported this one out of sync does not count."""
+        """Move to the round and state that most voters have. ``out_of_sync`` is one worker's claim and decides nothing."""
         start_s = self._now()
         await self._workers.refresh(now=True)
         positions = await self._matchmaking.positions(self._workers.voters())
@@ -374,7 +374,7 @@ class Worker:
         mine = WorkerPosition(self.round, self._state)
         verdict = catch_up(mine, positions, same_state=self._method.shares_weights)
         if isinstance(verdict, Stay):
-            reason = f"{out_of_sync}, and most workers of the last roster do not confirm it"
+            reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
             self._emit({"event": "heal_failed", "round": out_of_sync.round, "reason": reason})
             if verdict.is_settled and out_of_sync.round > self.round + 1:
                 self._workers.distrust(out_of_sync.peer)
@@ -397,7 +397,7 @@ class Worker:
                 partial(self._dependencies.progress, "fetching the state"),
             )
         except SwarmnetError as error:
-            # The state may have been replaced meanwhile; the next matchmaking tells which one is current.
+            # The sources may have replaced the state meanwhile. The next matchmaking tells which one is current.
             self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
             await asyncio.sleep(RETRY_DOWNLOAD_S)
             return
@@ -415,13 +415,13 @@ class Worker:
         )
 
     async def _publish_state(self) -> None:
-        """Serve the current shared state to other workers, and use its hash in matchmaking."""
+        """Offer the current shared state for download, and announce its hash in matchmaking."""
         packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
         self._state = self._state_server.offer(packed)
         await self._matchmaking.set_position(self.round, self._state)
 
     async def _save(self) -> None:
-        """Write a checkpoint. A round whose exchange is pending does not count as done."""
+        """Write a checkpoint of the rounds whose exchange is over."""
         done = self.round if self._pending is None else self._pending.round
         excluded = tuple(self._workers.excluded)
 
@@ -446,7 +446,7 @@ class Worker:
         return asyncio.get_running_loop().time()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` on the thread that computes."""
+        """Run ``function`` on the computing thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
 
