@@ -1,7 +1,7 @@
 """Metrics of a node for Prometheus, read at each scrape from the status of the node and the counters of its engine and its host."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -20,6 +20,7 @@ from swarmnet_protocols.wire import refusal_pb2
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
+    from swarmnet_node.supervisor import Supervisor
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 
@@ -29,19 +30,7 @@ P2PD = "p2pd"
 REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal_pb2.Reason.items() if number)
 
 
-class Measured(Protocol):
-    """The parts of a node that have metrics. ``engine`` and ``host`` are None while no blocks are loaded."""
-
-    def status(self) -> NodeStatus: ...
-
-    @property
-    def engine(self) -> "Engine | None": ...
-
-    @property
-    def host(self) -> "Host | None": ...
-
-
-def registry_of(node: Measured) -> CollectorRegistry:
+def registry_of(node: "Supervisor") -> CollectorRegistry:
     """The metrics of ``node`` and of its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -52,7 +41,7 @@ def registry_of(node: Measured) -> CollectorRegistry:
 class NodeCollector(Collector):
     """Reads the node at every scrape. The values of every label are a fixed set."""
 
-    def __init__(self, node: Measured) -> None:
+    def __init__(self, node: "Supervisor") -> None:
         self._node = node
 
     def collect(self) -> Iterator[Metric]:

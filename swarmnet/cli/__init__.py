@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy (torch, transformers, hivemind, grpc) is imported before a command needs it."""
+"""The command line. torch, transformers, hivemind and grpc are imported only by commands that need them."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ class Commands(LazyGroup):
             "doctor",
             "swarmnet.cli.commands.doctor:doctor",
             SHARE,
-            "Find out what is wrong, and how to fix it.",
+            "Find what is wrong on this machine, and how to fix it.",
         ),
         LazyCommand(
             "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms and manage their members."
@@ -141,7 +141,7 @@ def _options(
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. Every error is printed here as one message with a next step."""
+    """Run one command and return its exit code. Errors are printed to stderr as a message and a hint, not raised."""
     arguments = arguments or ["--help"]
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
@@ -149,7 +149,7 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout has left. Without this the interpreter reports the error again when it flushes.
+        # The reader of stdout has left. stdout is replaced because the interpreter would raise the error again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost handler
@@ -178,8 +178,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # Iterations that an OpenMP thread spins before it sleeps; read when torch is imported. Long enough for the end of an operation, when all
-    # threads compute. A thread that spins longer waits for one that another process has displaced, and takes its core.
+    # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when torch is imported. Threads end within that
+    # time unless another process has displaced one, and spinning longer would take the core that the displaced thread needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

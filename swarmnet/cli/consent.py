@@ -1,4 +1,4 @@
-"""Consent: before a machine is shared or trains a job for the first time, its owner sees what will be used and agrees once."""
+"""Consent: the owner of a machine sees what will be used, and agrees once, before it is shared or trains a job."""
 
 import shutil
 import sys
@@ -15,9 +15,9 @@ AGREED_NAME = "agreed"
 
 @dataclass(frozen=True)
 class Question:
-    """A question and the texts before and after its facts. ``event``: its name in JSON output.
+    """A question, and the texts before and after the facts that the owner is shown. ``event``: its name in JSON output.
 
-    ``of_scripts``: a script has to answer it too, with ``--yes``.
+    ``of_scripts``: scripts must answer it with ``--yes``; otherwise running the command without a terminal counts as consent.
     """
 
     before: str
@@ -50,11 +50,10 @@ def ask_once(
     asking: bool,
     as_json: bool = False,
 ) -> None:
-    """Show ``facts`` unless the owner agreed to them in ``data_dir`` before. With ``asking`` and at a terminal, ask the owner.
+    """Show ``facts``, unless the owner has agreed in ``data_dir`` before; with ``asking``, at a terminal, ask the owner.
 
-    Without a terminal nothing is asked: the author of the script agrees, and has to pass ``--yes`` if the question is ``of_scripts``. As
-    JSON the facts are an event and nothing is asked, so a user at a terminal has to have agreed before. Raises ``Abort`` for a no and
-    ``BadParameter`` for a missing answer.
+    With ``as_json`` the facts are an event, and nothing is asked. Raises ``typer.Abort`` if the owner refuses, ``typer.BadParameter`` if
+    consent is needed and cannot be asked for: at a terminal with ``as_json``, or without a terminal for a question ``of_scripts``.
     """
     agreed = data_dir / AGREED_NAME
     if agreed.exists():
@@ -63,7 +62,7 @@ def ask_once(
     must_agree = asking and (at_terminal or question.of_scripts)
     if must_agree and as_json:
         raise typer.BadParameter(
-            "nothing is asked with --json, and this job was not agreed to on this machine: add --yes, or leave out --json",
+            "--json asks no question, and consent is not stored on this machine: add --yes, or leave out --json",
             param_hint="'--json'",
         )
     if as_json:
@@ -72,7 +71,7 @@ def ask_once(
         _show(facts, question)
         if must_agree and not at_terminal:
             raise typer.BadParameter(
-                "nothing can be asked without a terminal, and this job was not agreed to on this machine: add --yes",
+                "there is no terminal to ask for consent, and none is stored on this machine: add --yes",
                 param_hint="'--yes'",
             )
         if must_agree and not typer.confirm(question.asked, default=True, err=True):

@@ -13,7 +13,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# In order: the first class of which an error is an instance.
+# The first class that an error is an instance of decides.
 _KINDS: tuple[tuple[type[errors.SwarmnetError], str, int], ...] = (
     (errors.ConfigError, "config", 3),
     (errors.NotAuthorised, "not_authorised", 4),
@@ -29,7 +29,7 @@ _DEFAULT_HINT = "run the command again with --debug after `swarmnet` for the det
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it is printed, for users or with --json for programs."""
+    """An error as it is printed. ``kind``: its name in JSON output."""
 
     kind: str
     message: str
@@ -47,7 +47,7 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """The failure to report for ``error``."""
+    """The failure to report for ``error``; for an exception group, that of one of its errors."""
     if isinstance(error, BaseExceptionGroup):
         return explain(_cause(error))
     if isinstance(error, typer.BadParameter | typer.TyperException):

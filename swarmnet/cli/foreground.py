@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from swarmnet.addresses import write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -17,48 +17,8 @@ from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
     from swarmnet.web.monitoring import Monitor
-    from swarmnet_node.engine.engine import Engine
-    from swarmnet_node.hosting.host import Host
-    from swarmnet_node.node import Dependencies
     from swarmnet_node.owner.control import NodeStatus
-    from swarmnet_node.owner.limits import Limits
-    from swarmnet_protocols.wire.report_pb2 import NodeReport
-
-
-class HostedNode(Protocol):
-    """A node that serves."""
-
-    def status(self) -> "NodeStatus": ...
-
-    @property
-    def engine(self) -> "Engine | None": ...
-
-    @property
-    def host(self) -> "Host | None": ...
-
-    def finish(self, grace_s: float) -> None: ...
-
-    async def finished(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def limits(self) -> "Limits": ...
-
-    def set_limits(self, limits: "Limits") -> None: ...
-
-    @property
-    def dependencies(self) -> "Dependencies": ...
-
-    def report(self) -> "NodeReport":
-        """The report for dashboards. Raises ``SwarmnetError`` while the node is paused."""
-
-    def on_change(self, listener: "Callable[[NodeStatus], None]") -> None:
-        """Call ``listener`` each time that the node pauses or serves again."""
-
-    def on_move(self, listener: "Callable[[NodeStatus], None]") -> None:
-        """Call ``listener`` each time that the node has moved to other blocks."""
+    from swarmnet_node.supervisor import Supervisor
 
 
 DEFAULT_GRACE_S = 30.0
@@ -67,17 +27,17 @@ DEFAULT_GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class Foreground:
-    """A node to run in the foreground. ``start`` makes the node; its control socket and addresses are written to ``data_dir``."""
+    """Runs the node that ``start`` makes, with its control socket and addresses in ``data_dir``."""
 
-    start: Callable[[Progress], AbstractAsyncContextManager[HostedNode]]
+    start: Callable[[Progress], AbstractAsyncContextManager["Supervisor"]]
     data_dir: Path
     as_json: bool
-    stop_on_eof: bool = False  # stop when stdin ends, which is when the process that started this one ends
+    stop_on_eof: bool = False  # stop at the end of stdin, which the end of the parent process causes
     metrics: tuple[str, int] | None = None  # host and port of metrics and probes
-    dashboard: Callable[[HostedNode], AbstractAsyncContextManager[str]] | None = None  # yields its URL
+    dashboard: Callable[["Supervisor"], AbstractAsyncContextManager[str]] | None = None  # yields its URL
 
     def run(self) -> None:
-        """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops it at once."""
+        """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops it before."""
         run_until_stopped(self._serve())
 
     async def _serve(self) -> None:
@@ -132,7 +92,7 @@ class Foreground:
             event | {"blocks_reason": status.blocks_reason}, f"moved from {start}:{end} to {_blocks(status)}"
         )
 
-    def _finish(self, node: HostedNode) -> None:
+    def _finish(self, node: "Supervisor") -> None:
         notify_stopping()
         self._say(
             {"event": "finishing", "grace_s": DEFAULT_GRACE_S},

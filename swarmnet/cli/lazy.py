@@ -21,7 +21,7 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
-        # typer imports pydantic to read options that were not given, which is a third of the time of `--help`.
+        # With `--help`, the options of the group are not parsed, because typer would import pydantic for that: a third of the time.
         if "--help" in args and not args[0].startswith("-"):
             ctx._protected_args, ctx.args = args[:1], args[1:]
             return ctx.args
@@ -76,7 +76,7 @@ class LazyGroup(Group):
 
 
 class SectionedCommand(TyperCommand):
-    """Shows options in sections by their ``rich_help_panel``. Errors of its arguments name the command."""
+    """Shows options in sections by their ``rich_help_panel``. Errors in its arguments name the command."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
         try:
@@ -102,7 +102,7 @@ class SectionedCommand(TyperCommand):
 
 
 def _name_of(argument: "Parameter") -> str:
-    """An argument in a usage line: in brackets if it is optional. typer would write braces and a type."""
+    """The name of an argument in a usage line: in brackets if it is optional, without the braces and type that typer adds."""
     name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
     name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"

@@ -14,7 +14,7 @@ PANEL = "Limits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
-    """An option of `join` and `limits`. If it is not given, the limit stays as it was."""
+    """An option of `join` and `limits`; without it the stored limit stays in force."""
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
@@ -99,11 +99,11 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "no-battery": ("no_battery", bool),
     "cores": ("cores", int),
 }
-"""The field of ``Limits`` and the function that reads the text, by the name of the option."""
+"""For each option, without its dashes: its field of ``Limits``, and the function that parses its text."""
 
 
 def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` that the ``parameters`` of a command set; their keys are names in Python.
+    """The fields of ``Limits`` that the ``parameters`` of a command set, keyed by their Python names.
 
     Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no node can keep.
     """
@@ -137,7 +137,7 @@ def remember(data_dir: Path, limits: Limits) -> None:
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``Limits`` for these options with their defaults, which limit nothing. Raises ``typer.BadParameter`` for unknown names."""
+    """The fields of ``Limits`` of the options ``names``, with their defaults. Raises ``typer.BadParameter`` for an unknown name."""
     if unknown := [name for name in names if name not in _READERS]:
         raise typer.BadParameter(
             f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"
@@ -147,7 +147,7 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(limits: Limits) -> dict[str, str]:
-    """The limits as a table for users."""
+    """The limits as rows of a table for users."""
     when = [limits.schedule] if limits.schedule else []
     when += (
         [f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}"]

@@ -176,7 +176,7 @@ SpeculateOption = Annotated[
     bool,
     typer.Option(
         "--speculate/--no-speculate",
-        help="Send drafts of the next tokens along, so that one trip around the chain may bring several. Answers are the same.",
+        help="Draft the next tokens, so that one trip through the chain may yield several. Answers are the same.",
     ),
 ]
 DraftOption = Annotated[
@@ -228,12 +228,12 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.
 
 
 def devices_option(about: str) -> Any:
-    """The option `--device` of a command that computes on several."""
+    """The option `--device` of a command that can use several devices. ``about``: its help text."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N[,…]]|mps", help=about, callback=_check_devices)
 
 
 def device_option(about: str) -> Any:
-    """The option `--device` with a help text of the command's own."""
+    """The option `--device` of a command that uses one device. ``about``: its help text."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
 
 
@@ -252,7 +252,7 @@ def parse_p2pd_bytes(text: str) -> int:
     size_bytes = parse_size_bytes(text, option="--max-p2pd")
     if size_bytes < MIN_MEMORY_BYTES:
         raise typer.BadParameter(
-            f"p2pd takes {units.show_memory(MIN_MEMORY_BYTES)} at work: allow more",
+            f"p2pd needs at least {units.show_memory(MIN_MEMORY_BYTES)}",
             param_hint="'--max-p2pd'",
         )
     return size_bytes

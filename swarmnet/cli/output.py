@@ -1,6 +1,6 @@
-"""Printing: JSON and answers go to stdout, progress and notes to stderr.
+"""Printing: JSON and answers to stdout, progress and notes to stderr.
 
-Answers, refusals and names come from other peers. All text therefore passes through ``shown`` here, and JSON escapes it.
+All text passes through ``shown``, because answers, errors and names come from other peers and may hold control sequences. JSON escapes them.
 """
 
 import json
@@ -16,9 +16,9 @@ from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 INDENT = 2
-"""Columns by which folded lines are indented."""
+"""Columns by which continuation lines are indented."""
 MIN_ROOM = 20
-"""Characters beside the names of a table. With less room, values are not folded."""
+"""Least columns for the values of a table; with fewer, values are not folded."""
 
 
 def print_text(text: str = "", *, end: str = "\n") -> None:
@@ -39,7 +39,7 @@ def note(text: str) -> None:
 
 
 def note_if_first(bootstrap: Sequence[str], *, mdns: bool, as_json: bool) -> None:
-    """Tell the first peer of a swarm that it is alone: two such peers never meet, unless mDNS finds them in one local network."""
+    """Note that a peer without a bootstrap peer is the first of its swarm, because two such peers find each other only by mDNS."""
     if bootstrap or as_json:
         return
     where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"
@@ -49,7 +49,7 @@ def note_if_first(bootstrap: Sequence[str], *, mdns: bool, as_json: bool) -> Non
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
     """Report an event of a long-running command: ``event`` as JSON, or ``text`` for users.
 
-    A closed pipe is ignored, so that the command can still stop in order.
+    A closed pipe is ignored, so that the command ends in order.
     """
     with suppress(BrokenPipeError):
         if as_json:
@@ -115,7 +115,7 @@ def clear_terminal() -> None:
 
 
 def print_table(title: str, rows: Mapping[str, object]) -> None:
-    """Print names and values on stdout. On a terminal long values are folded between words, so that an address can be copied."""
+    """Print names and values on stdout. A terminal folds long values between words only, so that addresses can be copied."""
     from rich.console import Console
     from rich.text import Text
 

@@ -15,14 +15,14 @@ from swarmnet.web.middleware import API_CSP, AccessPolicy, SecurityHeaders, is_l
 from swarmnet.web.server import serve_http
 
 if TYPE_CHECKING:
-    from swarmnet_node.metrics import Measured
+    from swarmnet_node.supervisor import Supervisor
 
 
 class Monitor:
     """The monitoring endpoints of one node. They are served before the node starts, so that its start can be observed."""
 
     def __init__(self) -> None:
-        self._node: Measured | None = None
+        self._node: Supervisor | None = None
         self._registry = CollectorRegistry()
 
     @asynccontextmanager
@@ -43,7 +43,7 @@ class Monitor:
         async with serve_http(app, host, port, option="--metrics") as endpoint:
             yield endpoint.url
 
-    def watch(self, node: "Measured") -> None:
+    def watch(self, node: "Supervisor") -> None:
         """Serve the state and the metrics of ``node`` from now on."""
         from swarmnet_node.metrics import registry_of
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarmnet.addresses import parse_endpoint
 from swarmnet.web.monitoring import Monitor
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
-from swarmnet_node.metrics import Measured, registry_of
+from swarmnet_node.metrics import registry_of
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from tests.support.fake_node import STATUS, FakeNode
@@ -42,7 +42,7 @@ def monitored(use: Callable[[Monitor, httpx.AsyncClient], Any], host: str = "127
     return asyncio.run(main())
 
 
-def values(node: Measured) -> dict[str, float]:
+def values(node: FakeNode) -> dict[str, float]:
     """All samples of a scrape by name and labels."""
     families = text_string_to_metric_families(generate_latest(registry_of(node)).decode())
     return {

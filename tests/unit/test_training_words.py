@@ -140,7 +140,7 @@ def test_a_worker_that_leaves_or_is_done_prints_the_next_command() -> None:
     ("data", "said"),
     [
         ({"path": "python-stdlib"}, "standard library"),
-        ({"path": "/home/ada/texts"}, "/home/ada/texts, because you said so"),
+        ({"path": "/home/ada/texts"}, "/home/ada/texts, as you chose"),
         ({"path": None, "hub": f"org/name@{40 * '0'}"}, "dataset org/name@"),
     ],
 )

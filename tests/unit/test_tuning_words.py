@@ -57,7 +57,7 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
             shots.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
     assert "lora: 12,345 parameters learn from 90 rows in 8 steps; held out: 10 rows" in shots[0]
     assert "cut off at --max-length: 3 rows" in shots[0]
-    assert "going on after step 4" in shots[0]
+    assert "continuing after step 4" in shots[0]
     assert "finding" not in shots[0]
     assert re.search(r"steps.*50%", shots[0])
     assert "step 4: held-out loss 3.0000, accuracy 50.0%" in shots[1]
@@ -65,7 +65,7 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
     assert "loss 3.2500, 42 tokens/s, 2 MB sent, 2 MB received" in shots[2]
     assert "3.5 MB sent, 4 MB received, 1 host replaced" in shots[3]
     assert "saved" not in shots[4]
-    assert "stopped; the same command goes on after step 6, which is saved" in shots[5]
+    assert "stopped; the same command continues after step 6, which is saved" in shots[5]
 
 
 def test_without_a_terminal_lines_tell_the_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ class Turn:
 class Conversation:
     """The turns of a chat after an optional system message.
 
-    ``context``: most tokens that the model takes. Without a chat template, or with ``raw``, the model
-    continues the text of all turns.
+    ``context``: length of the model's context in tokens. Without a chat template, or with ``raw``, the model continues the text of all
+    turns.
     """
 
     tokenizer: Any
@@ -45,9 +45,9 @@ class Conversation:
         return input_ids
 
     def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
-        """As :meth:`encode`, with room for that many tokens of an answer; and the number of oldest turns that were dropped for it.
+        """The tokens of :meth:`encode`, and the number of oldest turns dropped so that ``answer_tokens`` fit after them.
 
-        Enough turns are dropped to free half the context, because the remaining turns are computed again, which should be rare.
+        Turns are dropped until half the context is free, because the hosts then compute all remaining turns again.
         """
         input_ids, dropped = self.encode(), 0
         limit = self.context - min(answer_tokens, self.context // 4)
@@ -59,7 +59,7 @@ class Conversation:
         return input_ids, dropped
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation in the format of chat templates and the OpenAI API, without an answer that is still missing."""
+        """The messages as chat templates and the OpenAI API take them; the last one is a question if it has no answer yet."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             told.append({"role": "user", "content": turn.question})

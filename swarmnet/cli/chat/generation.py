@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. ``temperature`` 0: greedily. ``top_p`` None: the model's own setting."""
+    """How tokens are chosen, and how many. ``temperature`` 0: greedily. ``top_p`` None: the model's generation config."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -35,9 +35,11 @@ class RunHop:
 
 @dataclass(frozen=True)
 class RunAnswer:
-    """An answer as ``run --json`` prints it. ``token_ids``: the new tokens. ``precisions``: all precisions of its hosts; one if a chain of one was found.
+    """An answer as ``run --json`` prints it.
 
-    ``trips``: steps sent around the chain, of which speculation needs fewer than ``token_ids`` has. ``audited``: how often outputs of a host were computed again by another host; ``wrong_hosts``: hosts found to give wrong outputs.
+    ``token_ids``: the new tokens. ``trips``: steps sent through the chain; with speculation fewer than new tokens. ``precisions``: the
+    precisions of the hosts' weights, one of each. ``audited``: how often a host's output was recomputed by another. ``wrong_hosts``:
+    hosts whose output differed.
     """
 
     text: str
@@ -61,7 +63,7 @@ class RunAnswer:
 
 @dataclass(frozen=True)
 class Screen:
-    """Prints answers as text, or as one JSON object each; with ``pieces`` also one object for each piece of text."""
+    """Prints answers, as text or as JSON objects: one for each answer, with ``pieces`` also one for each piece of text."""
 
     as_json: bool = False
     pieces: bool = False
@@ -90,7 +92,7 @@ class Screen:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C while a model answered. ``answer``: the answer up to then."""
+    """Ctrl-C during an answer. ``answer``: the part generated before it."""
 
     def __init__(self, answer: RunAnswer) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ def generate(
             choice["top_p"] = sampling.top_p
     if sampling.min_new_tokens:
         choice["min_new_tokens"] = sampling.min_new_tokens
-    # A session counts across its answers.
+    # A session adds up these numbers over its answers.
     model.last_run.trips = 0
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
     model.last_run.audits, model.last_run.wrong = 0, []
@@ -144,7 +146,7 @@ def generate(
 
 
 class _Streamer:
-    """A transformers streamer: ``put`` gets the prompt first and then every new token."""
+    """A streamer of transformers: ``put`` is called with the prompt, and then with each new token."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         self.started = time.monotonic()
@@ -164,7 +166,7 @@ class _Streamer:
             self.first_token_s = time.monotonic() - self.started
         self.token_ids.extend(tokens.flatten().tolist())
         line = self._line()
-        # A replacement character at the end is a character whose last bytes are still missing.
+        # A replacement character at the end stands for a character whose last bytes come with the next tokens.
         if not line.endswith("\N{REPLACEMENT CHARACTER}"):
             self._show_rest(line)
         if line.endswith("\n"):

@@ -15,12 +15,12 @@ _HISTORY_LINES = 1000
 
 @dataclass(frozen=True)
 class Keyboard:
-    """Reads messages of one line, or of several: between ``QUOTES``, or with a backslash at the end of each line but the last."""
+    """Reads messages: of one line, or of several between ``QUOTES`` or with a backslash at the end of all but the last."""
 
     is_terminal: bool
 
     def read(self) -> str | None:
-        """The next message, None at the end. Raises ``KeyboardInterrupt`` for a Ctrl-C right after another."""
+        """The next message, or None at the end of the input. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row."""
         try:
             return self._message()
         except KeyboardInterrupt:
@@ -64,9 +64,9 @@ class Keyboard:
 
 @contextmanager
 def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
-    """A keyboard on the terminal, or else on stdin. A terminal completes ``words`` and stores input in the file ``history`` (mode 0600).
+    """Input from the terminal, or from stdin if that is none. At a terminal ``words`` are completed, and input is stored in ``history`` (0600).
 
-    Windows' terminal edits lines by itself, and keeps no history.
+    On Windows the terminal itself edits lines, and no history is stored.
     """
     if not sys.stdin.isatty():
         yield Keyboard(is_terminal=False)
@@ -98,7 +98,7 @@ else:
         readline.parse_and_bind("tab: complete")
         readline.clear_history()
         if history is not None:
-            with suppress(OSError):  # no history yet, or an unreadable one: a chat needs none
+            with suppress(OSError):  # a chat works without a readable history
                 readline.read_history_file(history)
 
     def _keep(history: Path) -> None:

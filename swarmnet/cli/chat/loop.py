@@ -24,7 +24,7 @@ from swarmnet_protocols.errors import SwarmnetError
 
 COMMANDS = {
     "/help": "this list",
-    "/route": "who computed the last answer",
+    "/route": "the hosts that computed the last answer",
     "/set": "all settings; /set temperature 0.7 changes one: temperature, top_p, max_new_tokens, seed, system",
     "/undo": "forget the last message and its answer",
     "/retry": "answer the last message once more",
@@ -73,9 +73,9 @@ class Chat:
         self._unanswered = ""
 
     def run(self, history: Path | None) -> None:
-        """Chat until the user leaves; input is kept in the file ``history``.
+        """Chat until the user leaves; input is stored in the file ``history``.
 
-        Without a terminal the first error ends it. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row at the prompt.
+        Without a terminal, the first error ends the chat. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row at the prompt.
         """
         with (
             _ended_by_sigterm(),
@@ -94,7 +94,10 @@ class Chat:
                     note(_what_happened(error))
 
     def take(self, text: str) -> None:
-        """Run the command in a message, or answer it. Raises the error of an invalid message, which is not kept as a turn."""
+        """Run a command, or answer a message. A message without an answer is not kept as a turn.
+
+        Raises ``typer.BadParameter`` for an invalid command, ``SwarmnetError`` for a failed answer, ``Stopped`` for Ctrl-C.
+        """
         if text.startswith("//"):
             self._ask(text[1:])
         elif text.startswith("/"):
@@ -120,7 +123,7 @@ class Chat:
             self._tell(stopped.answer)
             raise
         except SwarmnetError:
-            # A chain that could not be repaired once cannot be repaired later.
+            # The session's chain could not be repaired, so the next answer needs a new session.
             self._session.close()
             self._session.enter_context(self._open_session())
             raise
@@ -134,7 +137,7 @@ class Chat:
         prompt, dropped = self.conversation.prompt(self.sampling.max_new_tokens)
         if dropped:
             note(
-                f"{self.conversation.context} tokens are all it can read; forgotten: the oldest {counted(dropped, 'turn')}"
+                f"the model reads {self.conversation.context} tokens at most; forgotten: the oldest {counted(dropped, 'turn')}"
             )
         return generate(self._model, prompt, self.sampling, self._screen.show)
 
@@ -275,7 +278,7 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
 
 
 def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:
-    """A sentence on the hosts that were replaced during an answer."""
+    """A sentence that names the hosts that joined the chain during an answer."""
     newcomers = [hop for hop in answer.route if hop not in before]
     names = ", ".join(f"…{hop.peer_id[-8:]} ({hop.start}:{hop.end})" for hop in newcomers)
     return f"a host left; continued on {names or 'the others'} after {answer.longest_stall_s:.1f} s"
@@ -283,7 +286,7 @@ def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the process. Elsewhere it acts like Ctrl-C, which ends only the answer in a chat."""
+    """Make SIGTERM end the process; by default it acts like Ctrl-C, which ends only the current answer in a chat."""
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(EXIT_INTERRUPTED)

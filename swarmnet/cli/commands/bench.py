@@ -1,4 +1,4 @@
-"""``swarmnet bench``: measures what a swarm delivers, or how fast this machine would compute."""
+"""``swarmnet bench``: measures the speed of a swarm, or of this machine as a host."""
 
 import statistics
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from swarmnet_node.block_speed import BlockSpeed
 
 LOCAL_BLOCKS = 4
-"""Blocks that are timed with --local, unless the model has fewer."""
+"""Most blocks timed with --local; a model may have fewer."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One prompt and its answer. ``tokens_per_s`` counts from the first token on; 0 if there was only one."""
+    """The measurements of one prompt. ``tokens_per_s``: rate after the first token; 0 if the answer has only one."""
 
     first_token_s: float
     tokens_per_s: float
@@ -82,9 +82,9 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure what a swarm delivers: time to the first token, and tokens per second, for chains chosen as for any client.
+    """Measure a swarm as a client sees it: time to the first token, and tokens per second. With --local, measure this machine as a host.
 
-    Prompts are random tokens, and nothing is drafted: speculation depends on the text. With --local it measures this machine as a host.
+    Prompts are random tokens, and nothing is drafted, because the gain of speculation depends on the text.
 
     \b
     Examples:
@@ -147,13 +147,13 @@ def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
         print_text(f"{number:<6}  {each.first_token_s:>9.2f} s  {each.tokens_per_s:>8.1f}  {hops}")
     print_text(f"median  {first_token_s:>9.2f} s  {tokens_per_s:>8.1f}")
     if failovers := sum(each.failovers for each in results):
-        note(f"hosts were replaced {failovers} times: a route shows the last")
+        note(f"hosts were replaced {failovers} times: each chain shows the last ones")
 
 
 def _measure_here(
     name: str, files: tuple[Path, int | None], device: str, dtype: str, *, quiet: bool
 ) -> tuple["BlockSpeed", int]:
-    """The speed of a few blocks, and how many the model has."""
+    """The speed of ``LOCAL_BLOCKS`` blocks, and the number of blocks of the model."""
     with progress(quiet=quiet) as report:
         import_transformers()
         from swarmnet_node.block_speed import measure_blocks

@@ -1,4 +1,4 @@
-"""``swarmnet bootstrap``: a peer without a model, at which other peers enter the swarm."""
+"""``swarmnet bootstrap``: a peer without a model, through which other peers enter the swarm."""
 
 import asyncio
 from dataclasses import replace

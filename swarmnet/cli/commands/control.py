@@ -24,7 +24,7 @@ def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
 
 
 def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Have the node on this machine serve again after `swarmnet pause`."""
+    """Make the node on this machine serve again after `swarmnet pause`."""
     from swarmnet_node.owner import control
 
     folder = data_dir or default_data_dir()

@@ -28,9 +28,9 @@ from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import client_listen
 
 if TYPE_CHECKING:
-    from swarmnet.cli.foreground import HostedNode
     from swarmnet.dashboard.server import ServerConfig
     from swarmnet.swarm_file.content import SwarmFile
+    from swarmnet_node.supervisor import Supervisor
 
 HISTORY = "history"
 MAX_KEY_BYTES = 4096
@@ -61,16 +61,16 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a swarm on a page until Ctrl-C: who hosts what, how fast it answers, what trains, what to host next.
+    """Show a swarm on a web page until Ctrl-C: hosts and their blocks, speed, training jobs, and which blocks to host next.
 
-    The history of 30 days is kept in the data directory.
+    A history of 30 days is stored in the data directory.
     """
     from swarmnet.dashboard.server import ServerConfig
 
     key = _key_in(api_key_file) or os.environ.get(API_KEY)
     config = ServerConfig(host, port, key, tuple(allow_host))
     _check(config)
-    # A peer of its own: the node and the client of this machine may run beside it.
+    # The dashboard has its own identity, because a node and a client may run on the same machine.
     own_dir = (data_dir or default_data_dir()) / "dashboard"
     entry = enter(swarm, own_dir, bootstrap)
     entry.check_bootstrap()
@@ -133,9 +133,9 @@ def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "Serve
 
 @asynccontextmanager
 async def dashboard_of(
-    node: "HostedNode", file: "SwarmFile", data_dir: Path, config: "ServerConfig"
+    node: "Supervisor", file: "SwarmFile", data_dir: Path, config: "ServerConfig"
 ) -> AsyncIterator[str]:
-    """A dashboard in the process of a node, at the yielded URL, while the context is open."""
+    """Serve a dashboard from a node's process while the context is open; yields its URL."""
     from random import SystemRandom
 
     from swarmnet.dashboard.observer import ObserverDependencies
@@ -158,7 +158,7 @@ async def dashboard_of(
 def _check(
     config: "ServerConfig", *, key_option: str = "--api-key-file FILE", port_option: str = "--port"
 ) -> None:
-    """Raise ``ConfigError`` for a wrong address or a missing key at once, before the swarm is searched."""
+    """Raise ``ConfigError`` for an invalid address or a missing key, before the swarm is searched, which takes seconds."""
     from swarmnet.web.server import listen
 
     config.api_keys(key_option)

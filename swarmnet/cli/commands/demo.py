@@ -46,7 +46,7 @@ _STDERR_TAIL_CHARS = 2000
 
 @dataclass(frozen=True)
 class _Demo:
-    """Where the demo keeps its files, and how it reports."""
+    """The options of a demo, and the folder of its files."""
 
     directory: Path
     cache_dir: Path
@@ -116,19 +116,18 @@ def _count_blocks(cache_dir: Path, report: Progress) -> int:
 
 
 def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
-    """Spans of as equal a size as possible that cover ``blocks``."""
+    """Cut [0, blocks) into ``parts`` spans whose sizes differ by at most one."""
     if parts > blocks:
         raise typer.BadParameter(
             f"the model has {blocks} blocks: choose at most as many nodes", param_hint="'--nodes'"
         )
-    local_layers = [blocks * part // parts for part in range(parts + 1)]
-    return list(pairwise(local_layers))
+    return list(pairwise(blocks * part // parts for part in range(parts + 1)))
 
 
 async def _start_swarm(
     demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Progress
 ) -> str:
-    """Start a node for every span, the first one before the others; an address of the first."""
+    """Start a node for each span, the first before the others; returns an address of the first, their bootstrap peer."""
     title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
     address: str = (await _start_node(demo, running, spans[0], []))["addresses"][0]
@@ -179,7 +178,7 @@ async def _ask(demo: _Demo, running: list[Process], address: str) -> dict[str, A
 
 
 async def _serve(demo: _Demo, running: list[Process], address: str) -> "_Child":
-    """Start a gateway to the swarm, and say how to use both."""
+    """Start a gateway, and print how to use it and the swarm."""
     where = ["--swarm", demo.swarm, "--bootstrap", address, "--cache-dir", str(demo.cache_dir)]
     child = await _spawn(demo, running, "gateway", ["serve", *where, "--port", "0", "--stop-on-eof"])
     async with _deadline(_START_TIMEOUT_S, "the gateway did not start"):
@@ -211,7 +210,7 @@ def _print_summary(answer: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Child:
-    """A swarmnet process that prints events."""
+    """A swarmnet command that runs with ``--json``."""
 
     name: str
     process: Process
@@ -228,7 +227,7 @@ class _Child:
             yield event
 
     async def fail_at_end(self) -> NoReturn:
-        """Raise ``SwarmnetError`` when it has ended."""
+        """Wait for the end of the process, then raise ``SwarmnetError``."""
         await self.process.wait()
         raise self.failure()
 
@@ -240,7 +239,7 @@ class _Child:
 async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequence[str]) -> _Child:
     log = demo.directory / f"{name}.log"
     with log.open("wb") as stderr:
-        # Nodes and gateway stop when their stdin ends, so they do not outlive a demo that is killed.
+        # Nodes and gateway stop at the end of their stdin, so they also stop if the demo is killed.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
             stdin=PIPE,
@@ -255,7 +254,7 @@ async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequ
 
 @asynccontextmanager
 async def _processes() -> AsyncIterator[list[Process]]:
-    """A list of processes; those that still run when the context ends are killed."""
+    """An empty list of processes; those added are terminated when the context ends, and killed ``_STOP_TIMEOUT_S`` later."""
     running: list[Process] = []
     try:
         yield running

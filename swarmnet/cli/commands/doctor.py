@@ -42,9 +42,9 @@ def doctor(
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Examine this machine: versions, memory, disk, keys, ports, clock, and whether others reach it. Takes up to 10 s.
+    """Examine this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach it. Takes up to 10 s.
 
-    The exit code is 1 if something has to be fixed first.
+    The exit code is 1 if a check fails.
     """
     import asyncio
 

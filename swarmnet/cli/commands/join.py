@@ -55,7 +55,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     stay: Annotated[
         bool,
-        typer.Option("--stay", help="Keep the blocks, also when the swarm comes to need others more."),
+        typer.Option("--stay", help="Keep the blocks, even if others become needed more."),
     ] = False,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -198,7 +198,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
-    """The facts that the owner of this machine agrees to before it is shared."""
+    """What the owner of this machine is shown before it is shared for the first time."""
     open_to_all = rules.admission is Admission.OPEN
     return limit_options.rows(limits) | {
         "disk": disk,

@@ -22,7 +22,7 @@ ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
 
 @app.command("ls")
 def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the models on this machine: the default one, and those fetched from the hub or from peers, with the size of their files here."""
+    """List the models on this machine: the default one, and those fetched from the hub or from peers, with their size on disk."""
     from swarmnet_protocols.models.inventory import stored_models
 
     stored = stored_models(cache_dir or default_cache_dir())
@@ -52,7 +52,7 @@ def remove(
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove what is on this machine of a model from the hub."""
+    """Remove a fetched model from this machine."""
     from swarmnet_protocols.models.inventory import remove_model
 
     freed = remove_model(model, cache_dir or default_cache_dir())
@@ -70,7 +70,7 @@ def pull(
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fetch a model unless it is on this machine."""
+    """Fetch the files of a model that are not on this machine."""
     from swarmnet_protocols.models import resolve
 
     limit = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
@@ -110,7 +110,7 @@ def show(
 def verify(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Read every file of a model that is on this machine again and compare it with the manifest."""
+    """Hash all files of a model on this machine, and compare them with its manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
     with progress(quiet=as_json) as report:
         local.verify(report)
@@ -120,7 +120,7 @@ def verify(
         count = counted(len(local.present_files), "file")
         missing = len(local.manifest.files) - len(local.present_files)
         rest = f"; {missing} not on this machine" if missing else ""
-        print_text(f"{local.name}: {count} read, as the manifest says{rest}")
+        print_text(f"{local.name}: {count} match the manifest{rest}")
 
 
 def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":

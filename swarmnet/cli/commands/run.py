@@ -100,7 +100,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = True,
     standby: Annotated[
         bool,
-        typer.Option("--standby", help="Have other hosts ready, which take over at once when one fails."),
+        typer.Option(
+            "--standby", help="Keep a standby host for each hop, which takes over at once if the hop fails."
+        ),
     ] = False,
     adapter: Annotated[
         Path | None,
@@ -113,7 +115,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Write what happened to the answer on every hop, for ui.perfetto.dev or chrome://tracing.",
+            help="Write a trace of the answer on all hops, for ui.perfetto.dev or chrome://tracing.",
             dir_okay=False,
         ),
     ] = None,
@@ -176,7 +178,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
-    """Check an adapter before the swarm is joined."""
+    """Raise ``ConfigError`` if the adapter does not fit the model, before the swarm is searched."""
     import_transformers()
     from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
     from swarmnet_protocols.models import resolve
@@ -193,7 +195,7 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
 
 @contextmanager
 def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"]:
-    """``model``, with the adapter in ``adapter`` if there is one."""
+    """``model``, or with ``adapter`` a PEFT model of the two."""
     if adapter is None:
         yield model
         return
@@ -216,9 +218,10 @@ def open_model(  # noqa: PLR0913 - options of the command line
     draft: str = "",
     only_generates: bool = True,
 ) -> Iterator["SwarmModel"]:
-    """A model on the swarm, with progress on stderr while it is opened.
+    """A model on the swarm. Progress is shown on stderr until it is open.
 
-    ``formats``: of the weights and of the wire. ``files``: the folder of model files, and most bytes of parts in it.
+    ``formats``: those of the weights on this machine and of activations on the wire. ``files``: the cache folder, and the most bytes of
+    model parts in it.
     """
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)

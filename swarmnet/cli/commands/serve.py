@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
 
 DRAIN_S = 60.0
-"""Seconds that running answers have to end when the command is stopped."""
+"""Seconds that running answers may take to end after the command is stopped."""
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
-"""Limit on open files: each idle HTTP connection takes one, and the usual limit is 1024."""
+"""Limit on open files, raised from the usual 1024 because each HTTP connection takes one."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
-    """Serve a model that runs on the swarm to OpenAI's clients, until Ctrl-C.
+    """Serve a model that runs on the swarm as an OpenAI-compatible endpoint, until Ctrl-C.
 
-    All callers share one client of the swarm. An endpoint for this machine alone needs no key.
+    All callers share one client of the swarm. An endpoint that only this machine reaches needs no key.
     """
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import AccessPolicy, check_exposed
@@ -150,7 +150,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     max_disk_bytes = parse_max_disk(max_disk)
     keys = _keys(api_key_file)
     check_exposed(host, keys)
-    listen(host, port).close()  # an address in use is reported now, not after the swarm was found
+    listen(host, port).close()  # reports an address in use before the swarm is searched
     access = AccessPolicy(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
@@ -187,7 +187,7 @@ def check_origin(text: str) -> str:
 
 
 def _keys(files: Sequence[Path]) -> "ApiKeys":
-    """The key of the environment, and those of files, by their names or lines."""
+    """The API keys of the environment and of ``files``. A key without a name is named after its file and line."""
     from swarmnet.web.middleware import ApiKeys
 
     keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
@@ -211,7 +211,7 @@ def _is_key(line: str) -> bool:
 
 
 def _named(line: str, place: str) -> tuple[str, str]:
-    """The name and the key of a line, which is found at ``place``."""
+    """The name and key of a line ``NAME:KEY``; for a line ``KEY`` the name is ``place``."""
     name, colon, key = line.strip().partition(":")
     return (name, key) if colon else (place, name)
 

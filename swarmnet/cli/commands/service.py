@@ -1,4 +1,4 @@
-"""``swarmnet service``: has systemd start a swarmnet command with the machine."""
+"""``swarmnet service``: makes systemd start a swarmnet command with the machine."""
 
 from typing import Annotated
 
@@ -34,7 +34,7 @@ def install(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the unit and change nothing.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Have systemd run `swarmnet COMMAND` now and at each start of this machine. Options of install come before COMMAND.
+    """Make systemd run `swarmnet COMMAND` now and at each start of this machine. Options of install come before COMMAND.
 
     Relative paths refer to the current directory.
     """
@@ -83,7 +83,7 @@ def status(
 
 
 def _check(command: list[str]) -> None:
-    """Raise what the command would raise for an invalid option: systemd would restart it for ever."""
+    """Raise the error of a command line that ``command`` would refuse, because systemd would restart it again and again."""
     from swarmnet_protocols.membership.invites import is_invite
 
     if command[0] not in RUN_FOR_LONG:
@@ -94,6 +94,6 @@ def _check(command: list[str]) -> None:
     check_arguments(command)
     if any(is_invite(text) for argument in command for text in (argument, argument.partition("=")[2])):
         raise ConfigError(
-            "an invite is a secret, and a unit is not",
+            "a unit may be read by all users of the machine, and an invite is a secret",
             hint="redeem it once with `swarmnet join INVITE`, then install the service with the swarm's name",
         )

@@ -27,14 +27,14 @@ from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.wire.roles import name_roles
 
-app = command_group("Create swarms, say who is in them, and look at their files.")
+app = command_group("Create swarms, manage their members, and read their files.")
 
 WHO_IS_IN = {
     Admission.OPEN: "peers that have the file",
     Admission.CERTIFICATE: "peers that were invited, with a certificate that ends",
     Admission.ALLOW_LIST: "the peers that the file lists",
 }
-WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see activations, which can be turned back into most of a prompt"
+WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see activations, from which most of a prompt can be reconstructed"
 
 
 @app.command("create")
@@ -106,7 +106,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json(_summary(file) | {"path": str(path)})
         return
-    print_text(f"wrote {path}: give it to all who take part")
+    print_text(f"wrote {path}: give it to every peer that takes part")
     if file.authority is not None:
         print_text(f"wrote {out / KEY_NAME}: keep it secret, and keep a copy")
     for each in listed:
@@ -124,7 +124,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
-    """A model as the swarm file lists it: one on this machine by the name of its file or directory, others by the name that the hub has."""
+    """A model as the swarm file lists it: a local one under the name of its file or directory, one of the hub under its name there."""
     from swarmnet_protocols.models import resolve
 
     with progress(quiet=quiet) as report:

@@ -148,7 +148,7 @@ def revoke(
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
-    """Send the list to the swarm and return the peers that have it."""
+    """Send the revocation list to the swarm; returns the peers that have received it. Raises ``Unreachable`` if there are none."""
     import asyncio
 
     from swarmnet_protocols.joining.network import push_revocations
@@ -180,7 +180,7 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json
 
 
 def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:
-    """Keep what the authority has revoked in force under its new ``key``."""
+    """Sign the authority's revocation list with its new ``key``, so its entries stay in force."""
     path = _list_path(swarm)
     if path.exists():
         _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
@@ -295,7 +295,7 @@ def _invite_id(text: str) -> bytes | None:
 
     if re.fullmatch("[0-9a-f]{32}", text):
         return bytes.fromhex(text)
-    # A certificate that an expired invite gave may still be valid.
+    # An expired invite can be revoked too, because the certificates that it granted may still be valid.
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 
@@ -316,7 +316,7 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
 
 
 def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
-    """The list stored beside a swarm file, also if its signer's key has been rotated out."""
+    """The revocation list in ``path``, which keys that are no longer trusted may have signed."""
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
 
     rules = file.rules()
@@ -329,11 +329,11 @@ def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
 
 
 def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedIds") -> int:
-    """Write the list with a higher serial and without expired entries; return the serial."""
+    """Sign and write the revocation list without expired entries; returns its serial, higher than the last."""
     from swarmnet_protocols.membership.revocations import sign_list
 
     path, now = _list_path(swarm), wall_clock()
-    # The time is higher than any count of revocations, so a list that was lost is followed by one with a higher serial.
+    # Serials begin at the present time in seconds, so one made after the list was lost is still higher than that of the lost list.
     serial = int(now)
     if path.exists():
         serial = max(serial, _read_list(path, file, now).serial + 1)

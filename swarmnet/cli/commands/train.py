@@ -92,7 +92,7 @@ def create(
             except Unreachable:
                 if entry.bootstrap:
                     raise
-                is_published = False  # this machine is the first of the swarm in its local network
+                is_published = False  # no other peer of the swarm is in the local network yet
     if as_json:
         print_json({"job": made.id})
         return
@@ -130,7 +130,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--data",
             metavar="PATH",
-            help="Your copy of the job's data, where its owner gives them out as files. Remembered.",
+            help="Your copy of the job's data, if its owner distributes it as files. Remembered.",
         ),
     ] = None,
     model: Annotated[
@@ -145,9 +145,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time: committed rounds are kept.
+    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time; committed rounds are kept.
 
-    The first time, it shows what the job reads, sends and uses on this machine, and asks.
+    The first time, it shows what the job reads, sends and uses on this machine, and asks for consent.
     """
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
@@ -210,7 +210,7 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
 
     def report(event: dict[str, Any]) -> None:
         if event["event"] == "ready":
-            with suppress(OSError):  # a full disk does not end the training
+            with suppress(OSError):  # training continues if the disk is full
                 write_addresses(config.data_dir, event["addresses"])
         record.take(event)
         shown.show(event, tell(event, record.status))

@@ -38,7 +38,7 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print how the worker on this machine is doing, or with --swarm who trains a job."""
+    """Print the status of the worker on this machine, or with --swarm all workers of a job."""
     if job is not None:
         check_job_id(job)
     directory = data_dir or default_data_dir()
@@ -110,7 +110,7 @@ def _show(
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
-    """Whether the process that wrote this status still runs: its pid may belong to another process by now."""
+    """Whether the process that wrote the status still runs. A process with its pid that started later is another one."""
     import psutil
 
     try:

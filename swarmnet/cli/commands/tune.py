@@ -127,7 +127,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fine-tune a model that runs on the swarm: its weights stay as they are, the adapter is trained on this machine.
+    """Fine-tune a model that runs on the swarm: its weights are frozen, and this machine trains an adapter.
 
     Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. An interrupted run
     continues when the same command is given again.
@@ -191,7 +191,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
         if force:
-            folder.save(tuner)  # if this run crashes, the run that it replaces must not be continued instead
+            folder.save(
+                tuner
+            )  # else, after a crash, the next start would continue the run that this one replaces
         words = Words()
 
         def show(event: Fields) -> None:
@@ -249,7 +251,7 @@ def _train(
     evaluate_every: int,
     save_every: int,
 ) -> None:
-    """Train to the last step. A run that ends before, for any reason, is saved."""
+    """Train to the last step. A run that is interrupted or fails is saved first."""
     saved, points = None, 0
     try:
         for event in tuner.run(evaluate_every=evaluate_every):
@@ -260,9 +262,7 @@ def _train(
     except BaseException:
         if tuner.is_whole and tuner.step and len(tuner.history) > points:
             again = _save(tuner, folder)
-            if (
-                again != saved
-            ):  # otherwise the last checkpoint has this step: only an evaluation came after it
+            if again != saved:  # else only an evaluation came after the last checkpoint
                 show(again)
             saved = again
         if saved is not None:

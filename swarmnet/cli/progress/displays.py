@@ -25,7 +25,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Telling:
-    """An event for users: its sentence, whether that stays on the terminal, and a summary of the run if known."""
+    """An event as users see it. ``is_news``: keep ``sentence`` on the terminal. ``summary``: the run so far, None to keep the last."""
 
     sentence: str
     is_news: bool = True
@@ -66,7 +66,7 @@ class JsonLines:
 
 
 class Lines:
-    """One line for each event and for the beginning of each long step. Once the run has begun, only its events are shown."""
+    """One line for each event, and before the run begins one for each long step."""
 
     def __init__(self) -> None:
         self._steps = plain_lines()
@@ -83,7 +83,7 @@ class Lines:
 
 @contextmanager
 def bars(console: "Console") -> Iterator[Display]:
-    """A bar for the run, one for each long step and a summary below them. Events worth keeping are printed above."""
+    """A bar for the run, one for each long step and a summary below them; events that are news are printed above."""
     from rich import progress as rich_progress
     from rich.console import RenderableType
     from rich.table import Column
@@ -114,7 +114,7 @@ def bars(console: "Console") -> Iterator[Display]:
             self.update(found, completed=done, total=total, visible=done != total)
 
         def _go_on(self, bar: Bar) -> None:
-            if self.run is None:  # the steps before it are done
+            if self.run is None:  # the run begins: the long steps before it are done
                 for task in self.tasks:
                     self.remove_task(task.id)
                 self.run = self.add_task(bar.name, total=bar.total)
@@ -128,6 +128,6 @@ def bars(console: "Console") -> Iterator[Display]:
         rich_progress.TaskProgressColumn(show_speed=False),
         rich_progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
-    # The time left is estimated from the last hour: a round or a step may take minutes.
+    # The time left is estimated from the last hour, because a round or a step may take minutes.
     with Bars(*columns, console=console, speed_estimate_period=3600.0) as display:
         yield display

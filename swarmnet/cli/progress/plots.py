@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# An axis uses the largest unit of which it shows at least two.
+# An axis uses the largest unit of which its range has at least two.
 _TOKENS = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 _TIMES = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
@@ -74,7 +74,7 @@ def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]
 
 
 def plot_tuning(losses: Sequence[float], evaluations: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the loss of steps 1, 2, ... and, where there is any, ``val_loss`` of ``evaluations``."""
+    """Draw the loss of steps 1, 2, ... and the ``val_loss`` of ``evaluations``, if any, into a PNG file at ``path``."""
     lines = [Line("training", range(1, len(losses) + 1), losses)]
     if evaluations:
         steps = [point["step"] for point in evaluations]

@@ -1,4 +1,4 @@
-"""The record of a worker's training: its present status, and the history of its loss."""
+"""The record of a worker's training: its status now, and the history of its loss."""
 
 import json
 import os
@@ -16,18 +16,18 @@ HISTORY_FILE = "training-history.jsonl"
 MAX_STATUS_BYTES = 1 << 20
 MAX_LINE_BYTES = 1024
 MAX_POINTS = 20_000
-"""Most points of a history; when it is full, every second one is dropped."""
+"""Most points of a history; beyond that, every second one is removed."""
 MAX_PEERS = 256
-"""Most peers whose contributions are counted, those seen last."""
+"""Most peers in the status; those that contributed last are kept."""
 
 _TOTALS = ("tokens", "bytes_sent", "bytes_received", "wait_s")
 _NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", "from", "to", *_TOTALS}
 
 
 class TrainingRecord:
-    """Takes a worker's events and keeps ``status`` and a history of it in ``folder``.
+    """Derives a worker's ``status`` from its events, and stores it and a history in ``folder``.
 
-    Totals (tokens, bytes, seconds) go on where the last worker in this folder ended.
+    Totals (tokens, bytes, seconds) continue those of the last worker in ``folder``.
     """
 
     def __init__(self, folder: Path, job: str, clock: Clock) -> None:
@@ -66,7 +66,7 @@ class TrainingRecord:
         status["state"] = _state(kind, status)
         if status["elapsed_s"]:
             status["wait_share"] = round(min(1.0, status["wait_s"] / status["elapsed_s"]), 4)
-        # A full disk must not end the training; the next event tries again.
+        # Training continues if the disk is full; the next event writes the status again.
         with suppress(OSError):
             write_whole(self._folder / STATUS_FILE, json.dumps(status).encode(), durable=False)
 
@@ -170,7 +170,7 @@ def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _end_last_line(path: Path) -> int:
-    """End a line that a crash left incomplete; return the number of lines."""
+    """End the last line, which a crash may have left incomplete; return the number of lines."""
     lines, last = 0, b"\n"
     if path.exists():
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
-    """What a job reads, sends and uses on this machine. Its paths are those that the user of this machine gave."""
+    """What a job reads, sends and uses on this machine. Paths in it were given by this machine's user, not by the job's author."""
     from swarmnet_protocols.training.jobs import PYTHON_STDLIB
 
     if job.data.hub is not None:
@@ -19,7 +19,7 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
     elif job.data.path == PYTHON_STDLIB:
         read = "the source of this Python's standard library"
     else:
-        read = f"{job.data.path}, because you said so"
+        read = f"{job.data.path}, as you chose"
     if job.data.size_bytes is not None:
         read += f": {show_size(job.data.size_bytes)} at most, if their hash is the job's"
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
@@ -27,14 +27,14 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}",
         "reads": read,
         "begins with": begins,
-        "sends": "changes of the model's weights, to the other workers; parts of the data can be read back from these",
+        "sends": "changes of the model's weights, to the other workers; parts of the data can be reconstructed from them",
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
     }
 
 
 def tell(event: Fields, status: Fields) -> Telling:
-    """An event of a worker, whose ``status`` is what ``TrainingRecord`` keeps."""
+    """An event of a worker for the display. ``status``: that of its ``TrainingRecord``, after the event."""
     bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
     return Telling(sentence(event), _is_news(event), summary(status), bar)
 
@@ -87,16 +87,18 @@ def sentence(event: Fields) -> str:
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done" if event["round"] < event["rounds"]:
-            return f"left after {counted(event['round'], 'round')} of {event['rounds']}; the same command goes on from there"
+            return f"left after {counted(event['round'], 'round')} of {event['rounds']}; the same command continues from there"
         case "done":
             return (
                 f"trained: {counted(event['round'], 'round')}, {event['revision']} of them committed; "
                 "`swarmnet train export --out DIR` writes the model"
             )
         case "heal_failed":
-            return f"could not fetch the state of round {event['round']}, and tries again: {event['reason']}"
+            return (
+                f"could not fetch the state of round {event['round']}, and will try again: {event['reason']}"
+            )
         case "behind":
-            return f"round {event['round']} ended without this worker ({event['reason']}); it asks the others what became of it"
+            return f"round {event['round']} ended without this worker ({event['reason']}); it asks the others whether it was committed"
         case "merge" if event["committed"]:
             return f"all {event['workers']} replicas are one model, their average"
         case "merge":
@@ -107,7 +109,7 @@ def sentence(event: Fields) -> str:
 
 
 def _is_news(event: Fields) -> bool:
-    """Whether an event has more to tell than the bars show."""
+    """Whether an event says more than the bars show."""
     if event["event"] == "round":
         return not event["committed"] or bool(event["excluded"])
     return event["event"] not in {"eval", "waiting"}

@@ -5,7 +5,7 @@ from swarmnet.units import counted, show_size
 
 
 class Words:
-    """Events as sentences; bytes are added up."""
+    """The events of one run as sentences, with the total of bytes so far."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -38,7 +38,7 @@ class Words:
             case "saved":
                 return f"saved after step {event['step']}"
             case "stopped":
-                return f"stopped; the same command goes on after step {event['step']}, which is saved"
+                return f"stopped; the same command continues after step {event['step']}, which is saved"
             case "done":
                 scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
                 curve = "" if event["curve"] else " No loss.png: pip install '.[plots]'."
@@ -55,7 +55,7 @@ class Words:
         if event["cut"]:
             parts.append(f"cut off at --max-length: {counted(event['cut'], 'row')}")
         if event["step"]:
-            parts.append(f"going on after step {event['step']}")
+            parts.append(f"continuing after step {event['step']}")
         return "\n".join(parts)
 
 
