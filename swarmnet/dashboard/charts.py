@@ -18,7 +18,7 @@ from swarmnet.dashboard.history import (
 WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100
 GAP = 2.5
-"""Steps between two samples beyond which a chart shows a gap between them instead of a line."""
+"""Distance of two samples, in steps, beyond which a chart has a gap between them."""
 
 
 def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:

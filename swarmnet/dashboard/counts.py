@@ -11,7 +11,7 @@ from swarmnet_protocols.wire import report_pb2
 BUCKETS = len(BOUNDS_S) + 1
 NO_TIMES = (0,) * BUCKETS
 MAX_PER_SECOND = 1_000_000
-"""Highest rate at which any count of a node may grow. Reports are claims; without a limit one false report would dwarf all others."""
+"""Highest rate at which a count of a node may grow. Without it, one false report would hide all others in a sum."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
 
 
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
-    """Whether two reports are from the same run of a node: it was not restarted between them."""
+    """Whether a node was not restarted between two of its reports, and hosts the same model."""
     return after.uptime_s >= before.uptime_s and after.host.manifest == before.host.manifest
 
 
@@ -115,7 +115,7 @@ def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Totals:
-    """Counts of each model and of each peer since the observer began. They only grow."""
+    """Counts of each model, and positions of each peer, since the observer started."""
 
     def __init__(self) -> None:
         self.models: dict[bytes, Counts] = {}
@@ -125,7 +125,7 @@ class Totals:
     def add(
         self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
     ) -> None:
-        """Add what ``peer`` did between two of its reports. Counts in its first report are not added: they cannot be checked."""
+        """Add the increase between two reports of ``peer``. So the counts of its first report, which no limit bounds, are not added."""
         manifest = after.host.manifest
         counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts

@@ -14,7 +14,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer has not joined."""
+    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer gives no "joined"."""
     announced_leave = {
         seen.peer
         for seen in snapshot.peers
@@ -32,7 +32,7 @@ def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dic
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Events "weak" (some block has only one host left, or none) and "healed"."""
+    """Events "weak" (the hosts of some block fell to one or none) and "healed" (they rose again)."""
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)

@@ -23,11 +23,11 @@ from swarmnet_protocols.machine.aio import cancel
 TICK_S = 2.0
 """Seconds between two states."""
 MAX_VIEWERS = 64
-"""Open event streams."""
+"""Most open event streams."""
 MAX_QUEUED = 8
-"""Patches queued for a slow viewer. With more, the whole state is sent instead."""
+"""Most patches queued for a slow viewer; beyond that, they are replaced by the whole state."""
 RECENT_STATES = 4
-"""Earlier states from which a new viewer is sent a patch instead of the whole state."""
+"""Number of earlier states kept. A viewer that has one of them receives a patch instead of the whole state."""
 DOWNSAMPLE_S = 600.0
 """Seconds between two calls of ``History.downsample``."""
 PEAK_S = 60.0
@@ -44,7 +44,7 @@ class SnapshotSource(Protocol):
 
 @dataclass(frozen=True)
 class EncodedState:
-    """A state's JSON as it is sent. It is encoded and compressed at most once, when it is first read."""
+    """A state as JSON. It is encoded and compressed at first use, once for all viewers."""
 
     body: Mapping[str, Any]
     etag: str
@@ -69,7 +69,7 @@ def encode(value: object) -> str:
 
 
 class Viewer:
-    """The queue of one viewer's events. It begins with ``patch``, or with the whole state if ``patch`` is None."""
+    """The queue of one viewer's events. The first is ``patch``, or the whole state if that is None."""
 
     def __init__(self, patch: str | None) -> None:
         self._patches = deque([] if patch is None else [patch])
@@ -88,7 +88,7 @@ class Viewer:
         self._ready.set()
 
     async def next(self, feed: "Feed") -> tuple[str, str]:
-        """Wait for the next event; its name, ``state`` or ``patch``, and its JSON."""
+        """Wait for the next event; returns its name, ``state`` or ``patch``, and its JSON."""
         await self._ready.wait()
         if self._needs_state:
             self._needs_state = False
@@ -143,8 +143,8 @@ class Feed:
     async def watching(self, have: str = "") -> AsyncIterator[Viewer]:
         """A viewer that receives all changes while the context is open.
 
-        It begins with the patch from the state whose ETag is ``have``, or with the whole state if that is none of the last
-        ``RECENT_STATES``. Raises ``OutOfResources`` at ``MAX_VIEWERS``.
+        Its first event is the patch from the state with ETag ``have`` if that is one of the last ``RECENT_STATES``, else the whole state.
+        Raises ``OutOfResources`` at ``MAX_VIEWERS``.
         """
         if self.is_full:
             raise OutOfResources(f"{MAX_VIEWERS} viewers are connected already")

@@ -17,10 +17,10 @@ FILE_NAME = "history.sqlite"
 MAX_BYTES = 192 << 20
 MAX_EVENTS = 10_000
 MAX_JOB_POINTS = 2000
-"""Points of one job; with more, every second one is deleted."""
+"""Most points of one job; beyond that, every second one is deleted."""
 MAX_JOBS = 64
 MAX_PEERS = 4096
-"""Peers with a history; of more, those seen last are kept."""
+"""Most peers with a history; those seen last are kept."""
 DAY_S = 24 * 3600
 MONTH_S = 30 * DAY_S
 _VERSION = 1
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resolution:
-    """Seconds between samples: fine ones are kept for a day, and downsampled to coarse ones, which are kept for a month."""
+    """Seconds between samples. Fine ones are kept for a day, coarse ones, downsampled from them, for a month."""
 
     fine_s: int
     coarse_s: int
@@ -59,7 +59,7 @@ PRAGMA user_version = {_VERSION};
 
 @dataclass(frozen=True)
 class ModelSample:
-    """One model, or the sum of all under the name "", over the ``seconds`` before ``at_s``."""
+    """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix time)."""
 
     model: str
     at_s: float
@@ -72,7 +72,7 @@ class ModelSample:
 
 @dataclass(frozen=True)
 class PeerSample:
-    """One peer over the ``seconds`` before ``at_s``, for ``online_s`` of which it was online."""
+    """One peer over the ``seconds`` before ``at_s`` (Unix time); it was online for ``online_s`` of them."""
 
     peer: PeerId
     name: str | None
@@ -98,7 +98,7 @@ class JobPoint:
 
 
 class History:
-    """The database of one swarm. Made by ``open``. Methods may be called from any thread; a lock makes them one at a time."""
+    """The history of one swarm, in one SQLite database. Thread-safe: a lock serialises all methods."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -138,7 +138,7 @@ class History:
         jobs: Iterable[JobPoint] = (),
         events: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Store all of these in one transaction. If the disk is full, none is stored and a warning is logged."""
+        """Store all samples in one transaction. If the disk is full, none is stored, and a warning is logged."""
         try:
             with self._lock, self._db:
                 for sample in models:
@@ -155,7 +155,7 @@ class History:
             _log.warning("cannot store samples in the history: %s", error)
 
     def downsample(self, now_s: float) -> None:
-        """Merge fine samples of complete intervals into coarse ones, and delete what is too old. Call it every few minutes."""
+        """Merge the fine samples of complete intervals into coarse ones, and delete expired samples. Call it every few minutes."""
         try:
             with self._lock, self._db:
                 self._downsample_models(now_s)

@@ -16,7 +16,7 @@ from swarmnet_protocols.routing.placement import choose_span
 from swarmnet_protocols.routing.throughput import Claim
 
 DEFAULT_SHARE = 3
-"""For a model without hosts, the advice is to host one block in this many."""
+"""The advice for a model without hosts is to host the ``1 / DEFAULT_SHARE`` part of its blocks."""
 _SHELL_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 Hosts = Sequence[tuple[str, Mapping[str, Any]]]
@@ -80,10 +80,10 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
         for peer, entry in hosts
         if entry["state"] in {"online", "joining"}
     ]
-    # The seed is fixed, so the advice changes only when the swarm does.
+    # The seed is fixed, so that the advice changes only when the hosts do.
     choice = choose_span(claims, blocks=model.blocks, length=length, rng=random.Random(0))
     span = (choice.start, choice.end)
-    # Any peer may choose the name of a model, and the reader pastes this command into a shell.
+    # Users paste this command into a shell, and any peer may choose the name of a model.
     name = model.name if _SHELL_SAFE_NAME.fullmatch(model.name) else "MODEL"
     command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
     return {

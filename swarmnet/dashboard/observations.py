@@ -67,7 +67,7 @@ class PeerObservation:
     """The report before ``newest``; None if the node was restarted between the two."""
     delay_s: float | None = None
     failed_at_s: float | None = None
-    """When a poll failed that none has succeeded since; None while the peer answers, and before the first poll."""
+    """When the first poll after the last success failed; None while the peer answers, and before its first poll."""
 
     @property
     def answers(self) -> bool:
@@ -152,7 +152,7 @@ class PeerTracker:
         self._update(announced=None)
 
     def on_report(self, report: report_pb2.NodeReport, now_s: float, totals: Totals) -> None:
-        """Take a report, and add what the peer did since the one before to ``totals``."""
+        """Take a report, and add the increase since the report before to ``totals``."""
         before = self.observation.newest
         if before is not None:
             totals.add(self.peer, before.report, report, now_s - before.at_s)
@@ -168,7 +168,7 @@ class PeerTracker:
         self._update(delay_s=average_s + DELAY_SMOOTHING * (measured_s - average_s))
 
     def on_failed_poll(self, now_s: float, totals: Totals) -> None:
-        """The peer did not answer. The first failure of a host that had not announced that it leaves counts as a failure of its model."""
+        """Note that the peer did not answer. The first time, a host that had not announced its leave counts as a failure of its model."""
         seen = self.observation
         if seen.failed_at_s is not None:
             return

@@ -52,11 +52,11 @@ MAX_POLL_S = 4.0
 POLLS_PER_S = 125
 """Polls a second of all peers together. With more peers than this allows, the interval grows up to ``MAX_POLL_S``."""
 REPLY_S = 3.0
-"""Seconds within which a report must arrive. With ``MAX_POLL_S`` and a tick of the feed, a fault is shown within 10 s."""
+"""Timeout of a poll in seconds. With ``MAX_POLL_S`` and a tick of the feed, the page shows a fault within 10 s."""
 LEAVE_CHECK_S = 3.0
 """Timeout in seconds of the crawl that checks whether an unreachable peer has announced its leave."""
 MIN_CRAWL_S = 1.0
-"""Seconds between two crawls, also when one is requested."""
+"""Least seconds between two crawls, even if one is requested."""
 CATALOG_S = 20.0
 """Seconds between two reads of the catalog and of the workers. Hosts are read at every crawl."""
 REOPEN_S = 0.2
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ObserverDependencies:
-    """The dependencies of an observer."""
+    """Network, clock and random source of an observer."""
 
     transport: Transport
     directory: Directory
@@ -243,7 +243,7 @@ class Observer:
         return dict(found for found in await all_of(*map(one, keys)) if found is not None)
 
     def _select(self, addresses: Mapping[PeerId, tuple[str, ...]]) -> None:
-        """Begin or stop polling, so that the best ``MAX_PEERS`` of announced and known peers are polled."""
+        """Start and stop polls so that those ``MAX_PEERS`` of the announced and known peers that ``select_peers`` chooses are polled."""
         now_s, own_id = self._clock(), self._dependencies.transport.peer_id
         candidates = []
         for peer in {*addresses, *self._trackers}:
@@ -299,7 +299,7 @@ class Observer:
             try:
                 await self._poll_until_failure(tracker)
             except StreamEnded:
-                # A stream can end while both peers are well: one that has carried reports is opened again before the peer counts
+                # A stream can end while both peers are well, so one that has carried reports is opened again before the peer counts
                 # as failed.
                 if tracker.observation.newest is not known:
                     retry_s = RETRY_S
@@ -339,7 +339,7 @@ class Observer:
         self._failures.pop(tracker.peer, None)
 
     async def _wait_for_next_poll(self, stream: Stream) -> None:
-        """Raises ``StreamEnded`` as soon as the stream ends, and ``ProtocolViolation`` if the peer sends a report unasked."""
+        """Wait one interval. Raises ``StreamEnded`` as soon as the stream ends, ``ProtocolViolation`` for a report without a poll."""
         try:
             async with asyncio.timeout(self._poll_s * self._dependencies.rng.uniform(0.9, 1.1)):
                 await stream.receive()
@@ -348,7 +348,7 @@ class Observer:
         raise ProtocolViolation(f"{stream.peer} sent a report without being asked")
 
     async def _check_for_leave(self) -> None:
-        """Request a crawl and wait for it: a peer that leaves on purpose announces so in the directory."""
+        """Request a crawl and wait for it, because a peer announces in the directory that it leaves."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_CHECK_S), self._crawled:
                 self._crawl_requested.set()

@@ -10,13 +10,13 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 
 STALE_S = 20.0
-"""Age in seconds beyond which a report gives no rates."""
+"""Seconds after which a report is too old for rates."""
 START_TOLERANCE_S = 5.0
-"""Start times closer than this are one start: each is a clock minus an uptime, and small errors must not change the state."""
+"""Seconds by which two computed start times of one run may differ, because each is a clock reading minus an uptime."""
 RECORD_AFTER_FAILURE_S = 2.0
-"""A record received at least this many seconds after a failed poll shows that the peer runs, though it cannot be reached."""
+"""Seconds after a failed poll from which on a new record shows that the peer runs, although it cannot be reached."""
 CLIENT = "client"
-"""Id that stands for all clients, which are not told apart."""
+"""The node of the graph that stands for all clients."""
 MAX_EDGES = 1000
 
 _CONNECTIONS = {
@@ -71,7 +71,7 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
-    """The state of a peer, and whether only its announcement says so because it does not answer."""
+    """The state of a peer, and whether it is silent: the state is then only announced, because the peer does not answer."""
     if seen.announced is not None and seen.announced.state == "incompatible":
         return "incompatible", not seen.answers
     if seen.answers and seen.newest is not None:
@@ -106,7 +106,7 @@ def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.Nod
 
 
 def name_of(entry: Mapping[str, Any], peer: PeerId | str) -> str:
-    """The name that a peer chose, or the end of its id: all ids begin alike."""
+    """The name that a peer chose, or the end of its id, because all ids begin with the same characters."""
     return entry["name"] or f"…{peer[-6:]}"
 
 

@@ -10,13 +10,13 @@ from swarmnet.dashboard.observations import Snapshot
 from swarmnet_protocols.net import PeerId
 
 RECENT_S = 300.0
-"""Seconds over which the page shows the times of answers."""
+"""Seconds over which the response times on the page are taken."""
 ALL_MODELS = ""
 """Name under which the sums over all models are stored."""
 
 
 class HistorySampler:
-    """Returns the samples that are due. Each method takes every snapshot, in order; ``body`` is the state's JSON."""
+    """Returns the samples that are due. Call each method with every snapshot, in order; ``body`` is the JSON of its state."""
 
     def __init__(self) -> None:
         self._models_at_s: float | None = None

@@ -51,16 +51,16 @@ ETag = Annotated[str, Query(max_length=64)]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where a dashboard listens, and which key it asks for."""
+    """The address, the host names and the API key of a dashboard."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     key: str | None = None
     host_names: tuple[str, ...] = ()
-    """Names by which browsers reach it, besides IP addresses and localhost."""
+    """Host names by which browsers reach it, in addition to IP addresses and localhost."""
 
     def api_keys(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
-        """The keys that are accepted. Raises ``ConfigError`` if other machines can reach the dashboard and there is none."""
+        """The accepted keys. Raises ``ConfigError`` if there is none and other machines can reach the dashboard."""
         keys = ApiKeys({"dashboard": self.key} if self.key else {})
         check_exposed(self.host, keys, option=key_option)
         return keys
@@ -72,8 +72,8 @@ async def run_dashboard(
 ) -> AsyncIterator[HttpEndpoint]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
-    Each swarm has a history of its own in a folder within ``history_dir``. Raises ``ConfigError`` if the history cannot be
-    written or the address cannot be bound.
+    Each swarm has its own history, in a folder of ``history_dir``. Raises ``ConfigError`` if the history cannot be written or the address
+    cannot be bound.
     """
     folder = history_dir / file.swarm_id.hex()[:16]
     try:
@@ -92,7 +92,7 @@ async def run_dashboard(
 
 
 def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
-    # The page may be public, so the command for newcomers has placeholders for an invite and for an address.
+    # The command has placeholders for invite and address, because the page may be public.
     join = ["swarm.toml" if file.is_open else INVITE_PLACEHOLDER]
     if file.is_open and not file.bootstrap and not file.mdns:
         join += ["--bootstrap", ADDRESS_PLACEHOLDER]
@@ -204,7 +204,7 @@ class StaticFile:
 
 @cache
 def static_files() -> Mapping[str, StaticFile]:
-    """All files of the page by path, read and compressed once: they are few, and no request waits for the disk."""
+    """The files of the page by path, read and compressed once per process, so that no request waits for the disk."""
     return {
         path.relative_to(STATIC).as_posix(): _read_static(path)
         for path in STATIC.rglob("*")
@@ -220,7 +220,7 @@ def _read_static(path: Path) -> StaticFile:
 
 
 def _conditional_response(request: Request, content: StaticFile | EncodedState) -> Response:
-    """The content, or 304 if the browser has it. ``no-cache`` makes browsers ask each time: URLs stay when content changes."""
+    """The content, or 304 if the browser has it. With ``no-cache`` browsers ask each time, because content changes under its URL."""
     headers = {"etag": content.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if content.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

@@ -21,7 +21,7 @@ MAX_CONTRIBUTORS = 64
 
 @dataclass(frozen=True)
 class State:
-    """``body`` is the answer of `/api/v1/state`; ``new_events`` are its events that the state before did not have."""
+    """``body``: the JSON of `/api/v1/state`. ``new_events``: its events that the state before did not have, oldest first."""
 
     body: Mapping[str, Any]
     new_events: tuple[Mapping[str, Any], ...] = ()
@@ -30,9 +30,9 @@ class State:
 def derive(
     snapshot: Snapshot, previous: State | None = None, old_events: tuple[Mapping[str, Any], ...] = ()
 ) -> State:
-    """The state of one snapshot, after the state ``previous``.
+    """The state of a snapshot. ``previous``: the state before it, None for the first one.
 
-    ``old_events``: the events of the history, newest first, with which the first state of a process begins.
+    ``old_events``: the events of the history, newest first, for the first state.
     """
     before: Mapping[str, Any] = {"peers": {}, "models": {}, "events": list(old_events)}
     if previous is not None:
@@ -70,7 +70,7 @@ def derive(
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON Merge Patch (RFC 7386) that turns ``old`` into ``new``.
 
-    A value that became None is removed by the patch, as the RFC defines it: readers take a missing member for null.
+    A patch cannot set a member to null, it removes the member; readers take a missing member for null.
     """
     patch: dict[str, Any] = {name: None for name in old if name not in new}
     for name, value in new.items():
@@ -135,7 +135,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, Any]]:
-    """Each worker's share of the committed rounds, from the report that counts the most rounds."""
+    """Each worker's share of the contributions to committed rounds, from the report that counts the most."""
     longest = max(reports, key=lambda report: sum(each.rounds for each in report.contributions), default=None)
     if longest is None:
         return []

@@ -15,7 +15,7 @@ from swarmnet.units import counted, show_duration
 from swarmnet_protocols.machine.clock import MAX_CLOCK_ERROR_S, SET_CLOCK
 
 PYTHON = ((3, 11), (3, 13))
-"""The oldest and the newest Python version with which swarmnet is tested."""
+"""The oldest and the newest Python version that swarmnet is tested with."""
 TESTED = {
     "torch": ">=2.4,<3",
     "transformers": ">=5.0,<6",
@@ -25,16 +25,16 @@ TESTED = {
     "cryptography": ">=42",
     "safetensors": ">=0.4",
 }
-"""Versions of packages with which swarmnet is tested."""
+"""The versions of packages that swarmnet is tested with."""
 GIB = 1 << 30
 DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB // 2, 5 * GIB
 RAM_FAIL_BYTES, RAM_WARN_BYTES = GIB // 2, 2 * GIB
 CLOCK_WARN_S = 30.0
-"""Clock error in seconds from which a warning is given. From ``MAX_CLOCK_ERROR_S`` on, records and certificates are refused."""
+"""Clock error in seconds that gives a warning. At ``MAX_CLOCK_ERROR_S``, peers refuse records and certificates."""
 FILE_WARN_S = 14 * 24 * 3600.0
-"""Seconds before the expiry of a swarm file from which a warning is given."""
+"""Seconds before the expiry of a swarm file that give a warning."""
 CERTIFICATE_WARN_S = 24 * 3600.0
-"""Seconds before the expiry of a certificate from which a warning is given; with the default lifetime it is renewed days before."""
+"""Seconds before the expiry of a certificate that give a warning. With the default lifetime, it is renewed days before."""
 
 
 class Level(StrEnum):
@@ -48,7 +48,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``fix`` is the next thing to do, mostly a command; every WARN and FAIL has one."""
+    """The result of one check. ``fix``: the next step, mostly a command; every WARN and FAIL has one."""
 
     check: str
     level: Level

@@ -1,4 +1,4 @@
-"""The facts that the doctor collects and judges. Empty text and None mean: absent."""
+"""The facts that the doctor collects and judges. Absent ones are empty text or None."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Memory:
 
     available_bytes: int
     limit_bytes: int | None = None
-    """What the limit of this container or systemd unit leaves free; None without a limit."""
+    """Free memory below the limit of this container or systemd unit; None without a limit."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Facts:
     node_reached: str = ""
     """How other peers reach that node; empty if none runs or it does not know."""
     node_advice: str = ""
-    """A change that would let other peers reach that node directly; empty if they do."""
+    """What the owner can change so that other peers reach the node directly; empty if they do."""
     listening: Sequence[ListenAddress] = ()
     swarm: SwarmFacts | None = None
     peers: Sequence[BootstrapPeer] = ()
@@ -114,4 +114,4 @@ class Facts:
     ports: Sequence[int] = ()
     """The TCP ports that peers were asked to dial."""
     not_gathered: Mapping[str, str] = field(default_factory=dict)
-    """Names of facts that could not be found out, and why."""
+    """The facts that could not be collected, with the reason."""

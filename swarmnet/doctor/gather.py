@@ -31,11 +31,11 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 LOCAL_S = 6.0
-"""Seconds that each fact about this machine may take: a network disk or a GPU driver may hang."""
+"""Timeout of each fact about this machine in seconds, because a network disk or a GPU driver may hang."""
 PEERS_S = 9.0
-"""Seconds that starting p2pd and asking all bootstrap peers may take."""
+"""Timeout in seconds of starting p2pd and asking all bootstrap peers."""
 OPEN_S = 3.0
-"""Seconds in which a bootstrap peer must accept a stream."""
+"""Timeout in seconds of opening a stream to a bootstrap peer."""
 GPU_DRIVER_S = 5.0
 MAX_PEERS = 8
 MAX_KEY_FILES = 100
@@ -43,7 +43,7 @@ MAX_KEY_FILES = 100
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to examine: the options of ``swarmnet doctor``."""
+    """The options of ``swarmnet doctor``."""
 
     data_dir: Path
     cache_dir: Path
@@ -53,10 +53,10 @@ class DoctorOptions:
 
 
 async def gather(options: DoctorOptions) -> facts.Facts:
-    """All facts. What could not be found out is in ``Facts.not_gathered`` with the reason; nothing is raised."""
+    """All facts. Those that could not be collected are in ``Facts.not_gathered`` with the reason; no error is raised."""
     collector = _Collector()
     node = await collector.call("node", lambda: running_node(options.data_dir), None)
-    # While a node runs, its identity is in use: the doctor is then the peer that `swarmnet run` would be.
+    # While a node runs, its identity is in use, so the doctor takes that of the client.
     directory = options.data_dir / "client" if node else options.data_dir
     listen = () if node else options.listen
     swarm, entry = await collector.call(
@@ -100,7 +100,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
 
 
 class _Collector:
-    """Waits for facts, and records why those that failed or took too long are missing."""
+    """Waits for facts, and records the error of each that fails or times out."""
 
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
@@ -123,7 +123,7 @@ class _Collector:
 
 
 def running_node(data_dir: Path) -> "NodeStatus | None":
-    """The status of the node that uses ``data_dir`` now."""
+    """The status of the node that runs with ``data_dir``, or None."""
     from swarmnet_node.owner import control
 
     with suppress(Unreachable):
@@ -154,7 +154,7 @@ def examine_memory() -> facts.Memory:
 
 
 def examine_device() -> facts.Device:
-    """The GPU, and whether torch can use it. torch is imported only if there is one: the import takes seconds."""
+    """The GPU, and whether torch can use it. torch is imported only if there is one, because the import takes seconds."""
     gpu = _gpu_name()
     if not gpu:
         return facts.Device()
@@ -206,7 +206,7 @@ def examine_listen_address(address: str) -> facts.ListenAddress:
 def examine_swarm(
     name: str | None, data_dir: Path, bootstrap: Sequence[str]
 ) -> "tuple[facts.SwarmFacts | None, Entry | None]":
-    """The swarm file and the certificate with which ``data_dir`` would enter the swarm; an invite is not redeemed."""
+    """The swarm file, and the certificate for it in ``data_dir``. An invite is not redeemed."""
     if name is None:
         return None, None
     from swarmnet.swarm_file import entry as entering
@@ -228,7 +228,7 @@ def examine_swarm(
 
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:
-    """Why the data directory has no valid certificate, or until when it has one (Unix time)."""
+    """Why the data directory has no valid certificate, or the Unix time at which its certificate expires."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -247,7 +247,7 @@ def _certificate(entry: "Entry") -> tuple[str, float | None]:
 async def ask_peers(
     entry: "Entry | None", listen: Sequence[str], node: "NodeStatus | None"
 ) -> tuple[list[facts.BootstrapPeer], list[int]]:
-    """Ask each bootstrap peer to dial this machine; their answers, and the TCP ports that they were asked to dial.
+    """Ask each bootstrap peer to dial this machine; returns their answers, and the TCP ports that they were asked to dial.
 
     These are the ports of the running ``node``, or else those on which the doctor listens meanwhile. Raises ``SwarmnetError`` if
     p2pd cannot be started.
@@ -276,7 +276,7 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
 @asynccontextmanager
 async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Transport]":
     """A transport with the identity and the membership of ``entry``, without a directory."""
-    # libp2p's bindings take seconds to import on a slow machine: in a thread, so that other deadlines are checked meanwhile.
+    # In a thread, because libp2p's bindings take seconds to import on a slow machine and would delay the other deadlines.
     await asyncio.to_thread(_import_transport)
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership
@@ -286,7 +286,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
 
     peer = Identity.load_or_create(entry.identity_path).peer_id
     membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
-    # only_dials: a client of this machine may run at the same time with the same identity.
+    # only_dials, because a client of this machine may run at the same time with the same identity.
     config = P2pdConfig(
         entry.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
     )
@@ -316,5 +316,5 @@ async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> 
         finally:
             stream.close()
     except SwarmnetError as error:
-        # go-libp2p lists the error of every address that it tried, one a line
+        # go-libp2p lists the error of each address that it tried, one per line
         return facts.BootstrapPeer(address, error=str(error).splitlines()[-1].strip())

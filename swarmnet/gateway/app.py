@@ -1,13 +1,14 @@
 """The gateway's endpoints, and the life of a request: admitted, tokenized, generated, answered.
 
-A generation request passes these steps, cheapest first; each refuses what it can:
+A generation request passes these steps, the cheapest first, so that a refusal costs little:
 
 1. The key's quota is checked, then the body is read and parsed (``parsing.py``).
 2. The gateway must not be draining and the batcher must have places for all choices; else 503.
 3. The request is counted: in the key's quota (429) and among the running requests.
 4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
-5. The choices are generated (``generation.py``). The status waits for the first token for ``FIRST_TOKEN_S``.
-6. The response is sent whole, or as a stream that owns everything counted and opened above (``responses.py``).
+5. The choices are generated (``generation.py``).
+6. The response is sent whole, or as a stream, which then owns all that was counted and opened above (``responses.py``). Its status is sent
+   with the first token, or after ``FIRST_TOKEN_S``.
 """
 
 import asyncio
@@ -55,22 +56,22 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 
 FIRST_TOKEN_S = 5.0
-"""Seconds that the status of a stream waits for the first token. Failures within it are a status, later ones an error event."""
+"""Seconds until the status of a stream is sent without a token. A failure before is a status, a later one an error event."""
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client has gone. It appears in logs only."""
+"""nginx's status for a request whose client has disconnected. It appears in logs only."""
 R = TypeVar("R", bound=StrictModel)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenized request: the ids of each prompt, and how its response is limited and formatted."""
+    """A tokenized request: the token ids of each prompt, and the limit and format of its response."""
 
     prompts: list[list[int]]
     max_new_tokens: int | None
     top_logprobs: int | None
     formatter: CompletionFormatter
     param: str
-    """The request parameter that has the prompts, for error messages."""
+    """The name of the parameter with the prompts, for error messages."""
 
 
 @dataclass
@@ -191,7 +192,7 @@ class Gateway:
     # ---- a request --------------------------------------------------------------------------------------
 
     async def _parse(self, request: Request, schema: type[R]) -> R:
-        """The parsed body. Raises ``ApiError``; if the key's quota is used up, before the body is read."""
+        """The parsed body. Raises ``ApiError`` for an invalid one, and before it is read if the key's quota is used up."""
         key = key_name(request)
         self._quotas.check(key, asyncio.get_running_loop().time())
         if not is_json(request.headers.get("content-type", "")):
@@ -316,8 +317,10 @@ class Gateway:
 
 
 def _owner(body: GenerationRequest, key: str) -> str:
-    """The owner of the KV caches that a request may reuse. The time of a first token shows whether the same prompt was sent before, so
-    callers with different keys, users or salts have different owners."""
+    """The owner of the KV caches that a request may reuse.
+
+    The time to the first token shows whether the caches had the prompt, so callers with different keys, users or salts share none.
+    """
     return json.dumps([key, body.user, body.cache_salt])
 
 
@@ -328,7 +331,7 @@ def model_id(name: str) -> str:
 
 
 async def _wait_first_token(generation: Generation) -> bool:
-    """Wait for the first token, at most ``FIRST_TOKEN_S``; then True. Raises ``SwarmnetError`` if the generation fails first."""
+    """Wait for the first token, at most ``FIRST_TOKEN_S``; returns True. Raises ``SwarmnetError`` if the generation fails before."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_TOKEN_S):
             await generation.wait_started()

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_HELD_TOKENS = 4
-"""Tokens held back for an incomplete character. UTF-8 characters have at most four bytes, so more tokens cannot complete one."""
+"""Most tokens held back for an incomplete character, which has at most four bytes in UTF-8."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, in pieces that end between characters.
+    """The text of a growing token sequence, in pieces that end between characters.
 
-    Each piece is decoded together with the tokens of the piece before, because tokenizers treat the first word of a text
-    differently.
+    Each piece is decoded together with the tokens of the piece before, because tokenizers decode the first word of a text differently.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -40,7 +39,7 @@ class IncrementalDetokenizer:
             self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
             self._prefix_text = self._decode(self._prefix_start)
         else:
-            del self._ids[self._prefix_end :]  # special tokens: kept, they would add spaces between words
+            del self._ids[self._prefix_end :]  # special tokens, which would add spaces between words
         return new
 
     def _decode(self, start: int) -> str:
@@ -49,7 +48,7 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string, holding back what may be the beginning of one."""
+    """Passes text through up to the first stop string. An end that may begin a stop string is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False

@@ -12,7 +12,7 @@ from swarmnet_protocols import errors
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
 RETRY_S = 5
-"""Seconds in ``Retry-After`` where no better value is known: the interval at which a client refreshes the directory."""
+"""Default of ``Retry-After`` in seconds: the interval at which a client reads the directory."""
 
 UNSUPPORTED = "unsupported"
 """Pydantic error type for an unknown parameter; its context has the ``name``."""
@@ -41,7 +41,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error response for any exception. Unexpected ones become a 500 that reveals nothing of them."""
+    """The error response for an exception. An unexpected one becomes a 500 without its message."""
     match error:
         case ApiError():
             return error
@@ -56,7 +56,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def swarm_error(error: errors.SwarmnetError) -> ApiError:
-    """The error response for a failure of the swarm: 503 with ``Retry-After`` if it may pass, else 500."""
+    """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
     if isinstance(error, Busy):
         return ApiError(503, message, "overloaded", "server_error", retry_after_s=error.retry_after_s)

@@ -25,9 +25,9 @@ class Delta:
 
 
 class Generation:
-    """The choices of one request. Iterate over the deltas of all choices; raises ``SwarmnetError`` when one fails.
+    """The choices of one request, as an async iterator over the deltas of all; it raises ``SwarmnetError`` when one choice fails.
 
-    Each choice is a task that reads its tokens from the engine's batch; all tasks put their deltas into one queue.
+    Each choice is a task that reads its tokens from the engine's batch; all put their deltas into one queue.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Generation:
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
         self.precisions: list[str] = []
-        """Precisions of the hosts that computed the finished choices; more than one where no chain of one precision was found."""
+        """Precisions of the hosts of the finished choices; several if no chain of one precision was found."""
         self.trips = 0
-        """Steps around chains that brought tokens of the finished choices."""
+        """Steps through chains that gave tokens of the finished choices."""
         self._engine = engine
         self._requests = requests
         self._stops = stops
@@ -72,7 +72,7 @@ class Generation:
             await cancel(*tasks)
 
     async def wait_started(self) -> None:
-        """Wait for the first delta. Raises ``SwarmnetError`` if a failure comes first."""
+        """Wait for the first delta. Raises ``SwarmnetError`` if a choice fails before it."""
         await self._started.wait()
         if self._first_error is not None:
             raise self._first_error

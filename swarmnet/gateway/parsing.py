@@ -1,7 +1,7 @@
 """Parsing request bodies on the event loop, within bounded time and memory.
 
-The length of a JSON body bounds neither: three bytes can be an object of a hundred. So its strings, containers, fields, values and
-digits are counted first, then it is parsed, and validation ends at the first invalid value.
+The length of a JSON body bounds neither, because three bytes can become an object of a hundred. So the strings, containers, fields, values
+and digits are counted before the body is parsed, and validation ends at the first invalid value.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from swarmnet.gateway.errors import ApiError, validation_error
 from swarmnet.gateway.schemas import StrictModel
 
 BYTES_PER_TOKEN = 32
-"""JSON bytes for each token of the context. Russian with every letter escaped needs 24."""
+"""Most JSON bytes per token of the context. Russian with all letters escaped needs 24."""
 MAX_TOKENS = 1 << 17
-"""Context tokens that the limits grow with. Longer contexts fit in the usual encodings, not in every one."""
+"""Context length in tokens up to which the limits grow. A prompt for a longer context fits if it is not escaped."""
 SPARE_BYTES = 1 << 16
 """Bytes allowed in addition to those of the context."""
 SPARE_VALUES = 1 << 15
@@ -24,7 +24,7 @@ SPARE_VALUES = 1 << 15
 SPARE_QUOTES = 1 << 16
 """Quotation marks, escaped ones included, allowed in addition to one for two tokens of the context."""
 MAX_CONTAINERS = 1 << 14
-"""Objects and lists: four for each message of the longest chat."""
+"""Most objects and lists: four for each message of the longest chat."""
 MAX_FIELDS = 1 << 15
 MAX_DIGITS = 64
 _DIGITS_TO_0 = bytes.maketrans(b"123456789", b"000000000")
@@ -50,7 +50,7 @@ class BodyParser:
         return SPARE_VALUES + min(self.max_length, MAX_TOKENS)
 
     def parse(self, body: bytes, schema: type[R]) -> R:
-        """The request in ``body``. Raises ``ApiError`` that names the first problem."""
+        """The request in ``body``. Raises ``ApiError`` that names the first invalid field or exceeded limit."""
         if len(body) > self.max_bytes:
             raise _too_large(f"the body is longer than {self.max_bytes} bytes")
         self._check_size(body)

@@ -12,7 +12,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of one key; None: unlimited. Every choice of a request counts as one request."""
+    """Limits of each key; None for no limit. Each choice of a request counts as one request."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -20,7 +20,7 @@ class Quota:
 
     @property
     def max_choices(self) -> float:
-        """Choices of the largest request that can ever be admitted."""
+        """Choices of the largest request that the limits admit at all."""
         return min(self.requests_per_minute or math.inf, self.concurrent or math.inf)
 
 
@@ -38,7 +38,7 @@ class _Usage:
 
 
 class QuotaTracker:
-    """The usage of all keys. Every ``admit`` must be followed by a ``release`` when the request has ended."""
+    """The usage of all keys. Each ``admit`` needs one ``release``, when the request ends."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
@@ -62,7 +62,7 @@ class QuotaTracker:
         self._check(key, 1, now)
 
     def count_invalid(self, key: str, now: float) -> None:
-        """Count an invalid request as one choice: parsing it was work, too."""
+        """Count an invalid request as one choice, because parsing it took time."""
         usage = self._keys[key]
         if usage.requests:
             usage.requests.take(1, now)

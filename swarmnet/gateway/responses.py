@@ -16,7 +16,7 @@ from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 
 KEEP_ALIVE_S = 10.0
-"""Seconds without an event after which a stream sends a comment, so that no proxy takes the connection for dead."""
+"""Seconds without an event after which a stream sends a comment, because proxies close idle connections."""
 
 
 class CompletionFormatter:
@@ -124,7 +124,7 @@ def _concatenated(deltas: Sequence[Delta]) -> Delta:
 
 
 def usage_of(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object of a generation, and its trips around chains, of which speculation needs fewer than there are tokens."""
+    """OpenAI's usage object of a generation, with the steps through chains (``trips``) and the tokens that each gave on average."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generation.generated_tokens,
@@ -138,7 +138,7 @@ def usage_of(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
 async def whole_response(
     generation: Generation, formatter: CompletionFormatter, prompt_tokens: int
 ) -> dict[str, Any]:
-    """The complete response, when all choices are finished. Raises ``SwarmnetError`` when one fails."""
+    """Wait for all choices; returns the complete response. Raises ``SwarmnetError`` when one fails."""
     deltas: dict[int, list[Delta]] = defaultdict(list)
     async for delta in generation:
         deltas[delta.index].append(delta)
@@ -150,7 +150,7 @@ async def whole_response(
 async def event_stream(
     generation: Generation, formatter: CompletionFormatter, prompt_tokens: int, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """The response as server-sent events. A failure on the way is sent as an error event before ``[DONE]``."""
+    """The response as server-sent events. A failure is sent as an error event before ``[DONE]``."""
     started = set()
     try:
         async for delta in generation:

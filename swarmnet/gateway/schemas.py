@@ -1,6 +1,6 @@
 """Request schemas of OpenAI's API. Unknown parameters are refused unless they cannot change the response.
 
-Validation of a list ends at its first invalid item: an error for each would cost more than the items.
+Validation of a list ends at its first invalid item, because the errors of all items would take more memory than the items.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,13 +14,13 @@ MAX_CHOICES = 16
 MAX_STOPS = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
-"""Content parts of one message."""
+"""Most content parts of one message."""
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_OWNER_CHARS = 512
 
 LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Ignored parameters: they never change a response."""
+"""Parameters that are ignored, because they never change a response."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -38,13 +38,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _as_list(value: Any) -> Any:
-    """Wrap a single string or token list, where a list of them is accepted too."""
+    """A single string or token list as a list of one, because OpenAI's API accepts both."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Bound the length of a list or object before its items are validated."""
+    """Limit the length of a list or object before its items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
@@ -104,7 +104,7 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool = False
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
     user: str = Field("", max_length=MAX_OWNER_CHARS)
-    """OpenAI's name of the person behind a request. Prompts of different people never share caches."""
+    """OpenAI's id of the end user. Prompts of different users never share caches."""
     cache_salt: str = Field("", max_length=MAX_OWNER_CHARS)
     """vLLM's parameter: prompts of different salts never share caches."""
 
@@ -149,7 +149,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternatives whose log probabilities are returned with each token's own; None: no log probabilities."""
+        """The number of alternative tokens returned with each token's log probability; None: no log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 

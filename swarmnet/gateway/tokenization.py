@@ -10,11 +10,11 @@ from swarmnet_client.batching.continuous_batching import BatchingEngine
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
-"""Characters for each position of the context. Longer texts are refused before they are tokenized."""
+"""Most characters per position of the context; longer texts are refused before they are tokenized."""
 PIECE_CHARS = 1 << 14
-"""Characters of a piece in which a long text is first counted, because tokenizing takes about 100 bytes of memory for each token."""
+"""Characters per piece in which the tokens of a long text are first counted, because tokenizing takes about 100 bytes per token."""
 EXTRA_TOKENS = 16
-"""Tokens by which cutting a text between two pieces may increase the count."""
+"""Most tokens that a cut between two pieces adds to the count."""
 
 
 class PromptTokenizer:
@@ -25,7 +25,7 @@ class PromptTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Take no further texts."""
+        """Stop the thread after the current text."""
         self._thread.shutdown(wait=False)
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
@@ -63,7 +63,7 @@ class PromptTokenizer:
         return ids
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether the pieces of a long text exceed the context, less what the cuts between them may have added."""
+        """Whether the tokens of the pieces of a long text exceed the context, even without those that the cuts may have added."""
         if len(text) <= PIECE_CHARS:
             return False
         count = 0

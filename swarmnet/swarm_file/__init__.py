@@ -12,8 +12,8 @@ FILE_NAME = "swarm.toml"
 def load(path: Path) -> SwarmFile:
     """Read and verify a swarm file, or the ``swarm.toml`` in a directory.
 
-    Raises ``ConfigError`` with the line of what is invalid, ``IncompatibleVersion`` for a newer format, and ``IntegrityError``
-    for a file that was changed after it was made or that no authorised key signed.
+    Raises ``ConfigError`` with the line of an invalid value, ``IncompatibleVersion`` for a newer format, and ``IntegrityError`` for a file
+    that was changed after it was written, or that no authorised key signed.
     """
     return parse(read(path), source=str(file_in(path)))
 
@@ -41,7 +41,7 @@ def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a swarm file, or of the one in a directory: at most ``MAX_FILE_BYTES`` + 1, which ``decode`` refuses."""
+    """The bytes of a swarm file, or of the one in a directory; at most ``MAX_FILE_BYTES`` + 1, because ``decode`` refuses more."""
     try:
         with file_in(path).open("rb") as stream:
             return stream.read(MAX_FILE_BYTES + 1)

@@ -1,8 +1,8 @@
 """The content of a swarm file, the id of its swarm, and the bytes that its authority signs.
 
-1. The id of a swarm with an authority is a hash of its name and of its first keys (the founders). The file may therefore change, with
-   a higher ``serial``, and its keys may be replaced: each ``Rotation`` is signed by a key that was valid before it.
-2. A swarm without an authority has a random nonce. Its id is a hash of everything but the bootstrap list, so nothing else may change.
+1. The id of a swarm with an authority is a hash of its name and of its first keys (the founders). So the file may change, with a higher
+   ``serial``, and its keys may be replaced: each ``Rotation`` is signed by a key that was valid before it.
+2. A swarm without an authority has a random nonce. Its id is a hash of all fields but the bootstrap list, so no other field may change.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ class Rotation:
 
     keys: tuple[bytes, ...]
     previous_until: datetime
-    """Time until which the keys before are valid for certificates, invites and revocations. Unix time 0: they never were."""
+    """Time until which the previous keys are valid for certificates, invites and revocations. Unix time 0: they are stolen, never valid."""
     signature: bytes
 
 
 @dataclass(frozen=True)
 class Authority:
-    """The keys that may sign for a swarm, as raw Ed25519 public keys. Issuers sign for members, not the file."""
+    """The keys that may sign for a swarm, as raw Ed25519 public keys. Issuers sign certificates, not the file."""
 
     founders: tuple[bytes, ...]
     issuers: tuple[bytes, ...] = ()
@@ -43,7 +43,7 @@ class Authority:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The public keys of which any one may sign the file: those of the last rotation, else the founders."""
+        """The public keys, any of which may sign the file: those of the last rotation, else the founders."""
         return self.rotations[-1].keys if self.rotations else self.founders
 
     def has_signed_rotations(self, swarm_id: bytes) -> bool:
@@ -63,7 +63,7 @@ class Authority:
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
     def trusted_keys(self) -> dict[bytes, float]:
-        """Every key that may sign certificates, and until when (Unix time)."""
+        """Each key that may sign certificates, with the Unix time until which it may."""
         until: dict[bytes, float] = {}
         keys = self.founders
         for rotation in self.rotations:
@@ -81,12 +81,12 @@ class ListedModel:
     manifest: bytes
     """SHA-256 of the manifest, as ``swarmnet model show`` prints it."""
     pieces: bytes | None = None
-    """The pieces hash of the model: newcomers take weights from any member, and verify them by it."""
+    """The pieces hash of the model, with which newcomers verify weights from any member."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The numbers in [policy]; ``rules`` hands them to the membership protocol."""
+    """The numbers in [policy]."""
 
     certificate_lifetime_s: int = 7 * 24 * 3600
     revocation_refresh_s: int = 30

@@ -1,8 +1,8 @@
-"""Entering a swarm: from a file, an invite or a name that a person typed to an ``Entry``, and the swarm files that a data directory stores.
+"""Entering a swarm by its file, an invite or its name, which give an ``Entry``; and the swarm files that a data directory stores.
 
 A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest swarm file that was used, the certificate,
-the revocations, and an issuer's database. ``store_file`` refuses an older file than the stored one, so that an old file that is handed
-out again cannot bring back a member who was removed (rollback protection, as in The Update Framework).
+the revocations, and an issuer's database. ``store_file`` refuses a file older than the stored one, because an old file would readmit
+removed members (rollback protection, as in The Update Framework).
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Entry:
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
-        """The configuration with which to connect; with the key file ``issuer``, as an issuer of certificates.
+        """The configuration of a connection to the swarm; with the key file ``issuer``, that of an issuer of certificates.
 
         The environment variable ``TRANSPORT_VARIABLE`` chooses the transport.
         """
@@ -100,9 +100,9 @@ class Entry:
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
     """The entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
 
-    1. the path of a swarm file; with the authority's key beside it, this peer certifies itself;
-    2. an invite, or the path of a file that holds one: command lines are visible to all users of a machine. It is redeemed
-       once; then the certificate and the swarm file are in ``data_dir``;
+    1. the path of a swarm file. If the authority's key lies beside it, this peer certifies itself;
+    2. an invite, or the path of a file that holds one, because all users of a machine can read command lines. It is redeemed at first use,
+       which stores the certificate and the swarm file in ``data_dir``;
     3. the name or the id of a swarm that ``data_dir`` has entered before.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or older than the stored one,
@@ -132,11 +132,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
 def client_network(
     swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
 ) -> Network:
-    """The configuration with which a client connects. A client dials and is not dialled.
+    """The configuration of a client's connection. A client dials and is not dialled.
 
-    Its identity is kept in the folder ``client`` of the data directory, since a node may use that of the directory at the same
-    time; in a swarm without an authority it is new each time. With ``hosts``, only these hosts are used instead of those that the
-    swarm file trusts. Raises what ``enter`` raises, and ``Unreachable`` if no bootstrap peer is known.
+    Its identity is in the folder ``client`` of the data directory, because a node may use that of the directory at the same time; in a
+    swarm without an authority it is new each time. ``hosts``: the only hosts to use, in place of those that the swarm file trusts. Raises
+    the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
     """
     folder = (data_dir or default_data_dir()) / "client"
     entry = enter(swarm, folder, bootstrap)
@@ -236,7 +236,9 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    with ThreadPoolExecutor(max_workers=1) as executor:  # in a notebook, this thread runs a loop already
+    with ThreadPoolExecutor(
+        max_workers=1
+    ) as executor:  # in a notebook, this thread already runs an event loop
         return executor.submit(asyncio.run, coroutine).result()
 
 
@@ -244,7 +246,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def swarm_dir(data_dir: Path, swarm_id: bytes) -> Path:
-    """The folder in which ``data_dir`` stores what belongs to a swarm."""
+    """The folder of one swarm in ``data_dir``."""
     return data_dir / "swarms" / swarm_id.hex()
 
 
@@ -273,7 +275,7 @@ def store_file(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> Swarm
 def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
     """Raise ``IntegrityError`` unless ``file`` is ``stored`` or a newer file.
 
-    Refused are a lower serial, another file with the same serial, and a file whose keys do not continue the stored rotations: a
+    Refused are a lower serial, another file with the same serial, and a file whose keys do not continue the stored rotations, because a
     replaced key may be stolen.
     """
     if file.serial < stored.serial:
@@ -296,8 +298,8 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
     """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
 
-    Raises ``ConfigError`` if several swarms have the name. A damaged file does not hide another one. If no file matches, the error of the
-    damaged one is raised, because it may be the file that was meant.
+    Raises ``ConfigError`` if several swarms have the name. If no file matches and one is damaged, its error is raised, because it may be
+    the one with that name.
     """
     matches: list[SwarmFile] = []
     damage: SwarmnetError | None = None

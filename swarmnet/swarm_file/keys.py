@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 KEY_NAME = "authority.key"
 API_KEY = "SWARMNET_API_KEY"
-"""Environment variable with the API key of an endpoint. A command line would show it to all users of the machine."""
+"""Environment variable with the API key of an endpoint. It is not an option, because all users of a machine can read command lines."""
 _MAX_KEY_BYTES = 4096
 _MOUNTED = Path("/run/secrets")
-"""Where container engines mount secrets. File modes there say nothing: a container has one user."""
+"""Where container engines mount secrets. File modes there protect nothing, because a container has one user."""
 
 
 def create_key(path: Path) -> "Identity":
@@ -72,7 +72,7 @@ def read_secret(path: Path, max_bytes: int) -> str:
             text = stream.read(max_bytes + 1)
         if len(text) > max_bytes:
             raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
-        # The group may read: stat shows the access list of a systemd credential as group permissions.
+        # The group may read, because stat shows the access list of a systemd credential as group permissions.
         if mode_for_others(status, stat.S_IRWXO) and not path.resolve().is_relative_to(_MOUNTED):
             raise ConfigError(
                 f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"

@@ -1,4 +1,4 @@
-"""Reads the TOML of a swarm file: every key must be known, every value of its type and within its limits. Errors name the line."""
+"""Reads the TOML of a swarm file. An unknown key, a wrong type or a value out of range is an error that names its line."""
 
 import re
 import tomllib
@@ -22,13 +22,13 @@ MAX_BOOTSTRAPS = 64
 MAX_MEMBERS = 1024
 MAX_MODELS = 64
 MAX_TRUSTED = 256
-"""Hosts in each list of [trust]."""
+"""Most hosts in each list of [trust]."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = r"ed25519:[0-9a-f]{64}"
 
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
-"""Longest interval, in seconds, at which members compare revocations: a revocation then reaches all within two minutes."""
+"""Longest interval in seconds at which members compare revocations, so that a revocation reaches all within two minutes."""
 _MAX_QUOTA = 1 << 50
 _CORRECT_IT = "correct it, or get the file again from the person who runs the swarm"
 _TYPE_NAMES = {
@@ -43,7 +43,7 @@ _E = TypeVar("_E", bound=StrEnum)
 
 
 class Reader:
-    """Reads one swarm file without verifying it. Every method raises ``ConfigError`` with the line of what is wrong."""
+    """Reads one swarm file; ids and signatures are not verified. Each method raises ``ConfigError`` with the line of an invalid value."""
 
     def __init__(self, text: str, source: str) -> None:
         try:
@@ -302,7 +302,7 @@ class _Table:
                 )
 
     def wrong(self, key: str, must: str) -> ConfigError:
-        """The error for a wrong value of ``key``; ``must`` completes the sentence."""
+        """The error for a wrong value of ``key``; ``must`` completes the sentence that begins with the key."""
         return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_CORRECT_IT)
 
     def _take(self, key: str, kind: type) -> Any:
@@ -312,7 +312,7 @@ class _Table:
                 f"{self._source}:{self._line('')}: the key {key!r}{where} is missing", hint=_CORRECT_IT
             )
         value = self._values[key]
-        if type(value) is not kind:  # isinstance would take a bool for an int
+        if type(value) is not kind:  # isinstance would accept a bool as an int
             raise self.wrong(key, f"must be {_TYPE_NAMES[kind]}")
         return value
 

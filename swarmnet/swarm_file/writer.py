@@ -44,15 +44,15 @@ bootstrap = []
 mdns = true
 
 [authority]
-# The keys the swarm was founded with. Any one signs this file; once there is a [[rotation]], any one of its keys.
+# The first keys of the swarm. Any one of them signs this file, or any one of the last [[rotation]] if there is one.
 keys = []
 # Further keys that may invite, admit and revoke members: `swarmnet swarm new-key FILE` makes one.
 issuers = []
 
 [policy]
-# How long a member can do without an issuer; certificates are renewed when two thirds of it are over.
+# Validity of certificates: the longest time that a member can be without an issuer. Two thirds of it are over when they are renewed.
 certificate_lifetime = "7d"
-# How often members ask each other who was revoked.
+# Interval at which members exchange their lists of revoked members.
 revocation_refresh = "30s"
 
 [signature]
@@ -60,7 +60,7 @@ ed25519 = ""
 """
 _OPEN_TEMPLATE = f"""\
 # Publish this file: a peer that has it can take part in the swarm. It holds no secret.
-# Only the bootstrap list may be edited: anything else makes another swarm.
+# Only the bootstrap list may be edited. Any other change makes it the file of another swarm.
 {_ANY}nonce = ""
 admission = "open"
 
@@ -79,17 +79,17 @@ class NewSwarm:
     is_open: bool = False
     """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by certificate."""
     mdns: bool | None = None
-    """Whether peers find each other in local networks. None: as in ``like``; without one, in a swarm with an authority only."""
+    """Whether peers find each other in local networks. None: as in ``like``, or without it only if there is an authority."""
     like: Path | None = None
-    """A swarm file from which admission, policy and all else is copied."""
+    """A swarm file whose admission, policy and other tables are copied."""
     models: tuple[ListedModel, ...] = ()
-    """The models that the swarm is for. None: those of ``like``, or any."""
+    """The models that the swarm is for. Empty: those of ``like``, or any."""
     backup_keys: tuple[bytes, ...] = ()
-    """Public keys that may sign in addition to the key that is generated."""
+    """Public keys that may sign, in addition to the generated one."""
 
 
 def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = False) -> SwarmFile:
-    """Write ``swarm.toml`` into ``directory`` and, unless it is open, ``authority.key`` (0600).
+    """Write ``swarm.toml`` into ``directory`` and, unless the swarm is open, ``authority.key`` (mode 0600).
 
     Raises ``ConfigError`` if a file exists. With ``overwrite``, the swarm file is replaced, damaged or not, and an existing authority
     key is kept: the same name then gives the same swarm, with a higher serial.
@@ -126,7 +126,7 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
     if new.is_open:
         document |= {"serial": 1, "nonce": secrets.token_hex(16)}
         return _write(path, document, None, source)
-    # Check the draft, with a placeholder as its key, before a key is generated.
+    # The draft is checked with a placeholder key, so that an invalid one leaves no key file behind.
     _fill_authority(document, [bytes(32)])
     document["serial"] = 1
     Reader(_dump(document), source).content()
@@ -139,8 +139,8 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
 def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Sequence[str] = ()) -> SwarmFile:
     """Sign an edited file with a higher serial, and with ``bootstrap`` added to its list.
 
-    A swarm without an authority needs no signature and keeps its serial. Raises ``ConfigError`` with the line of what is invalid,
-    for an edit that would give another swarm id, and for a key that is not the authority's.
+    A swarm without an authority needs no signature and keeps its serial. Raises ``ConfigError`` with the line of an invalid value, for an
+    edit that changes the swarm id, and for a key that is not the authority's.
     """
     path = file_in(path)
     reader, document = _open(path)
@@ -174,11 +174,11 @@ def disallow(path: Path, peer: PeerId, *, now: float) -> SwarmFile:
 
 
 def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile, Identity]":
-    """Replace all authority keys by a new one; the old key file is kept beside it. Returns the file and the new key.
+    """Replace all authority keys by a new one; the old key file is kept beside it. Returns the swarm file and the new key.
 
-    Signatures of the old keys stay valid for ``overlap_s``, in which members renew their certificates. With 0 they are invalid at
-    once, as if the keys were stolen: members that the old keys admitted need new certificates, also if other issuers have
-    renewed theirs since.
+    Signatures of the old keys stay valid for ``overlap_s`` seconds, in which members renew their certificates. With 0 the keys count as
+    stolen: their signatures are invalid at once, and each member that they admitted needs a new invite, even if another issuer has renewed
+    its certificate since.
     """
     path = file_in(path)
     file, key_path = load(path), path.parent / KEY_NAME
@@ -332,7 +332,7 @@ def _next_serial(path: Path, now: float) -> int:
     try:
         old = load(path)
     except (ConfigError, IncompatibleVersion, IntegrityError):
-        # The serial of a damaged file is unknown. Unix time is higher than any number of renewals.
+        # The serial of a damaged file is unknown, and Unix time in seconds is higher than any number of changes.
         return int(now)
     if old.authority is not None and old.authority.rotations:
         raise ConfigError(

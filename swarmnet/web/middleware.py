@@ -36,7 +36,7 @@ from swarmnet_protocols.errors import ConfigError
 
 MAX_BODY_BYTES = 8 << 20
 MAX_BUFFERED_BODY_BYTES = 16 << 20
-"""Bytes of the bodies of all requests in progress, together."""
+"""Most bytes of all request bodies in progress."""
 BODY_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
 API_CSP = "default-src 'none'; frame-ancestors 'none'"
@@ -75,11 +75,11 @@ def _digest(secret: str) -> bytes:
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """The users of an endpoint.
+    """Who may use an endpoint.
 
-    ``host_names``: names the server is reached by, besides IP addresses and localhost. ``origins``: web origins whose pages may
-    use it, such as ``https://example.org``. ``public_paths`` need no key. ``basic_auth``: a key is also accepted as the password
-    of HTTP Basic authentication, for which browsers prompt.
+    ``host_names``: names of the server, in addition to IP addresses and localhost. ``origins``: web origins whose pages may use it, such as
+    ``https://example.org``. ``public_paths``: paths that need no key. ``basic_auth``: a key is also accepted as the password of HTTP Basic
+    authentication, for which browsers prompt.
     """
 
     keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
@@ -90,10 +90,10 @@ class AccessPolicy:
 
 
 def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FILE") -> None:
-    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option`` is what the user should add."""
+    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option``: the one its hint names."""
     if not keys and not is_loopback(host):
         raise ConfigError(
-            f"on {host or 'every address'} others could use it without a key",
+            f"on {host or 'every address'} other machines could use it without a key",
             hint=f"add {option}, or listen on this machine only: --host 127.0.0.1",
         )
 
@@ -133,8 +133,9 @@ def protect(
 class HostCheck:
     """Refuses requests whose ``Host`` header is neither an IP address nor a known name.
 
-    A page under an attacker's domain that resolves to our address (DNS rebinding) is same-origin to the browser; only the Host
-    header shows it. IP addresses cannot be rebound, so all are accepted; Starlette's ``TrustedHostMiddleware`` has no such rule.
+    In DNS rebinding an attacker's domain resolves to this server, so the attacker's page is same-origin to the browser, and only the
+    ``Host`` header shows the domain. IP addresses cannot be rebound, so all are accepted, which Starlette's ``TrustedHostMiddleware``
+    cannot do.
     """
 
     def __init__(self, app: ASGIApp, host_names: Sequence[str]) -> None:
@@ -209,13 +210,13 @@ class ApiKeyBackend(AuthenticationBackend):
 
 
 def key_name(connection: HTTPConnection) -> str:
-    """The name of the API key that authenticated a request; empty where no key was needed."""
+    """The name of the API key that authenticated a request; "" if none was needed."""
     user = connection.scope.get("user")
     return "" if user is None else str(user.display_name)
 
 
 class BodyLimit:
-    """Bounds request bodies: the bytes of one, the seconds it takes to arrive, and the bytes of all in progress."""
+    """Limits the bytes of a request body, the seconds until it has arrived, and the bytes of all bodies in progress."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

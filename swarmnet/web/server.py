@@ -17,9 +17,9 @@ from swarmnet_protocols.machine.aio import cancel
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
-"""Open connections; further ones are closed at once, so that idle clients cannot exhaust the file descriptors of the process."""
+"""Most open connections; further ones are closed at once, so that idle clients cannot exhaust the process's descriptors."""
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds in which a connection must deliver the headers of its next request; slower ones are closed."""
+"""Seconds after which a connection without the complete headers of its next request is closed."""
 HARD_STOP_S = 5
 """Seconds after which requests whose connection was aborted are cancelled."""
 _log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ async def serve_http(
 ) -> AsyncIterator[HttpEndpoint]:
     """Serve the ASGI ``app`` on ``host`` while the context is open. Port 0 picks a free port.
 
-    On exit, running requests may finish for ``drain_s`` seconds; then their connections are aborted, so that an open event stream
-    cannot block the shutdown. Sets no signal handlers and sends no ASGI lifespan events. A server that fails is logged; await
-    ``HttpEndpoint.failed`` to notice it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
+    On exit, running requests have ``drain_s`` seconds to finish; then their connections are aborted, because an open event stream would
+    never finish. No signal handlers are set, and no ASGI lifespan events sent. A failure of the server is logged; await
+    ``HttpEndpoint.failed`` to receive it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
     """
     listener = listen(host, port, option=option)
     config = uvicorn.Config(
@@ -88,8 +88,8 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
             flags=socket.AI_PASSIVE,
         )[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-        # Accepted connections inherit it. Without it asyncio's loop delays a body by 40 ms, until its headers are acknowledged;
-        # uvloop sets it by itself.
+        # Accepted connections inherit the option. Without it, asyncio's loop sends a body only after its headers are acknowledged, up to
+        # 40 ms later. uvloop sets it itself.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -115,7 +115,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
-        """Leave signals to the command that serves."""
+        """Install no handlers: the command handles signals."""
         yield
 
     def abort_connections(self) -> None:
@@ -124,7 +124,7 @@ class _Server(uvicorn.Server):
             transport.abort()
 
     def close_sockets(self) -> None:
-        """Close all sockets that a failed server left open: uvloop's loop would wait for them when it closes."""
+        """Close the sockets that a failed server left open, because uvloop's loop would wait for them when it closes."""
         for each in getattr(self, "servers", ()):
             each.close()
         self.abort_connections()

@@ -132,7 +132,7 @@ def test_every_event_has_a_line(event: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_worker_that_leaves_or_is_done_prints_the_next_command() -> None:
     done = {"event": "done", "rounds": 3, "revision": 2}
-    assert "the same command goes on" in sentence(done | {"round": 2})
+    assert "the same command continues" in sentence(done | {"round": 2})
     assert "swarmnet train export" in sentence(done | {"round": 3})
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnet.cli.output import note, print_json, print_text
+from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.units import counted
 
 if TYPE_CHECKING:
@@ -154,9 +155,8 @@ class _Streamer:
         self.token_ids: list[int] = []
         self._tokenizer = tokenizer
         self._show = show
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._prompt_seen = False
-        self._line_start = 0  # index of the first token on the current line
-        self._shown = 0  # characters of that line already printed
 
     def put(self, tokens: Any) -> None:
         if not self._prompt_seen:
@@ -164,16 +164,14 @@ class _Streamer:
             return
         if not self.token_ids:
             self.first_token_s = time.monotonic() - self.started
-        self.token_ids.extend(tokens.flatten().tolist())
-        line = self._line()
-        # A replacement character at the end stands for a character whose last bytes come with the next tokens.
-        if not line.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show_rest(line)
-        if line.endswith("\n"):
-            self._line_start, self._shown = len(self.token_ids), 0
+        for token_id in tokens.flatten().tolist():
+            self.token_ids.append(token_id)
+            if text := self._detokenizer.push(token_id):
+                self._show(text)
 
     def end(self) -> None:
-        self._show_rest(self._line())
+        if text := self._detokenizer.flush():
+            self._show(text)
 
     def answer(self, prompt_tokens: int, run: Any) -> RunAnswer:
         """The answer so far, and the hosts that computed it."""
@@ -194,12 +192,3 @@ class _Streamer:
             wrong_hosts=list(run.wrong),
             precisions=list(run.precisions),
         )
-
-    def _line(self) -> str:
-        text: str = self._tokenizer.decode(self.token_ids[self._line_start :], skip_special_tokens=True)
-        return text
-
-    def _show_rest(self, line: str) -> None:
-        rest, self._shown = line[self._shown :], len(line)
-        if rest:
-            self._show(rest)
