@@ -151,5 +151,5 @@ def test_a_job_shows_what_it_reads_sends_and_uses_before_it_trains(
     facts = facts_of(job, device="cpu", threads=2, disk=tmp_path)
     assert said in facts["reads"]
     assert "3.1 MB at most" in facts["reads"]
-    assert "read back" in facts["sends"]
+    assert "reconstructed" in facts["sends"]
     assert "2 cores" in facts["computes on"]
