@@ -7,7 +7,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_training_takeover
-from tests.unit import test_training_catch_up
+from tests.unit.workers import test_training_catch_up
 
 
 def believe_the_latest(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from swarmnet_protocols.directory import host_announcements, records
 from swarmnet_protocols.directory.dht.storage import BoundedStorage
 from tests.defences import Defence, Patch, nothing, replacing
-from tests.unit import (
+from tests.unit.directory import (
     test_dht_replication,
     test_dht_rpc,
     test_dht_sampling,
@@ -210,7 +210,7 @@ DIRECTORY = (
 def a_small_record_of(topic: str) -> None:
     import pytest
 
-    from tests.unit import test_records
+    from tests.unit.directory import test_records
 
     with pytest.MonkeyPatch.context() as patch:
         test_records.test_records_published_together_are_smaller(topic, patch)

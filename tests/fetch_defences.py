@@ -13,7 +13,7 @@ from tests.defences import Defence, nothing, replacing, yes
 from tests.support.big_model import save_big
 from tests.support.model_hub import model_hub
 from tests.support.weight_swarm import weight_swarm
-from tests.unit import test_download, test_inventory, test_models_gguf, test_weights_from_peers
+from tests.unit.models import test_download, test_inventory, test_models_gguf, test_weights_from_peers
 
 
 def limits_the_disk(folder: Path) -> None:

@@ -22,14 +22,11 @@ from swarmnet_protocols.training import jobs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.properties import test_membership as mutations
 from tests.properties import test_records as record_mutations
-from tests.unit import (
-    test_control,
-    test_duplicate_identity,
-    test_flipped_bits,
-    test_identity_lock,
-    test_swarm_file,
-    test_swarm_keys,
-)
+from tests.unit.directory import test_duplicate_identity
+from tests.unit.hosting import test_control
+from tests.unit.machine import test_flipped_bits
+from tests.unit.membership import test_swarm_file, test_swarm_keys
+from tests.unit.net import test_identity_lock
 
 
 def refused_bits(name: str) -> Callable[[Path], object]:

@@ -29,7 +29,9 @@ from tests.sim import (
     test_pass_graphs,
     test_training_exchanges,
 )
-from tests.unit import test_dht_rpc, test_hostile_messages, test_node_reports, test_probes, test_resources
+from tests.unit.directory import test_dht_rpc
+from tests.unit.hosting import test_node_reports
+from tests.unit.net import test_hostile_messages, test_probes, test_resources
 from tests.web_defences import patched
 
 

@@ -17,7 +17,9 @@ from swarmnet.swarm_file import keys as key_files
 from swarmnet_protocols.models import chat_template
 from tests.defences import Defence, nothing, replacing
 from tests.sim import test_gateway, test_gateway_limits
-from tests.unit import test_chat_template, test_gateway_parsing, test_serve
+from tests.unit.cli import test_serve
+from tests.unit.models import test_chat_template
+from tests.unit.web import test_gateway_parsing
 from tests.web_defences import over_nodes
 
 

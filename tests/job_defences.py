@@ -9,12 +9,8 @@ from swarmnet_protocols.models import partial_model
 from swarmnet_protocols.models.checkpoints import safetensors_file
 from swarmnet_protocols.training.jobs import Job
 from tests.defences import Defence, nothing, replacing, yes
-from tests.unit import (
-    test_published_models,
-    test_training_data,
-    test_training_jobs,
-    test_training_start,
-)
+from tests.unit.training import test_training_jobs
+from tests.unit.workers import test_published_models, test_training_data, test_training_start
 
 
 def opens_nothing(folder: Path) -> None:

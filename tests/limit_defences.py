@@ -36,17 +36,11 @@ from tests.sim import (
     test_trace,
 )
 from tests.support.swarm_lab import Reference, load_reference
-from tests.unit import (
-    test_decode_graphs,
-    test_dht_storage,
-    test_flow_control,
-    test_flow_control_streams,
-    test_framed_stream,
-    test_recurrent_state,
-    test_resources,
-    test_step_times,
-    test_steps,
-)
+from tests.unit.directory import test_dht_storage
+from tests.unit.engine import test_decode_graphs, test_recurrent_state
+from tests.unit.hosting import test_step_times
+from tests.unit.net import test_flow_control, test_flow_control_streams, test_framed_stream, test_resources
+from tests.unit.session import test_steps
 
 
 def wait_for_ever(patch: Patch) -> None:

@@ -2,7 +2,7 @@
 
 from swarmnet_protocols.joining import local_network
 from tests.defences import Defence, replacing, yes
-from tests.unit import test_local_network as tests
+from tests.unit.net import test_local_network as tests
 
 LOCAL_NETWORK = (
     Defence(

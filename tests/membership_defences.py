@@ -21,7 +21,7 @@ from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.sim import test_handshake, test_handshake_end
-from tests.unit import test_issuer
+from tests.unit.membership import test_issuer
 
 
 def ignore_validity(patch: Patch) -> None:

@@ -20,7 +20,8 @@ from swarmnet_protocols.wire import records_pb2 as pb
 from tests.conformance import test_p2pd_limits
 from tests.defences import Defence, replacing
 from tests.flood_defences import parse_leniently
-from tests.unit import test_connection_limits, test_dht_contacts, test_subnets
+from tests.unit.directory import test_dht_contacts
+from tests.unit.net import test_connection_limits, test_subnets
 
 
 def close_none(*_: object) -> list[ListedConnection]:

@@ -7,7 +7,7 @@ from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.reachability import circuit, detection, relay, reservations
 from tests.defences import Defence, Patch, replacing, yes
 from tests.sim import test_relays
-from tests.unit import test_circuit
+from tests.unit.net import test_circuit
 
 
 def believe_anyone(patch: Patch) -> None:

@@ -11,8 +11,9 @@ from swarmnet_protocols.routing import chain_search, coordinates, placement, reb
 from swarmnet_protocols.routing.chain_search import HostInfo, View
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
-from tests.unit import test_claimed_speed as test
-from tests.unit import test_client_swarm, test_placement, test_rebalancing, test_routing
+from tests.unit.client import test_client_swarm
+from tests.unit.routing import test_claimed_speed as test
+from tests.unit.routing import test_placement, test_rebalancing, test_routing
 
 THIRTY = 30
 

@@ -12,7 +12,7 @@ from swarmnet_protocols.net.limits import subnets
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_slots
-from tests.unit import test_slots as test_slot_to_evict
+from tests.unit.hosting import test_slots as test_slot_to_evict
 
 
 async def evict_none(*_: object) -> None:

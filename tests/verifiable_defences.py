@@ -14,7 +14,7 @@ from swarmnet_protocols.training.rounds import reduction
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.sim import test_matchmaking
 from tests.sim import test_verifiable_rounds as rounds
-from tests.unit import test_known_workers
+from tests.unit.workers import test_known_workers
 
 
 def excluding_none(patch: Patch) -> None:

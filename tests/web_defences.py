@@ -16,7 +16,7 @@ from tests.defences import Defence, nothing, replacing, yes
 from tests.sim import test_batching, test_gateway_limits
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny
-from tests.unit import test_dashboard_peer_selection, test_web_middleware, test_web_server
+from tests.unit.web import test_dashboard_peer_selection, test_web_middleware, test_web_server
 
 
 def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:

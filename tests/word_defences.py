@@ -16,7 +16,10 @@ from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.membership import certificates
 from swarmnet_protocols.net import refusal
 from tests.defences import Defence, Patch, replacing
-from tests.unit import test_dht_storage, test_directory, test_issuer, test_output, test_typed_stream
+from tests.unit.cli import test_output
+from tests.unit.directory import test_dht_storage, test_directory
+from tests.unit.membership import test_issuer
+from tests.unit.net import test_typed_stream
 
 
 def forget_who_admitted(patch: Patch) -> None:

@@ -695,7 +695,7 @@ about them, and memory. The order means nothing."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """# Families of models
 
-This page is made from the tests: `python -m tests.support.hub_families` writes it, and `tests/unit/test_families.py` tests every row.
+This page is made from the tests: `python -m tests.support.hub_families` writes it, and `tests/unit/models/test_families.py` tests every row.
 
 Each family is tested with a small model of random weights: a `config.json` with the fields of a published one and dimensions scaled down, and tensors
 by the names that published checkpoints have. No hub was reached: the fields follow published configs from memory and from transformers, and the names are

@@ -20,7 +20,7 @@ from swarmnet_client.model.placeholders import stand_ins
 from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_models import FAMILIES, save_tiny
-from tests.unit.test_models import load
+from tests.unit.models.test_models import load
 
 CPU = torch.device("cpu")
 

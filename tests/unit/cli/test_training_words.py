@@ -12,7 +12,7 @@ from swarmnet.cli.progress.displays import Lines, bars, display
 from swarmnet.cli.progress.record import TrainingRecord
 from swarmnet.cli.progress.training import facts_of, sentence, summary, tell
 from tests.support.tiny_job import tiny_job
-from tests.unit.test_training_record import READY, eval_event, every_second, round_event
+from tests.unit.cli.test_training_record import READY, eval_event, every_second, round_event
 
 
 def shown_on_a_terminal(folder: Path, *steps: dict[str, Any] | tuple[str, int, int | None]) -> list[str]:

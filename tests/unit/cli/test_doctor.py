@@ -161,7 +161,7 @@ def test_peers_in_the_same_network_prove_no_reachability_from_outside() -> None:
 
 
 def test_tested_versions_begin_where_the_requirements_do() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     required = {Requirement(each).name: str(Requirement(each).specifier) for each in project["dependencies"]}
     assert {name: tested.partition(",")[0] for name, tested in TESTED.items()} == {
         name: required[name] for name in TESTED

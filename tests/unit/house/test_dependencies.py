@@ -109,6 +109,6 @@ def test_every_licence_lets_people_use_us() -> None:
 
 
 def test_a_licence_that_is_not_known_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.test_dependencies.LICENCES", LICENCES - {"MIT"})
+    monkeypatch.setattr("tests.unit.house.test_dependencies.LICENCES", LICENCES - {"MIT"})
     with pytest.raises(AssertionError):
         test_every_licence_lets_people_use_us()

@@ -202,7 +202,7 @@ def test_layers_that_lose_what_they_keep_are_refused(
     model: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MixerCache, "get_recurrent_state", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match="keep more than keys, values and recurrent states"):
+    with pytest.raises(ConfigError, match="other state than keys, values and recurrent states"):
         load(model)
 
 

@@ -47,7 +47,7 @@ from swarmnet_protocols.wire import workers_pb2
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny
 from tests.support.training_workers import SWARM, write_job
-from tests.unit.test_training_jobs import hostile
+from tests.unit.training.test_training_jobs import hostile
 
 OWNER = Identity.from_seed(b"owner")
 TIMEOUT_S = 60.0

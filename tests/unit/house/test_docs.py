@@ -11,7 +11,7 @@ from tests.support.commands import every_command
 from tests.support.doc_blocks import LOCAL_PORT, PORT, blocks
 from tests.support.source_code import PACKAGES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"run", "background", "python", "not run"}

@@ -15,7 +15,7 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.training.jobs import JobError, ModelSection
 from tests.support.tiny_job import CONFIG
 from tests.support.tiny_models import save_tiny
-from tests.unit.test_training_start import hear_of_files
+from tests.unit.workers.test_training_start import hear_of_files
 
 SECRET = "PRIVATEKEYLINE"
 

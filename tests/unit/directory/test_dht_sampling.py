@@ -8,7 +8,7 @@ from swarmnet_protocols.directory.records import MAX_RECORD_BYTES
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support.virtual_time import run
-from tests.unit.test_dht_replication import EPOCH, SWARM, Neighbourhood
+from tests.unit.directory.test_dht_replication import EPOCH, SWARM, Neighbourhood
 
 TOPICS = [f"hosts/x/{shard}" for shard in range(16)]
 

@@ -256,6 +256,6 @@ def test_a_process_ends_with_the_exit_code_and_without_a_traceback(typed: str) -
 
 
 def test_every_exit_code_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "exit-codes.md").read_text()
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
     assert {code for _, code, *_ in BAD} | {0, 1, 4, 6, 130} == documented

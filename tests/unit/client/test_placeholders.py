@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 from swarmnet_client.model.placeholders import RemoteWeight, stand_ins
 from swarmnet_protocols.errors import ConfigError
 from tests.support.tiny_models import FAMILIES, save_tiny
-from tests.unit.test_models import load
+from tests.unit.models.test_models import load
 
 CPU = torch.device("cpu")
 

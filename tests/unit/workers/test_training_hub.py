@@ -14,7 +14,7 @@ from swarmnet_node.training.documents import documents
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.training.jobs import DataSection, JobError
 from tests.support.dataset_hub import NAME, DatasetHub, serving
-from tests.unit.test_training_start import hear_of_files
+from tests.unit.workers.test_training_start import hear_of_files
 
 
 @pytest.fixture
