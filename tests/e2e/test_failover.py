@@ -35,7 +35,7 @@ from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
 from tests.support.wan import Uplink, wan_swarm, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m-instruct"
 SPANS = ((10, 20), (0, 10), (10, 20), (20, 30))

@@ -14,7 +14,7 @@ from tests.support.faults import At, Strike, kill
 from tests.support.generation import greedy
 from tests.support.processes import NodeProcess, Swarm
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 TOKENS = 40
 IDS = list(range(100, 132))
