@@ -101,7 +101,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sample",
         action="store_true",
-        help="of a test marked `matrix`, run a few parameters, in which each value of each one occurs",
+        help="leave out tests marked `thorough`; of one marked `matrix`, run a few parameters, in which each value of each one occurs",
     )
 
     parts = parser.getgroup("parts")

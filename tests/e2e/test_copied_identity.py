@@ -1,4 +1,4 @@
-"""Two real processes, on one network, with copies of one identity key."""
+"""Two real processes, on one network, with copies of one identity key. In virtual time: ``unit/directory/test_duplicate_identity.py``."""
 
 import shutil
 import time
@@ -12,7 +12,7 @@ from tests.support.processes import NodeProcess, Swarm
 from tests.support.tiny import BLOCKS
 from tests.support.tiny_swarm import load_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 TIMEOUT_S = 240.0
 

@@ -175,9 +175,11 @@ def test_the_client_waits_for_the_only_host_of_its_first_blocks_to_start_again(
         assert model.last_run.failovers >= 1
 
 
+@pytest.mark.thorough
 def test_an_answer_continues_when_a_node_is_killed_and_then_its_replacement(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
+    """In virtual time: ``sim/test_failover.py``, whose replacements fail in every phase."""
     with lab.connect() as model:
         first = Strike(lab, model, lambda node: lab.relaunch(node.name).ready)
         second = Strike(lab, model, kill)
@@ -186,9 +188,12 @@ def test_an_answer_continues_when_a_node_is_killed_and_then_its_replacement(
     assert first.hit[0].name != second.hit[0].name
 
 
+@pytest.mark.thorough
 def test_an_answer_continues_when_its_host_finishes(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
+    """In virtual time: ``sim/test_handover.py``. ``test_readme.py`` has a process finish."""
+
     def finish_and_wait(node: NodeProcess) -> None:
         """Wait for the hand-over between two tokens: the rest of the answer may take less time than it does."""
         control.finish(node.data_dir, grace_s=30.0)
@@ -269,9 +274,10 @@ def test_the_command_goes_on_when_a_replica_comes_back_in_time(lab: Swarm, story
 
 
 @pytest.mark.net
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, story: list[int]) -> None:
-    """A cut is silent: no connection ends, packets do not arrive."""
+    """A cut is silent: no connection ends, packets do not arrive. In virtual time: the isolated hosts of ``sim/test_failover.py``."""
     with (
         wan_swarm(tmp_path / "lab", cache_dir, Uplink(delay_s=0.005), *SPANS) as lab,
         RunProcess(lab.swarm, PROMPT, STORY_TOKENS, lab.client) as run,

@@ -80,10 +80,11 @@ def test_the_real_model_is_tuned_by_the_command(
     assert answer["token_ids"] == expected[: len(answer["token_ids"])]
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_at_home_when_a_host_is_killed_before_the_backward_pass(
     lab: Swarm, whole: Any
 ) -> None:
-    """The host of the upper half is killed after the forward: another computes its gradients."""
+    """The host of the upper half is killed after the forward: another computes its gradients. In virtual time: ``sim/test_passes.py``."""
     texts = [list(range(100 + row, 130 + row)) for row in range(5)]
     with lab.connect() as model:
         prompts, local_prompts = new_prompts(576), new_prompts(576)

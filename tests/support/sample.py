@@ -1,4 +1,6 @@
-"""``--sample``: a test marked ``matrix`` runs on a sample of its parameters, in which each value of each parameter occurs."""
+"""``--sample``: tests marked ``thorough`` are left out, and one marked ``matrix`` runs on a sample of its parameters, in which each value of each
+parameter occurs.
+"""
 
 from collections import defaultdict
 from random import Random
@@ -10,12 +12,13 @@ class Sample:
     """A pytest plugin. The sample is the same in every run."""
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the rest of every matrix."""
+        """Leave out the rest of every matrix, and what only thorough runs have."""
         matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
                 matrices[item.nodeid.partition("[")[0]].append(item)
         left = {item for cells in matrices.values() for item in left_out(cells)}
+        left |= {item for item in items if item.get_closest_marker("thorough")}
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
 
