@@ -1,16 +1,15 @@
-"""The core lock: the nodes and clients of one machine compute one after the other, as far as they can wait for each other.
+"""The core lock: the nodes and clients of one machine compute one after the other.
 
 Each node has a thread for every core. Two that compute at once wait for each other's threads in every matrix product, which takes longer
-than one after the other. A node without neighbours takes two uncontended file locks a forward. There are three ways to hold the lock:
+than computing in turns. A node that is alone takes two uncontended file locks per forward. There are three ways to hold the lock:
 
-1. ``exclusive``: a forward of a node. Nothing else computes.
-2. ``shared``: a training pass of a node. Passes of several nodes are computed at once, each on half the cores: they are long, so that none
-   should wait for all others.
+1. ``exclusive``: a forward of a node, while no other process computes.
+2. ``shared``: a training pass of a node. Several nodes compute passes at once, each on half the cores, because passes are long.
 3. ``briefly``: a client's local layers, for some milliseconds. All clients compute between two forwards of a node, so that their next steps
-   reach the first node together and become one forward there.
+   reach the first node together and become one forward.
 
-A holder that is stopped (SIGSTOP) or gone does not keep the others from computing: the kernel releases the locks of a dead process, and a
-holder without a sign of life is waited for ``STOPPED_S``, once.
+A holder that is stopped (SIGSTOP) or dead does not block the others: the kernel releases the locks of a dead process, and the others wait
+``STOPPED_S``, once, for a holder without a sign of life.
 """
 
 import asyncio
@@ -46,16 +45,16 @@ from swarmnet_protocols.machine.platform import is_ours, lock, unlock
 _log = logging.getLogger(__name__)
 
 STOPPED_S = 0.2
-"""A holder that gave no sign of life for this long counts as stopped, and is not waited for."""
+"""Seconds without a sign of life after which a holder counts as stopped, and the others no longer wait for it."""
 SIGN_S = 0.04
-"""Period of a holder's signs of life."""
+"""Seconds between two signs of life of a holder."""
 BRIEF_WAIT_S = 0.05
-"""Longest wait of ``briefly``, which computes for a few milliseconds."""
+"""Longest wait of ``briefly`` in seconds; then it computes without the lock."""
 RECENT_S = 5.0
-"""A node that computed within this time is expected to go on. Longer than a pass takes."""
+"""Seconds after which another node counts as idle; longer than a pass takes."""
 
 _ENTRY = struct.Struct("8sd")
-"""The last process that held the lock, and when, on the machine's monotonic clock."""
+"""The name of the process that held the lock last, and the time by the machine's monotonic clock."""
 
 
 class CoreLock(Protocol):
@@ -72,7 +71,7 @@ class CoreLock(Protocol):
 
 
 class NoCoreLock:
-    """A :class:`CoreLock` that excludes nothing: for a process that shares its cores with no other."""
+    """A :class:`CoreLock` that never waits, for a process that is alone on its cores."""
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -90,8 +89,8 @@ NO_CORE_LOCK = NoCoreLock()
 class FileCoreLock:
     """A :class:`CoreLock` of all processes that open the same folder, made of two file locks.
 
-    The holder of ``cores`` computes, alone or shared. A process that wants it waits at ``queue``, one at a time, so that none computes
-    twice in a row while another waits.
+    The holder of ``cores`` computes, alone or shared. The holder of ``queue`` is the next one, so that no process computes twice in a row
+    while another waits.
     """
 
     def __init__(self, queue: "_FileLock", cores: "_FileLock", last: IO[bytes]) -> None:
@@ -169,13 +168,13 @@ class FileCoreLock:
             name, at = _ENTRY.unpack(entry)
             if name != self._name:
                 self._others_at = at
-        with suppress(OSError):  # with a full disk, the others do not learn of this process
+        with suppress(OSError):  # if the disk is full, the others see no entry of this process
             self._last.seek(0)
             self._last.write(_ENTRY.pack(self._name, time.monotonic()))
 
 
 def default_folder() -> Path:
-    """The folder of this user on this machine: in the user's cache, where no other user can create it first."""
+    """The folder of the lock, in the user's cache folder, where no other user can create it first."""
     cache = platformdirs.user_cache_path("swarmnet", appauthor=False)
     return cache / f"core-lock-{socket.gethostname()}"
 
@@ -183,7 +182,9 @@ def default_folder() -> Path:
 @contextmanager
 def open_core_lock(folder: Path | None = None) -> Iterator[CoreLock]:
     """The core lock of this user's processes; ``NO_CORE_LOCK`` on Windows, and with a warning if the folder cannot be used."""
-    if sys.platform == "win32":  # its locks have neither sharers that wait nor a wait without polling
+    if (
+        sys.platform == "win32"
+    ):  # locks on Windows can be neither shared by waiters nor awaited without polling
         yield NO_CORE_LOCK
         return
     with ExitStack() as stack:
@@ -218,7 +219,7 @@ class _FileLock:
                 waiter.close()
 
     async def acquire(self, *, shared: bool = False) -> IO[str] | None:
-        """Hold the lock until ``release`` of the file that this returns; None without it if its holder is stopped."""
+        """Take the lock; returns the locked file for ``release``, or None if the lock's holder is stopped."""
         locked = self._file if _try_lock(self._file, shared=shared) else await self._wait(shared)
         if locked is not None:
             self._sign()
@@ -231,7 +232,7 @@ class _FileLock:
 
     @contextmanager
     def held_briefly(self) -> Iterator[None]:
-        """Share the lock while the context is open, or go without it after ``BRIEF_WAIT_S``."""
+        """Share the lock while the context is open; after ``BRIEF_WAIT_S`` continue without it."""
         locked: IO[str] | None = self._file
         if not _try_lock(self._file, shared=True):
             request = self._waiter.request(shared=True)
@@ -251,7 +252,7 @@ class _FileLock:
         self._sign_timer = asyncio.get_running_loop().call_later(SIGN_S, self._sign)
 
     async def _wait(self, shared: bool) -> IO[str] | None:
-        """Wait for the lock. Returns the file that is locked; None if the holder is stopped."""
+        """Wait for the lock; returns the locked file, or None if the lock's holder is stopped."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         request = self._waiter.request(shared=shared)
@@ -276,20 +277,20 @@ class _FileLock:
 
 
 class _LockWaiter:
-    """A thread that blocks in flock(2). Polling instead would displace the threads of the process that computes."""
+    """A thread that blocks in flock(2), because polling would displace the threads of the process that computes."""
 
     def __init__(self, file: IO[str]) -> None:
-        """``file`` is opened for this thread alone: the lock of a cancelled request may come when the process holds another."""
+        """``file``: one opened for this thread only, because a cancelled request may lock it while the process holds another lock."""
         self.file = file
         self._requests: SimpleQueue[tuple[bool, Future[None]] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def request(self, *, shared: bool) -> "Future[None]":
-        """Done when ``file`` is locked. If it can be cancelled, it will not be locked."""
+        """A future that is done when ``file`` is locked. After a successful ``cancel``, it will not be locked."""
         request: Future[None] = Future()
         self._requests.put((shared, request))
         if self._thread is None:
-            # A daemon thread, which does not delay the end of the process: the holder may be stopped for good.
+            # A daemon thread, so that it does not delay the end of the process if the holder stays stopped.
             self._thread = Thread(target=self._run, name="core lock", daemon=True)
             self._thread.start()
         return request
