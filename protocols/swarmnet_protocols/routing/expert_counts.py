@@ -1,0 +1,64 @@
+"""Which experts rows choose: counts that decay, so that they follow what is asked of a model now.
+
+A row is one position of one sequence in one block. Its router chooses k of the E experts of the block.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+HALF_LIFE_S = 60.0
+"""Seconds in which a count halves: the experts that are popular change with the subject."""
+MAX_COUNTS = 1 << 25
+"""Counts of a model, at most; 128 MiB. DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
+
+
+class ExpertCounts:
+    """Counts of the rows of a model with ``blocks`` blocks of ``experts`` experts each."""
+
+    def __init__(self, blocks: int, experts: int) -> None:
+        """Raises ``ValueError`` for a model that would have no counts, or more than ``MAX_COUNTS``."""
+        if not (blocks > 0 and experts > 0 and 2 * blocks * experts * experts <= MAX_COUNTS):
+            raise ValueError(f"counts of {blocks} blocks of {experts} experts")
+        self.blocks = blocks
+        self.experts = experts
+        self.rows = np.zeros((blocks, experts), np.float32)
+        """Rows that chose the expert, ``[blocks, E]``."""
+        self.together = np.zeros((blocks, experts, experts), np.float32)
+        """Rows that chose both experts, ``[blocks, E, E]``; 0 on the diagonal."""
+        self.following = np.zeros((blocks - 1, experts, experts), np.float32)
+        """Rows that chose expert i in a block and j in the next one, ``[blocks - 1, E, E]``: for guesses which experts come next."""
+
+    def add(self, chosen: NDArray[np.integer], first_block: int = 0) -> None:
+        """Count rows of consecutive blocks: ``chosen`` ``[rows, blocks of a span, k]``, different experts for each row and block.
+
+        Raises ``ValueError`` for blocks or experts that the model does not have.
+        """
+        if chosen.ndim != 3 or not 0 <= first_block <= first_block + chosen.shape[1] <= self.blocks:
+            raise ValueError(f"{chosen.shape} choices from block {first_block} of {self.blocks}")
+        if not chosen.size:
+            return
+        if chosen.min() < 0 or chosen.max() >= self.experts:
+            raise ValueError(f"an expert of [{chosen.min()}, {chosen.max()}], of {self.experts}")
+        before: NDArray[np.int64] | None = None
+        for place in range(chosen.shape[1]):
+            block, of_block = first_block + place, chosen[:, place].astype(np.int64)
+            self.rows[block] += np.bincount(of_block.ravel(), minlength=self.experts)
+            pairs = self._pairs(of_block, of_block)
+            np.fill_diagonal(pairs, 0.0)
+            self.together[block] += pairs
+            if before is not None:
+                self.following[block - 1] += self._pairs(before, of_block)
+            before = of_block
+
+    def decay(self, seconds: float) -> None:
+        """Let ``seconds`` pass: counts halve every ``HALF_LIFE_S``."""
+        left = 0.5 ** (seconds / HALF_LIFE_S)
+        self.rows *= left
+        self.together *= left
+        self.following *= left
+
+    def _pairs(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float32]:
+        """How often the rows have expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E, E]``."""
+        numbers = one[:, :, None] * self.experts + other[:, None, :]
+        counted = np.bincount(numbers.ravel(), minlength=self.experts**2)
+        return counted.reshape(self.experts, self.experts).astype(np.float32)

@@ -1,0 +1,426 @@
+"""Which peers hold which experts: a pure function of the counts of the experts that rows chose, of the peers, and of what they hold.
+
+What a placement costs is defined in ``expert_dispatch.py``: messages, and time that the trunk waits for the busiest peer of a block. Each
+block is placed by itself, because its rows begin and end at its trunk. Of rows w_i that chose expert i, and T_ij that chose i and j, a peer
+p computes the shares x_ip (all of them at the trunk, if it holds i, else equal shares of the holders). The cost of a block is estimated as
+
+    sum over other peers p of (sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp)  +  PENALTY * (time of each p above TARGET times the mean)
+
+Counts of pairs do not tell how many peers a row of k experts needs, which is 1 for any number n of them on one peer; n - PAIR * n (n - 1) / 2
+is near 1 up to n = 4. Experts get their copies as in DeepSeek's EPLB: one more for the one with the most rows a copy, the heaviest ones
+placed first. Then copies change places while that lowers the cost (Kernighan and Lin 1970, for graphs), as MoETuner does by an integer program.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmnet_protocols.routing.expert_counts import ExpertCounts
+from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, Placement
+
+SPARE = 0.05
+"""Share of its memory that a peer keeps free, so that it can load an expert before it drops another."""
+TARGET = 1.08
+"""Time of a peer in a block, in means of all peers, that is not penalised: rows differ from those that were counted."""
+PAIR = 0.7
+PENALTY = 4.0
+"""Messages of all rows of a block that are as bad as a peer that takes twice ``TARGET`` times the mean."""
+ALONE = 0.05
+"""Messages of all rows of a block that are as bad as no second holder of any expert."""
+RIVALS = 3
+"""Experts that are tried for one more copy, or for one less at a peer."""
+KICKS = 20
+"""Times that exchanges drawn at random are tried as a way out of a placement that no single change improves, for each block."""
+TRIED = 8
+"""Changes of each kind whose cost is computed in each step, those of the largest estimates."""
+_LEAST = 1e-4
+"""Share of the rows of a block by which a change must lower its cost."""
+
+Floats = NDArray[np.float64]
+Holds = NDArray[np.bool_]
+Copies = tuple[tuple[int, int], ...]
+"""Experts of a block and the peers that hold them, by their places."""
+
+
+def place(
+    counts: ExpertCounts,
+    peers: Sequence[ExpertPeer],
+    *,
+    expert_bytes: int,
+    rng: random.Random,
+    present: Placement | None = None,
+    most_loads: int | None = None,
+) -> Placement:
+    """The experts that each peer should hold, every expert at one peer at least, in ``1 - SPARE`` of the memory where that is enough.
+
+    With ``present`` it is that placement changed: experts that no peer holds are given to peers, experts of peers that hold too many are
+    dropped or given to others, and then at most ``most_loads`` experts are given to peers that do not hold them, those first that
+    lower the cost most. Raises ``ValueError`` if the peers together have no memory for every expert, or a block has two trunks.
+    """
+    rooms = _rooms(counts, peers, expert_bytes)
+    quotas = _quotas(rooms, counts.blocks, counts.experts)
+    speeds = np.array([peer.rows_per_s for peer in peers])
+    blocks = []
+    for block in range(counts.blocks):
+        trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
+        if len(trunks) > 1:
+            raise ValueError(f"block {block} has two trunks")
+        hold = np.zeros((counts.experts, len(peers)), bool)
+        for number, peer in enumerate(peers):
+            for of_block, expert in (present or {}).get(peer.peer, ()):
+                if of_block == block:
+                    hold[expert, number] = True
+        blocks.append(
+            _Block(
+                counts.rows[block].astype(np.float64),
+                counts.together[block].astype(np.float64),
+                quotas[block],
+                speeds,
+                trunks[0] if trunks else None,
+                hold,
+            )
+        )
+    for each in blocks:
+        each.complete()
+    _improve(blocks, most_loads)
+    if present is None:
+        for each in blocks:
+            each.search(rng)
+    return {
+        peer.peer: frozenset(
+            (block, int(expert))
+            for block, each in enumerate(blocks)
+            for expert in np.flatnonzero(each.hold[:, number])
+        )
+        for number, peer in enumerate(peers)
+    }
+
+
+def _rooms(counts: ExpertCounts, peers: Sequence[ExpertPeer], expert_bytes: int) -> list[int]:
+    """Experts that each peer may hold."""
+    every = counts.blocks * counts.experts
+    most = [min(peer.memory_bytes // expert_bytes, every) for peer in peers]
+    if sum(most) < every:
+        raise ValueError(f"the peers have memory for {sum(most)} of {every} experts")
+    spared = [room - math.ceil(SPARE * room) for room in most]
+    return spared if sum(spared) >= every else most
+
+
+def _quotas(rooms: Sequence[int], blocks: int, experts: int) -> NDArray[np.int64]:
+    """Experts of each block that each peer may hold, ``[blocks, peers]``: equally many of each block, as far as numbers allow."""
+    quotas = np.array([[min(room // blocks, experts) for room in rooms]] * blocks)
+    for number, room in enumerate(rooms):
+        for _ in range(room - int(quotas[:, number].sum())):
+            block = min(
+                (block for block in range(blocks) if quotas[block, number] < experts),
+                key=lambda block: (quotas[block].sum(), quotas[block, number]),
+            )
+            quotas[block, number] += 1
+    return quotas
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Copies that peers drop and load, and by how much they lower the cost of a block."""
+
+    gain: float
+    drops: Copies
+    loads: Copies
+
+
+def _improve(blocks: Sequence["_Block"], most_loads: int | None) -> None:
+    """Make the changes that lower the cost most for an expert to load, until none does, or ``most_loads`` are reached."""
+    left = math.inf if most_loads is None else most_loads
+    found = {number: block.best_change() for number, block in enumerate(blocks)}
+    while left > 0:
+        possible = {
+            number: change
+            for number, change in found.items()
+            if change is not None and len(change.loads) <= left
+        }
+        if not possible:
+            return
+        best = max(possible, key=lambda number: possible[number].gain / max(1, len(possible[number].loads)))
+        blocks[best].apply(possible[best])
+        left -= len(possible[best].loads)
+        found[best] = blocks[best].best_change()
+
+
+class _Block:
+    """One block: E experts, P peers. ``hold`` ``[E, P]`` tells which peers hold which experts."""
+
+    def __init__(
+        self,
+        rows: Floats,
+        together: Floats,
+        quotas: NDArray[np.int64],
+        speeds: Floats,
+        trunk: int | None,
+        hold: Holds,
+    ) -> None:
+        self.hold = hold
+        self._total = float(rows.sum()) or 1.0
+        self._rows = rows / self._total
+        self._together = together / self._total
+        self._quotas = quotas
+        self._most = TARGET * speeds / speeds.sum()
+        """Share of the rows that each peer computes in ``TARGET`` times the mean time."""
+        self._trunk = trunk
+
+    # ---- the cost -----------------------------------------------------------------------------------------
+
+    def shares(self, hold: Holds) -> Floats:
+        """The share of the rows of an expert that each of its holders computes, ``[E, P]``."""
+        shares: Floats = hold / np.maximum(hold.sum(1, keepdims=True), 1)
+        if self._trunk is not None:
+            local = hold[:, self._trunk]
+            shares[local] = 0.0
+            shares[local, self._trunk] = 1.0
+        return shares
+
+    def cost(self, hold: Holds) -> float:
+        shares = self.shares(hold)
+        remote = self._remote(hold)
+        sent = (
+            float(self._rows[remote.any(1)].sum()) - PAIR * float((self._together * _meet(remote)).sum()) / 2
+        )
+        alone = float((remote.sum(1) == 1).mean())
+        return sent + float(self._excess(self._rows @ shares).sum()) + ALONE * alone
+
+    def _remote(self, hold: Holds) -> Holds:
+        """Who computes an expert apart from the trunk, ``[E, P]``."""
+        if self._trunk is None:
+            return hold
+        remote: Holds = hold & ~hold[:, [self._trunk]]
+        return remote
+
+    def _excess(self, loads: Floats) -> Floats:
+        """What each peer's share of the rows, ``[..., P]``, costs for being too large."""
+        excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
+        return excess
+
+    # ---- changes ------------------------------------------------------------------------------------------
+
+    def apply(self, change: _Change) -> None:
+        for expert, peer in change.drops:
+            self.hold[expert, peer] = False
+        for expert, peer in change.loads:
+            self.hold[expert, peer] = True
+
+    def best_change(self) -> _Change | None:
+        """The change that lowers the cost most, or that fills free memory; None if there is none."""
+        found = [
+            change
+            for change in (self._copy(), self._exchange(), self._exchange_with_trunk())
+            if change is not None
+        ]
+        return max(found, key=lambda change: change.gain / len(change.loads), default=None)
+
+    def search(self, rng: random.Random) -> None:
+        """Exchange two pairs of copies at random, improve what comes of it, and keep the better placement: ``KICKS`` times."""
+        best, least = self.hold.copy(), self.cost(self.hold)
+        for _ in range(KICKS if len(self._quotas) > 1 else 0):
+            for _ in range(2):
+                one, other = rng.sample(range(len(self._quotas)), 2)
+                here = np.flatnonzero(self.hold[:, one] & ~self.hold[:, other])
+                there = np.flatnonzero(self.hold[:, other] & ~self.hold[:, one])
+                if len(here) and len(there):
+                    leaves, comes = rng.choice(here.tolist()), rng.choice(there.tolist())
+                    self.hold[[leaves, comes], [one, other]] = False
+                    self.hold[[leaves, comes], [other, one]] = True
+            while (change := self.best_change()) is not None:
+                self.apply(change)
+            if (cost := self.cost(self.hold)) < least - _LEAST:
+                best, least = self.hold.copy(), cost
+            self.hold = best.copy()
+
+    def complete(self) -> None:
+        """Drop copies above the quotas, and give every expert without a holder to one that has room."""
+        if not self.hold.any():
+            self._fill_trunk()
+        for peer in np.flatnonzero(self.hold.sum(0) > self._quotas):
+            while self.hold[:, peer].sum() > self._quotas[peer]:
+                copies = self.hold.sum(1)
+                held = np.flatnonzero(self.hold[:, peer])
+                self.hold[min(held, key=lambda expert: (copies[expert] < 2, self._rows[expert])), peer] = (
+                    False
+                )
+        missing = np.flatnonzero(~self.hold.any(1))
+        for expert in missing[np.argsort(-self._rows[missing], kind="stable")]:
+            if not (free := np.flatnonzero(self.hold.sum(0) < self._quotas)).size:
+                free = np.array([self._drop_spare()])
+            loads = self._rows @ self.shares(self.hold)
+            times = (loads + self._rows[expert]) / self._most
+            self.hold[expert, min(free, key=lambda peer: times[peer])] = True
+
+    def _fill_trunk(self) -> None:
+        """The heaviest experts for the trunk, up to its share of the rows: they are computed there without a message."""
+        if self._trunk is None:
+            return
+        order = np.argsort(-self._rows, kind="stable")
+        load = 0.0
+        for expert in order[: self._quotas[self._trunk]]:
+            if (load := load + self._rows[expert]) > self._most[self._trunk] / TARGET:
+                break
+            self.hold[expert, self._trunk] = True
+        least = len(order) - (int(self._quotas.sum()) - int(self._quotas[self._trunk]))
+        for expert in order[::-1]:  # the others have no room for these
+            if self.hold[:, self._trunk].sum() >= least:
+                break
+            self.hold[expert, self._trunk] = True
+
+    def _drop_spare(self) -> int:
+        """Drop the copy that is missed least; the peer that had it."""
+        copies = self.hold.sum(1)
+        expert = min(np.flatnonzero(copies > 1), key=lambda expert: self._rows[expert] / (copies[expert] - 1))
+        times = self._rows @ self.shares(self.hold) / self._most
+        peer = max(np.flatnonzero(self.hold[expert]), key=lambda peer: times[peer])
+        self.hold[expert, peer] = False
+        return int(peer)
+
+    def _copy(self) -> _Change | None:
+        """One more copy of an expert with many rows a copy, in free memory or in place of a copy of one with few."""
+        copies = self.hold.sum(1)
+        peers = np.arange(len(self._quotas))
+        local = np.zeros(len(copies), bool)
+        if self._trunk is not None:
+            local, peers = self.hold[:, self._trunk], peers[peers != self._trunk]
+        wanted = np.flatnonzero(~local & (copies < len(peers)))
+        wanted = wanted[np.argsort(-(self._rows / copies)[wanted], kind="stable")]
+        alone = wanted[RIVALS:][copies[wanted[RIVALS:]] == 1]
+        wanted = np.concatenate([wanted[:RIVALS], alone[:RIVALS]])
+        without = np.where(local, 0.0, self._rows / np.maximum(copies - 1, 1))
+        spare = np.flatnonzero(copies > 1)
+        spare = spare[np.argsort(without[spare], kind="stable")]
+        is_free = self.hold.sum(0) < self._quotas
+        apart = self._together[wanted] * ~_meet(self._remote(self.hold))[wanted]
+        saved = np.where(self.hold[wanted][:, peers], -math.inf, apart @ self.hold[:, peers])
+        changes: list[tuple[Copies, Copies]] = []
+        for number in _largest(saved):
+            place, home = np.unravel_index(number, saved.shape)
+            load = ((int(wanted[place]), int(peers[home])),)
+            if is_free[peers[home]]:
+                changes.append(((), load))
+            else:
+                here = spare[self.hold[spare, peers[home]]]
+                changes += [(((int(each), int(peers[home])),), load) for each in here[:RIVALS]]
+        return self._best(changes)
+
+    def _exchange(self) -> _Change | None:
+        """The best exchange of two copies, or move of one into free memory, between peers other than the trunk."""
+        shares = self.shares(self.hold)
+        places = self.hold.copy()
+        if self._trunk is not None:
+            places[:, self._trunk] = False
+        free = np.flatnonzero(
+            (self.hold.sum(0) < self._quotas) & (np.arange(len(self._quotas)) != self._trunk)
+        )
+        experts, homes = np.concatenate([np.argwhere(places), np.stack([-np.ones_like(free), free], 1)]).T
+        if not len(experts):
+            return None
+        is_real = experts >= 0  # the others stand for free memory: experts without rows
+        rows = np.where(is_real, self._rows[experts] * shares[experts, homes], 0.0)
+        pairs = PAIR * self._together[np.ix_(experts, experts)] * (is_real[:, None] & is_real[None, :])
+        near = pairs @ (homes[:, None] == np.arange(len(self._quotas)))  # what a copy saves at a peer
+        stays = near[np.arange(len(homes)), homes]
+        gains = near[:, homes] + near[:, homes].T - 2 * pairs - stays[:, None] - stays[None, :]
+        loads = self._rows @ shares
+        moved = rows[None, :] - rows[:, None]  # rows that the home of the first copy gains
+        excess = self._excess(loads)[homes]
+        gains += excess[:, None] - self._excess_of(homes[:, None], loads[homes][:, None] + moved)
+        gains += excess[None, :] - self._excess_of(homes[None, :], loads[homes][None, :] - moved)
+        held = self.hold[experts][:, homes] & is_real[:, None]  # a peer holds an expert once
+        gains[held | held.T | (homes[:, None] == homes[None, :])] = -math.inf
+        gains[np.tril_indices(len(homes))] = -math.inf
+        changes = []
+        for number in _largest(gains):
+            one, other = np.unravel_index(number, gains.shape)
+            ends = ((experts[one], homes[one], homes[other]), (experts[other], homes[other], homes[one]))
+            real = [(int(expert), int(home), int(to)) for expert, home, to in ends if expert >= 0]
+            changes.append(
+                (
+                    tuple((expert, home) for expert, home, _ in real),
+                    tuple((expert, to) for expert, _, to in real),
+                )
+            )
+        return self._best(changes)
+
+    def _exchange_with_trunk(self) -> _Change | None:
+        """The best exchange of an expert of the trunk with one of another peer, or the best move of one to the trunk."""
+        if self._trunk is None:
+            return None
+        trunk = self._trunk
+        remote = self._remote(self.hold)
+        shares = self.shares(self.hold)
+        near = PAIR * self._together @ remote  # [E, P]: what an expert saves at a peer
+        saved = self._rows - PAIR * (self._together * _meet(remote)).sum(1)
+        order = np.argsort(-saved, kind="stable")
+        inside = order[self.hold[order, trunk]][-2 * TRIED :]
+        outside = order[~self.hold[order, trunk]][: 2 * TRIED]
+        rows = self._rows[:, None] * shares
+        loads = self._rows @ shares - rows[outside]  # [outside, P]
+        loads[:, trunk] += self._rows[outside]
+        here = np.append(self._rows[inside], 0.0)  # the last one stands for free memory of the trunk
+        pushed = np.concatenate([near[inside], np.zeros((1, len(self._quotas)))])
+        if self.hold[:, trunk].sum() >= self._quotas[trunk]:
+            here, pushed = here[:-1], pushed[:-1]
+        peers = np.arange(len(self._quotas))
+        gains = np.full((len(here), len(outside), len(peers)), -math.inf)
+        for peer in peers[peers != trunk]:
+            after = np.repeat(loads[None], len(here), 0)  # [inside, outside, P]
+            after[:, :, peer] += here[:, None]
+            after[:, :, trunk] -= here[:, None]
+            gain = saved[outside] - here[:, None] + pushed[:, [peer]] - self._excess(after).sum(2)
+            pairs = PAIR * self._together[np.ix_(inside, outside)] * self.hold[outside, peer]
+            gain[: len(inside)] -= pairs
+            gains[:, :, peer] = np.where(self.hold[outside, peer], gain, -math.inf)
+        changes = []
+        for number in _largest(gains):
+            place, far, peer = (int(each) for each in np.unravel_index(number, gains.shape))
+            drops, loads_of = [(int(outside[far]), peer)], [(int(outside[far]), trunk)]
+            if place < len(inside):
+                drops.append((int(inside[place]), trunk))
+                if not self.hold[inside[place], peer]:
+                    loads_of.append((int(inside[place]), peer))
+            changes.append((tuple(drops), tuple(loads_of)))
+        return self._best(changes)
+
+    def _excess_of(self, peers: NDArray[np.int64], loads: Floats) -> Floats:
+        """``_excess`` of one peer for each number in ``loads``."""
+        excess: Floats = PENALTY * np.maximum(loads / self._most[peers] - 1.0, 0.0)
+        return excess
+
+    def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
+        """The change, of drops and loads, that lowers the cost most for a load; None if none does."""
+        before = self.cost(self.hold)
+        found = [_Change(before - self._cost_after(drops, loads), drops, loads) for drops, loads in changes]
+        found = [change for change in found if change.gain > _LEAST]
+        return max(found, key=lambda change: change.gain / len(change.loads), default=None)
+
+    def _cost_after(self, drops: Copies, loads: Copies) -> float:
+        hold = self.hold.copy()
+        for expert, peer in drops:
+            hold[expert, peer] = False
+        for expert, peer in loads:
+            hold[expert, peer] = True
+        return self.cost(hold)
+
+
+def _meet(hold: Holds) -> Holds:
+    """Which two experts some peer holds both, ``[E, E]``."""
+    numbers = hold.astype(np.float32)
+    meet: Holds = numbers @ numbers.T > 0.0
+    return meet
+
+
+def _largest(gains: Floats) -> list[int]:
+    """The places of the ``TRIED`` largest gains that are possible, in the flattened array."""
+    flat = gains.ravel()
+    count = min(TRIED, len(flat))
+    if not count:
+        return []
+    return [int(place) for place in np.argpartition(-flat, count - 1)[:count] if flat[place] > -math.inf]

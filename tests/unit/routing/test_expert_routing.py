@@ -1,0 +1,142 @@
+"""On the routing of a trained model, placements of experts send fewer rows to other peers, evenly, also after the subject has changed."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.expert_counts import ExpertCounts
+from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
+from swarmnet_protocols.routing.expert_placement import place
+
+TRACE = Path(__file__).parents[2] / "data" / "expert_routing.npz"
+WINDOW = 256
+BLOCKS, EXPERTS = 8, 32
+EVERY = BLOCKS * EXPERTS
+MEASURED = 384
+"""Rows on which a placement is measured: others than those that were counted."""
+A_MINUTE = 300
+"""Rows that are counted in a minute."""
+FEWER, BUSIEST = 0.7, 1.2
+Rows = NDArray[np.integer]
+
+
+def recorded(subject: str) -> tuple[Rows, Rows]:
+    """Rows to count and rows to measure, ``[rows, BLOCKS, 4]``, of other places in the text."""
+    with np.load(TRACE, allow_pickle=False) as trace:
+        windows = trace[subject].astype(np.int64).reshape(-1, WINDOW, BLOCKS, 4)
+    counted, measured = (windows[part::2].reshape(-1, BLOCKS, 4) for part in range(2))
+    return counted, measured[:: len(measured) // MEASURED]
+
+
+def renumbered(rows: Rows) -> Rows:
+    """The same rows of a model whose experts have other numbers in each block: nothing that was counted before holds."""
+    rng = np.random.default_rng(0)
+    numbers = np.stack([rng.permutation(EXPERTS) for _ in range(BLOCKS)])
+    return numbers[np.arange(BLOCKS)[:, None], rows]
+
+
+def group(room: float, *, peers: int = 4, has_trunk: bool = True) -> list[ExpertPeer]:
+    """A trunk and other peers, or other peers alone, with memory for ``room`` times all experts together, in equal parts."""
+    memory = int(room * EVERY / peers)
+    return [
+        ExpertPeer(PeerId(f"peer{number}"), memory, trunk_of=range(BLOCKS if has_trunk and not number else 0))
+        for number in range(peers)
+    ]
+
+
+def contiguous(peers: Sequence[ExpertPeer]) -> Placement:
+    """Equal parts of the experts of each block, in the order of their numbers."""
+    held: dict[PeerId, set[Expert]] = {peer.peer: set() for peer in peers}
+    for block in range(BLOCKS):
+        for expert in range(EXPERTS):
+            held[peers[expert * len(peers) // EXPERTS].peer].add((block, expert))
+    return {peer: frozenset(experts) for peer, experts in held.items()}
+
+
+def measure(placement: Placement, peers: Sequence[ExpertPeer], rows: Rows) -> tuple[float, float]:
+    """Messages divided by those of the contiguous placement, and the time of the busiest peer in means of all."""
+    found, usual = Dispatch(placement, peers, BLOCKS), Dispatch(contiguous(peers), peers, BLOCKS)
+    for row in rows.tolist():
+        for block, experts in enumerate(row):
+            found.add(block, experts)
+            usual.add(block, experts)
+    return found.messages / usual.messages, found.busiest
+
+
+@pytest.mark.parametrize("subject", ["code", "prose"])
+@pytest.mark.parametrize(("peers", "has_trunk"), [(4, True), (4, False), (3, True)])
+def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
+    subject: str, peers: int, has_trunk: bool
+) -> None:
+    counted, measured = recorded(subject)
+    counts = ExpertCounts(BLOCKS, EXPERTS)
+    counts.add(counted)
+    those = group(1.5, peers=peers, has_trunk=has_trunk)
+    placement = place(counts, those, expert_bytes=1, rng=random.Random(0))
+    messages, busiest = measure(placement, those, measured)
+    assert messages <= FEWER
+    assert busiest <= BUSIEST
+
+
+@pytest.mark.parametrize("room", [1.0, 1.06])
+def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
+    """Less than what more memory saves: experts that are often chosen together are not in one place for every row."""
+    counted, measured = recorded("code")
+    counts = ExpertCounts(BLOCKS, EXPERTS)
+    counts.add(counted)
+    those = group(room)
+    messages, busiest = measure(place(counts, those, expert_bytes=1, rng=random.Random(0)), those, measured)
+    assert messages <= 0.8
+    assert busiest <= BUSIEST
+
+
+def after(
+    present: Placement,
+    *,
+    loads: Sequence[tuple[PeerId, Expert]] = (),
+    drops: Sequence[tuple[PeerId, Expert]] = (),
+) -> Placement:
+    changed = {peer: set(experts) for peer, experts in present.items()}
+    for peer, expert in drops:
+        changed[peer].remove(expert)
+    for peer, expert in loads:
+        changed[peer].add(expert)
+    return {peer: frozenset(experts) for peer, experts in changed.items()}
+
+
+def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
+    """From code to prose of a model whose experts have other numbers. It takes seconds: eleven placements of 256 experts."""
+    peers = group(1.5)
+    counts = ExpertCounts(BLOCKS, EXPERTS)
+    counts.add(recorded("code")[0])
+    present: Placement = place(counts, peers, expert_bytes=1, rng=random.Random(0))
+    wanted = present
+    counted, measured = (renumbered(rows) for rows in recorded("prose"))
+    messages, busiest = measure(present, peers, measured)
+    assert messages > FEWER, "what was counted before does not hold any more"
+    most = most_moves(EVERY)
+    assert most <= 0.05 * EVERY
+    for minute in range(10):
+        counts.decay(60.0)
+        counts.add(np.take(counted, range(minute * A_MINUTE, (minute + 1) * A_MINUTE), 0, mode="wrap"))
+        moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
+        if after(present, drops=moves.drops) == wanted:
+            present = wanted
+            wanted = place(
+                counts, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
+            )
+            moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
+        assert len(moves.loads) <= most
+        present = after(present, drops=moves.drops)
+        assert len(set().union(*present.values())) == EVERY, "every expert has a holder at every moment"
+        present = after(present, loads=moves.loads)
+        assert all(len(present[peer.peer]) <= peer.memory_bytes for peer in peers)
+    messages, busiest = measure(present, peers, measured)
+    assert messages <= FEWER
+    assert busiest <= BUSIEST
