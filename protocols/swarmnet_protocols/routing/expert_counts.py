@@ -1,4 +1,4 @@
-"""Which experts rows choose: counts that decay, so that they follow what is asked of a model now.
+"""Counts of the experts that rows choose: alone, together and one after the other, with a half-life.
 
 A row is one position of one sequence in one block. Its router chooses k of the E experts of the block.
 """

@@ -1,4 +1,4 @@
-"""Which peers compute the experts of rows: a pure function of who holds which expert, and the measures of a placement that follow from it.
+"""The peers that compute the experts of rows: a pure function of a placement, with the two measures of its cost.
 
 The trunk of a block computes its routing. A row goes to each other peer that computes some of its experts once, so what a placement costs is
 

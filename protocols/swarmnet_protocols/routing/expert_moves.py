@@ -1,4 +1,4 @@
-"""How peers get from the experts that they hold to those that they should hold: a few loads a minute, and never without a holder.
+"""Moves of experts between peers: a few loads a minute towards a wanted placement, and a holder of each expert at every moment.
 
 A peer loads an expert while another one still holds it (make before break), into memory that is free or that its own drops free.
 """

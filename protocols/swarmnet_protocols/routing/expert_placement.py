@@ -1,4 +1,4 @@
-"""Which peers hold which experts: a pure function of the counts of the experts that rows chose, of the peers, and of what they hold.
+"""The experts of each peer: a pure function of counts, peers, the present placement and a random source.
 
 What a placement costs is defined in ``expert_dispatch.py``: messages, and time that the trunk waits for the busiest peer of a block. Each
 block is placed by itself, because its rows begin and end at its trunk. Of rows w_i that chose expert i, and T_ij that chose i and j, a peer
