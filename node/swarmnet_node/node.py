@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -19,7 +19,11 @@ import torch
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.announcement import Announcement
+from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.experts.trunk import ExpertLoader, ExpertOptions, own_experts
+from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
@@ -28,6 +32,7 @@ from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
@@ -35,8 +40,10 @@ from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
+from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
+from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
 from swarmnet_protocols.routing.throughput import Claim
@@ -97,6 +104,13 @@ class Hosting:
     limits: HostLimits = field(default_factory=HostLimits)
     library: Library | None = None
     """The weights that this machine serves to members; None: none."""
+    experts: ExpertOptions | None = None
+    """How the node has experts computed that its blocks lack, and computes others for other hosts; None: it has them all, for itself."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it is known which blocks the node hosts."""
+        return self.placed is not None
 
 
 class Node:
@@ -123,6 +137,8 @@ class Node:
         self._engine_context = AsyncExitStack()
         self._engine: Engine | None = None
         self._host: Host | None = None
+        self._expert_service: ExpertService | None = None
+        self._dispatcher: ExpertDispatcher | None = None
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -138,8 +154,10 @@ class Node:
         await node._announce()
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node.span)
-        node._step_s = await node._measure(stage)
         async with node._contexts, Services.on(dependencies.transport) as services:
+            if hosting.experts is not None:
+                await node._share_experts(stage, services, hosting.experts)
+            node._step_s = await node._measure_first(stage)
             engine = await node._start_engine(stage)
             node._engine = engine
             host = Host(
@@ -189,9 +207,50 @@ class Node:
                 # A late status request must not keep the blocks in memory.
                 node._engine = node._host = None
 
+    async def _share_experts(self, stage: Stage, services: "Services", options: ExpertOptions) -> None:
+        """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
+        start, dependencies, manifest = self.span[0], self._dependencies, self._hosting.manifest
+        owner = Owner(dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision)
+        if own := own_experts(stage, start):
+            executor = self._contexts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="experts"))
+            await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
+            self._expert_service = ExpertService(own, executor, owner, dependencies.timing)
+            await services.serve(EXPERTS, self._expert_service.handle)
+        if missing := {start + layer: experts for layer, experts in stage.missing_experts.items()}:
+            dispatcher = ExpertDispatcher(
+                dependencies.transport,
+                dependencies.directory,
+                owner,
+                missing,
+                ExpertLoader(stage, start, options.load, self._hosting.has_room).load,
+                dependencies.timing,
+                dependencies.rng,
+                options.max_round_trip_s,
+                options.start_on_loop,
+            )
+            self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
+            stage.compute_experts_elsewhere(lambda layer: dispatcher.elsewhere(start + layer))
+            await self._announce()  # its own experts: other hosts may wait for them
+
+    async def _measure_first(self, stage: Stage) -> float:
+        """``_measure`` as soon as every expert that the stage lacks is within reach."""
+        options = self._hosting.experts
+        while self._dispatcher is not None and options is not None:
+            await self._dispatcher.complete(options.notice)
+            try:
+                return await self._measure(stage)
+            except Refusal as refusal:  # a peer has failed meanwhile
+                _log.info("not measured: %s", refusal.detail)
+        return await self._measure(stage)
+
     @property
     def span(self) -> tuple[int, int]:
         return self.placed.span
+
+    @property
+    def dispatcher(self) -> ExpertDispatcher | None:
+        """The dispatcher of experts that peers compute; None if the node has all experts of its blocks."""
+        return self._dispatcher
 
     @property
     def engine(self) -> Engine | None:
@@ -230,6 +289,7 @@ class Node:
             refused_stores=self._dependencies.directory.refused,
             moved_from=self.placed.moved_from or (),
             moving_to=self.next.span if self.next else (),
+            experts=format_experts(self._expert_service.experts) if self._expert_service else "",
         )
 
     def finish(self, grace_s: float) -> None:
@@ -275,6 +335,10 @@ class Node:
         """Announce, unless the directory does not answer."""
         with contextlib.suppress(SwarmnetError):
             await self._announce()
+
+    def hosting_again(self) -> Hosting:
+        """What it is to host when it runs again: the same blocks after a pause, or the blocks for which it ended."""
+        return replace(self._hosting, placed=self.next or self.placed)
 
     def report(self) -> report_pb2.NodeReport:
         """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
@@ -390,23 +454,26 @@ class Node:
     # ---- announcements -----------------------------------------------------------------------------------
 
     async def _keep_announcing(self) -> NoReturn:
-        timing, transport = self._dependencies.timing, self._dependencies.transport
-        clock = asyncio.get_running_loop().time
-        while True:
-            announced = transport.addresses()
-            announce_at = clock() + timing.announce_s * self._dependencies.rng.uniform(0.8, 1.0)
-            while (left_s := announce_at - clock()) > 0:
-                await asyncio.sleep(min(left_s, timing.address_check_s))
-                if transport.addresses() != announced:  # a relay or a network has changed
-                    break
-            with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
-                await self._announce()
+        dependencies = self._dependencies
+        # At once when a relay or a network has changed, or experts have come or gone.
+        await keep_announced(
+            self._announce,
+            lambda: (dependencies.transport.addresses(), self._announced_state),
+            dependencies.rng,
+            dependencies.timing,
+        )
+
+    @property
+    def _announced_state(self) -> "pb.HostState":
+        """The state for clients: a host whose experts are out of reach cannot compute its blocks."""
+        is_short = self._dispatcher is not None and bool(self._dispatcher.missing())
+        return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
     async def _announce(self) -> None:
         announcement = Announcement(
             self._hosting.manifest,
             self.span,
-            self._state,
+            self._announced_state,
             self._dependencies.transport.addresses(),
             step_s=self._step_s,
             sessions=len(self._host.sessions) if self._host else 0,
@@ -422,6 +489,16 @@ class Node:
             announcement.record(self._engine).SerializeToString(),
             lifetime_s=self._dependencies.timing.record_s,
         )
+        if self._expert_service is not None:
+            leaving = self._state == pb.HOST_STATE_LEAVING
+            await self._expert_service.announce(
+                self._dependencies.directory,
+                self._dependencies.transport,
+                pb.HOST_STATE_LEAVING if leaving else pb.HOST_STATE_ONLINE,
+                version=self._hosting.version,
+                public_name=self._hosting.public_name,
+                lifetime_s=self._dependencies.timing.record_s,
+            )
 
 
 class Services(TransportWrapper):

@@ -3,13 +3,13 @@
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.owner.limits import ONE_CLIENT, Limits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources, SwarmnetError, Unreachable
@@ -23,14 +23,21 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.device_memory import BlockNeeds, Placement
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.stage import Stage
+    from swarmnet_node.expert_node import ExpertHosting
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.directory.expert_announcements import BlockExperts
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.membership.rules import Quotas
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.quantization.packed_experts import ExpertsModule
     from swarmnet_protocols.quantization.quantize import Precision
+
+
+FREE_MEMORY_SHARE = 0.5
+"""Share of the free memory that experts take at most, unless the owner limits the memory."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,11 @@ class NodeConfig:
     """Whether the node keeps the blocks that it chose when it joined."""
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
+    experts: str | None = None
+    """Routed experts that the node hosts: as ``parse_experts`` takes them, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts nothing
+    else; with them, peers compute those experts of its blocks that it does not have. None: all of its blocks."""
+    max_expert_round_trip_s: float | None = None
+    """Round trip at most to peers that compute experts. None: the default."""
     public_name: str = ""
     limits: Limits = field(default_factory=Limits)
 
@@ -145,7 +157,7 @@ async def start(
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
-        hosting = loaded.hosting(config)
+        hosting = loaded.hosting(config, notice)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
         release_memory()  # memory that loading used temporarily
@@ -184,6 +196,10 @@ class _Loaded:
     """The precision to which weights of 16 and 32 bits are rounded."""
     preloaded: "list[Stage]"
     """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
+    experts: "BlockExperts | None"
+    """The routed experts that the options name; empty: to be chosen. None: all of its blocks."""
+    has_blocks: bool
+    """Whether it hosts blocks, not only experts."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "_Loaded":
@@ -211,6 +227,11 @@ class _Loaded:
         if quantized is not None:
             check_quantizable(model)
         total = model.manifest.blocks
+        has_blocks = config.experts is None or config.blocks is not None or config.num_blocks is not None
+        experts = None
+        if config.experts is not None:
+            counts = model.expert_counts()
+            experts = chosen_experts(config.experts, counts, model.name, has_blocks=has_blocks)
         if config.num_blocks is not None and not 0 < config.num_blocks <= total:
             raise ConfigError(
                 f"{model.name} has {total} blocks, not {config.num_blocks}",
@@ -228,7 +249,11 @@ class _Loaded:
             is_packed=quantized is not None or config.dtype == "auto",
             quantized=quantized,
             preloaded=[],
+            experts=experts,
+            has_blocks=has_blocks,
         )
+        if not loaded.has_blocks:
+            return loaded
         loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
             loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
@@ -321,9 +346,13 @@ class _Loaded:
         footprint.check(max_ram_bytes, num_blocks)
         return replace(self, num_blocks=num_blocks)
 
-    def hosting(self, config: NodeConfig) -> "Hosting":
+    def hosting(self, config: NodeConfig, notice: Callable[[str], None]) -> "Hosting | ExpertHosting":
+        if not self.has_blocks:
+            return self._expert_hosting(config)
         from importlib.metadata import version
 
+        from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S
+        from swarmnet_node.experts.trunk import ExpertOptions
         from swarmnet_node.moving import Placed
         from swarmnet_node.node import Hosting
 
@@ -334,14 +363,67 @@ class _Loaded:
             load=self._load,
             placed=None if self.blocks is None else Placed(self.blocks, "named by the owner"),
             num_blocks=self.num_blocks,
-            may_move=self.blocks is None and not config.stay,
+            may_move=self.blocks is None and not config.stay and self.experts is None,
             max_cache_bytes=config.max_cache_bytes,
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
             limits=_limits(config.network.rules.quotas, config.client_share),
             library=self.model.shared(),
+            experts=None
+            if self.experts is None
+            else ExpertOptions(
+                self._load_experts, config.max_expert_round_trip_s or MAX_ROUND_TRIP_S, notice
+            ),
         )
+
+    def _expert_hosting(self, config: NodeConfig) -> "ExpertHosting":
+        """Raises ``OutOfResources`` if the experts do not fit into the memory."""
+        from importlib.metadata import version
+
+        import psutil
+
+        from swarmnet_node.engine.stage import precision_of
+        from swarmnet_node.expert_node import ExpertHosting
+        from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
+        counts = self.model.expert_counts()
+        one_bytes = expert_bytes(self._load_experts(min(counts), [0]))
+        limit_bytes = config.limits.max_ram_bytes or int(
+            psutil.virtual_memory().available * FREE_MEMORY_SHARE
+        )
+        room = max(
+            0, limit_bytes - psutil.Process().memory_info().rss * (config.limits.max_ram_bytes is not None)
+        )
+        wanted = sum(map(len, self.experts.values())) if self.experts else 1
+        if room < wanted * one_bytes:
+            raise OutOfResources(
+                f"{wanted} experts of {one_bytes >> 20} MiB do not fit into {room >> 20} MiB",
+                hint="host fewer experts, or allow more memory: --max-ram",
+            )
+        return ExpertHosting(
+            model=self.model.name,
+            manifest=self.model.manifest.hash,
+            total_blocks=self.model.manifest.blocks,
+            hidden_size=self.model.manifest.hidden_size,
+            dtype=self.dtype,
+            precision=precision_of(self.model, self.quantized, self.dtype),
+            load=self._load_experts,
+            experts=self.experts or None,
+            counts=counts,
+            capacity=room // one_bytes,
+            swarm_name=config.swarm_name,
+            public_name=config.public_name,
+            version=version("swarmnet-p2p"),
+            library=self.model.shared(),
+        )
+
+    def _load_experts(self, block: int, experts: "Collection[int]") -> "ExpertsModule":
+        module: Any = self.model.load_experts(
+            block, experts, dtype=self.dtype, device=self.devices[0], quantized=self.quantized
+        )
+        loaded: ExpertsModule = module
+        return loaded
 
     def _load(self, start: int, end: int) -> "Stage":
         import torch
@@ -361,6 +443,8 @@ class _Loaded:
                 packed=self.is_packed,
                 devices=() if self.placement is None else self.placement.devices(end - start),
                 quantized=self.quantized,
+                experts=self.experts
+                and {block: self.experts[block] for block in range(start, end) if block in self.experts},
             )
             if self.placement is not None:
                 stage.preallocate(self.placement.cache_bytes)
@@ -370,6 +454,28 @@ class _Loaded:
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
         return stage
+
+
+def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_blocks: bool) -> "BlockExperts":
+    """The experts that an option names. ``has_blocks``: whether the node hosts blocks, too; then with each block that has experts, perhaps none of them.
+
+    ``counts``: the number of experts of each block that has some. Empty for ``auto``. Raises ``ConfigError`` for a model without routed experts, experts
+    that it does not have, or a node that would host nothing.
+    """
+    from swarmnet_protocols.directory.expert_announcements import parse_experts
+
+    if not counts:
+        raise ConfigError(f"{model} has no routed experts", hint="leave out --experts")
+    if text == "auto" and has_blocks:
+        raise ConfigError(
+            "a node with blocks does not choose experts", hint="name its own ones: --experts all:0-7, or none"
+        )
+    if text == "none" and not has_blocks:
+        raise ConfigError(
+            "a node without blocks and experts hosts nothing", hint="name some: --experts all:0-7"
+        )
+    named = {} if text in ("auto", "none") else parse_experts(text, counts)
+    return {block: named.get(block, frozenset()) for block in counts} if has_blocks else named
 
 
 def check_quantizable(model: "LocalModel") -> None:

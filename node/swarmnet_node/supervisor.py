@@ -13,7 +13,7 @@ The states of a supervised node:
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
@@ -26,6 +26,7 @@ from swarmnet_node.engine.memory_account import (
     check_headroom,
     resource_limits,
 )
+from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
@@ -74,17 +75,19 @@ class Supervisor:
     def __init__(
         self,
         dependencies: Dependencies,
-        hosting: Hosting,
+        hosting: Hosting | ExpertHosting,
         machine: Machine,
         limits: Limits,
     ) -> None:
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
-        self._hosting = replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
+        self._hosting = hosting
+        if isinstance(hosting, Hosting):
+            self._hosting = replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
         self._machine = machine
         self._limits = limits
-        self._node = Node(dependencies, self._hosting)
+        self._node = _node(dependencies, self._hosting)
         self._is_loading = False
         self._paused_by_owner = False
         self._step_aside_reason = ""
@@ -104,7 +107,7 @@ class Supervisor:
     async def run(
         cls,
         dependencies: Dependencies,
-        hosting: Hosting,
+        hosting: Hosting | ExpertHosting,
         machine: Machine,
         limits: Limits,
     ) -> AsyncIterator["Supervisor"]:
@@ -239,11 +242,17 @@ class Supervisor:
 
     async def _serve(self) -> None:
         self._is_loading = True
-        async with Node.run(self._dependencies, self._hosting) as node:
+        async with _run_node(self._dependencies, self._hosting) as node:
             self._is_loading = False
-            has_moved = self._node.next is not None  # it ended for these blocks
+            has_moved = (
+                isinstance(self._node, Node) and self._node.next is not None
+            )  # it ended for these blocks
             self._node = node
-            governing = asyncio.create_task(self._govern(node), name="govern")
+            governing = (
+                asyncio.create_task(self._govern(node, self._hosting), name="govern")
+                if isinstance(node, Node) and isinstance(self._hosting, Hosting)
+                else None
+            )
             self._notify_listeners("")
             if has_moved:
                 self._notify_of_move()
@@ -253,8 +262,7 @@ class Supervisor:
                 await node.finished()
             finally:
                 await cancel(governing)
-        # The same blocks after a pause, or the blocks for which the node ended.
-        self._hosting = replace(self._hosting, placed=node.next or node.placed)
+        self._hosting = node.hosting_again()
 
     def _has_room(self, more_bytes: int) -> bool:
         """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""
@@ -268,9 +276,9 @@ class Supervisor:
         for listener in self._move_listeners:
             listener(self.status())
 
-    async def _govern(self, node: Node) -> NoReturn:
+    async def _govern(self, node: Node, hosting: Hosting) -> NoReturn:
         """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""
-        governor = Governor(self._dependencies.transport.resources, self._hosting, self._machine.ram_bytes())
+        governor = Governor(self._dependencies.transport.resources, hosting, self._machine.ram_bytes())
         while True:
             limit_bytes = self._limits.max_ram_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
@@ -286,7 +294,7 @@ class Supervisor:
         """Stay paused until the node may run again, or must end."""
         self._paused.set()
         # Blocks that are not chosen yet are not announced.
-        announcing = asyncio.create_task(self._node.rest()) if self._hosting.placed is not None else None
+        announcing = asyncio.create_task(self._node.rest()) if self._hosting.is_chosen else None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             while (reason := self._reason_to_pause()) and not self._is_finishing:
@@ -334,6 +342,18 @@ class Supervisor:
         self._started_or_paused.set()
         for listener in self._listeners:
             listener(self.status())
+
+
+def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node | ExpertNode:
+    return Node(dependencies, hosting) if isinstance(hosting, Hosting) else ExpertNode(dependencies, hosting)
+
+
+def _run_node(
+    dependencies: Dependencies, hosting: Hosting | ExpertHosting
+) -> AbstractAsyncContextManager[Node | ExpertNode]:
+    if isinstance(hosting, Hosting):
+        return Node.run(dependencies, hosting)
+    return ExpertNode.run(dependencies, hosting)
 
 
 class Governor:

@@ -49,6 +49,10 @@ class NoRoute(Unreachable):
         self.missing = tuple(missing)
 
 
+class MissingExperts(Unreachable):
+    """Routed experts of a block are on no peer that its hosts reach."""
+
+
 class OutOfResources(SwarmnetError):
     """Memory, disk or a quota is used up."""
 

@@ -114,7 +114,8 @@ class Foreground:
                 "reach": str(status.reach.kind),
                 "model": status.model,
             }
-            print_json(event | {"blocks": [status.start, status.end], "blocks_reason": status.blocks_reason})
+            hosts = {"blocks": [status.start, status.end], "blocks_reason": status.blocks_reason}
+            print_json(event | hosts | {"experts": status.experts})
             return
         from rich.console import Console
         from rich.panel import Panel
@@ -142,9 +143,15 @@ class Foreground:
 
 
 def _one_line(status: "NodeStatus") -> str:
-    return f"{status.state}: {status.model}, blocks {status.start}:{status.end} of {status.total_blocks}"
+    return f"{status.state}: {status.model}, {hosted(status)}"
+
+
+def hosted(status: "NodeStatus") -> str:
+    """The blocks and experts that a node hosts."""
+    blocks = f"blocks {status.start}:{status.end} of {status.total_blocks}"
+    experts = f"experts {status.experts} (blocks:experts)"
+    return ", ".join([blocks] * (status.end > 0) + [experts] * bool(status.experts))
 
 
 def _blocks(status: "NodeStatus") -> str:
-    blocks = f"blocks {status.start}:{status.end} of {status.total_blocks}"
-    return f"{blocks}: {status.blocks_reason}" if status.blocks_reason else blocks
+    return f"{hosted(status)}: {status.blocks_reason}" if status.blocks_reason else hosted(status)

@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.moving import Placed
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
@@ -36,6 +38,7 @@ from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.virtual_time import run
 
 T = TypeVar("T")
+N = TypeVar("N", Node, ExpertNode)
 SWARM = bytes(32)
 EPOCH = 1_800_000_000.0
 
@@ -108,6 +111,7 @@ class Lab:
         self.nodes: dict[str, Node] = {}
         self.memberships: dict[str, Membership] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._executors: dict[str, Executor] = {}
 
     @property
     def manifest(self) -> bytes:
@@ -127,12 +131,25 @@ class Lab:
             **options,
         )
 
-    async def start(self, name: str, hosting: Hosting) -> Node:
-        """Start a node that runs until the lab ends or the network crashes it; returns when it serves."""
+    async def start(self, name: str, hosting: Hosting, executor: Executor | None = None) -> Node:
+        """Start a node that runs until the lab ends or the network crashes it; returns when it serves.
+
+        ``executor`` is its torch thread, if its forwards wait for peers.
+        """
+        if executor is not None:
+            self._executors[name] = executor
         serving: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
-        self._tasks[name] = asyncio.create_task(self._live(name, hosting, serving))
+        self._tasks[name] = asyncio.create_task(self._live(name, partial(Node.run, hosting=hosting), serving))
         self.nodes[name] = await serving
         return self.nodes[name]
+
+    async def start_experts(self, name: str, hosting: ExpertHosting) -> ExpertNode:
+        """Start a node with experts, as ``start``."""
+        serving: asyncio.Future[ExpertNode] = asyncio.get_running_loop().create_future()
+        self._tasks[name] = asyncio.create_task(
+            self._live(name, partial(ExpertNode.run, hosting=hosting), serving)
+        )
+        return await serving
 
     async def stop(self, name: str) -> None:
         """End a node's process: the network sees its streams end, the directory learns nothing."""
@@ -171,16 +188,21 @@ class Lab:
             yield Dependencies(
                 transport,
                 directory,
-                ThreadPoolExecutor(1),
+                self._executors.get(name, ThreadPoolExecutor(1)),
                 rng,
                 self.timing,
                 stopwatch,
                 clock=self.board.clock,
             )
 
-    async def _live(self, name: str, hosting: Hosting, serving: "asyncio.Future[Node]") -> None:
+    async def _live(
+        self,
+        name: str,
+        run_node: Callable[[Dependencies], AbstractAsyncContextManager[N]],
+        serving: "asyncio.Future[N]",
+    ) -> None:
         try:
-            async with self._world(name) as world, Node.run(world, hosting) as node:
+            async with self._world(name) as world, run_node(world) as node:
                 serving.set_result(node)
                 await node.finished()
         except BaseException as error:

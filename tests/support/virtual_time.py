@@ -3,9 +3,11 @@
 import asyncio
 import itertools
 import selectors
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,6 +51,54 @@ class TimedExecutor(ThreadPoolExecutor):
         self.takes_s = takes_s
 
 
+class WaitingExecutor(Executor):
+    """An executor whose work may wait for coroutines of the loop, as :meth:`start_on_loop` starts them, while virtual time goes on.
+
+    Its thread and the loop never run at the same time, so that one seed gives one trace.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1)
+        self._control = threading.Semaphore(0)
+        """Released when the thread gives control back to the loop."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which raises nothing, on the thread; returns when it has ended or waits for the loop."""
+
+        def enter() -> None:
+            try:
+                work()
+            finally:
+                self._control.release()
+
+        self._threads.submit(enter)
+        self._control.acquire()
+
+    def start_on_loop(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
+    ) -> Callable[[], T]:
+        """As ``aio.start_on_loop``, for work on this executor."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+        def wait() -> T:
+            resumed = threading.Event()
+
+            def resume(_: object) -> None:  # on the loop
+                resumed.set()
+                self._control.acquire()
+
+            if not future.done():
+                loop.call_soon_threadsafe(future.add_done_callback, resume)
+                self._control.release()
+                resumed.wait()
+            return future.result()
+
+        return wait
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Starts at time 0. Work for executors runs in place, at once or after the time of a ``TimedExecutor``."""
 
@@ -78,7 +128,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except Exception as error:  # noqa: BLE001 - as an executor does
                 future.set_exception(error)
 
-        if isinstance(executor, TimedExecutor):
+        def compute_on_thread() -> None:
+            try:
+                done = partial(future.set_result, func(*args))
+            except Exception as error:  # noqa: BLE001 - as an executor does
+                done = partial(future.set_exception, error)
+            self.call_soon_threadsafe(lambda: None if future.done() else done())
+
+        if isinstance(executor, WaitingExecutor):
+            executor.run(compute_on_thread)
+        elif isinstance(executor, TimedExecutor):
             self.call_later(executor.takes_s, compute)
         else:
             compute()

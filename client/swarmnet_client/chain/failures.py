@@ -11,6 +11,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
+    MissingExperts,
     NoRoute,
     NotAuthorised,
     SwarmnetError,
@@ -130,6 +131,11 @@ class RetryPolicy:
         self._attempts = 0
 
 
+def is_missing_experts(error: SwarmnetError | None) -> bool:
+    """Whether a host refused because experts that it needs are out of reach."""
+    return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_MISSING_EXPERTS
+
+
 def explain(error: SwarmnetError) -> SwarmnetError:
     """The error for the user after many attempts. ``error`` ended the last attempt."""
     if isinstance(error, NoRoute | NotAuthorised):
@@ -146,4 +152,6 @@ def explain(error: SwarmnetError) -> SwarmnetError:
             error.retry_after_s,
             hint="try again later, or start another node: swarmnet join",
         )
+    if is_missing_experts(error):
+        return MissingExperts(str(error), hint="host them: swarmnet join SWARM --experts BLOCK:EXPERTS")
     return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
-from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain
+from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain, is_missing_experts
 from swarmnet_client.chain.hops import (
     ChainReport,
     ChainSpec,
@@ -228,7 +228,8 @@ class ChainSupervisor:
                         precision=self._precision(),
                     )
                 except NoRoute as error:
-                    self._last_error = error
+                    if not is_missing_experts(self._last_error):  # which is why the host is not there
+                        self._last_error = error
                     continue
                 opened = await self._sessions.open(route, after, self._open_failed)
                 self._hops = sorted([*self._hops, *opened], key=lambda live: live.hop.start)

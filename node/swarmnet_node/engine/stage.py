@@ -14,12 +14,12 @@ recorded (``decode_graphs.py``), again only if they reproduce the outputs of the
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -53,7 +53,19 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
+from swarmnet_protocols.quantization.packed_experts import (
+    Elsewhere,
+    ExpertsModule,
+    Outputs,
+    add_experts,
+    compute_elsewhere,
+    experts_modules,
+    has_expert,
+)
 from swarmnet_protocols.quantization.quantize import Precision
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +108,10 @@ class Stage:
         self.hidden_size = hidden_size
         self.precision = precision
         self._check_ends()
+        self.experts = _experts_of(model)
+        """The modules of routed experts, by the number of the layer, counted from the first."""
+        for module in self.experts.values():
+            compute_elsewhere(module, _zeros)  # trials compare ways to compute the same layers
         self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
@@ -120,6 +136,8 @@ class Stage:
             self._check_states()
         self._rules = [rule for _, rule in found]
         self._choose_layers(self._rules)
+        for module in self.experts.values():
+            compute_elsewhere(module, None)
         self._targets = tuple(
             LayerTargets(
                 paths,
@@ -143,9 +161,10 @@ class Stage:
         packed: bool = False,
         quantized: Precision | None = None,
         devices: Sequence[torch.device] = (),
+        experts: "ChosenExperts | None" = None,
     ) -> "Stage":
-        """Load blocks [start, end); ``packed`` and ``quantized`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a family
-        whose layers have other state than keys, values and recurrent states.
+        """Load blocks [start, end); ``packed``, ``quantized`` and ``experts`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a
+        family whose layers have other state than keys, values and recurrent states.
 
         ``devices``: the device of each block; by default all are on ``device``.
         """
@@ -155,15 +174,22 @@ class Stage:
         for own, blocks in groupby(devices):
             until = at + len(list(blocks))
             spans.append(
-                model.load_span(at, until, dtype=dtype, device=own, packed=packed, quantized=quantized)
+                model.load_span(
+                    at,
+                    until,
+                    dtype=dtype,
+                    device=own,
+                    packed=packed,
+                    quantized=quantized,
+                    experts=experts,
+                )
             )
             at = until
-        weights = model.precision if quantized is None else quantized.name
         return cls(
             _joined(spans, model.config, start, end),
             model.manifest.hidden_size,
             backend,
-            precision=weights + _ACTIVATIONS[dtype],
+            precision=precision_of(model, quantized, dtype),
             devices=devices,
         )
 
@@ -215,6 +241,25 @@ class Stage:
                 torch.empty(self.hidden_size, dtype=self.dtype, device=self.device),
                 is_fused=self._is_fused,
             )
+
+    @property
+    def missing_experts(self) -> dict[int, set[int]]:
+        """The experts that this stage does not have, by the number of the layer; layers that have all are left out."""
+        found = {
+            layer: {each for each in range(module.num_experts) if not has_expert(module, each)}
+            for layer, module in self.experts.items()
+        }
+        return {layer: experts for layer, experts in found.items() if experts}
+
+    def compute_experts_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
+        """Have missing experts of a layer computed by what ``elsewhere`` returns for its number. Without this, a forward that needs one fails."""
+        for layer in self.missing_experts:
+            compute_elsewhere(self.experts[layer], elsewhere(layer))
+
+    def add_experts(self, layer: int, loaded: ExpertsModule) -> None:
+        """Compute those experts here from now on that a module of the same layer has. May be called from another thread."""
+        add_experts(self.experts[layer], loaded)
+        self.weight_bytes = weight_bytes(self._model)
 
     def part(self, start: int, end: int) -> "Stage":
         """A stage of blocks [start, end), counted from the first of this one, on the same weights."""
@@ -526,6 +571,20 @@ class Stage:
         """Whether outputs are the same up to rounding. The comparison also holds for outputs of zeros."""
         error = (outputs - expected).float().norm()
         return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps * expected.float().norm())
+
+
+def precision_of(model: LocalModel, quantized: Precision | None, dtype: torch.dtype) -> str:
+    """The precision of weights and activations, as a host announces it."""
+    return (model.precision if quantized is None else quantized.name) + _ACTIVATIONS[dtype]
+
+
+def _experts_of(model: Any) -> dict[int, ExpertsModule]:
+    return {int(path.split(".")[1]): module for path, module in experts_modules(model)}
+
+
+def _zeros(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
+    """Outputs of missing experts for trials while a stage is made."""
+    return lambda: {expert: torch.zeros_like(hidden[indexes]) for expert, indexes in rows.items()}
 
 
 def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -10,13 +10,18 @@ A node publishes one in each of its states:
 ``directory/host_announcements.py`` is the reader's side: it decides which announcements are plausible.
 """
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, listed
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import Reach, ReachKind
 from swarmnet_protocols.routing.coordinates import Coordinate
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 
 if TYPE_CHECKING:
@@ -67,6 +72,25 @@ class Announcement:
             stays=self.stays,
             coordinate=self.coordinate.numbers() if self.coordinate else (),
         )
+
+
+async def keep_announced(
+    announce: Callable[[], Awaitable[None]],
+    facts: Callable[[], object],
+    rng: random.Random,
+    timing: Timing,
+) -> NoReturn:
+    """Announce every ``Timing.announce_s``, and at once when ``facts``, such as the addresses of the node, change; until cancelled."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        announced = facts()
+        announce_at = clock() + timing.announce_s * rng.uniform(0.8, 1.0)
+        while (left_s := announce_at - clock()) > 0:
+            await asyncio.sleep(min(left_s, timing.address_check_s))
+            if facts() != announced:
+                break
+        with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
+            await announce()
 
 
 def _nat(reach: Reach) -> "pb.Nat":

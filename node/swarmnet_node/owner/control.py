@@ -63,6 +63,8 @@ class NodeStatus:
     refused_stores: int = 0
     moved_from: tuple[int, ...] = ()
     """The blocks [start, end) that it served before; empty if it has not moved."""
+    experts: str = ""
+    """The routed experts that it computes for other hosts: ``block:experts``, as ``join --experts`` takes them; empty: none."""
     moving_to: tuple[int, ...] = ()
     """The blocks [start, end) to which it is about to move; empty if it does not move."""
 

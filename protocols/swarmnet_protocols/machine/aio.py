@@ -51,3 +51,8 @@ async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
+
+
+def start_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> Callable[[], T]:
+    """Start ``coroutine`` on ``loop`` from another thread; the function that is returned waits for its result and raises its error."""
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result

@@ -280,6 +280,12 @@ class LocalModel:
             )
         return module
 
+    def expert_counts(self) -> dict[int, int]:
+        """The number of routed experts of each block that has some."""
+        from swarmnet_protocols.models.partial_model import expert_counts
+
+        return expert_counts(self.config)
+
     def _experts_tensors(self, block: int, model: "PreTrainedModel") -> list[str]:
         """The tensors of the routed experts of a block: their matrices, and biases and norms if they have such."""
         names = self.manifest.tensors[block]

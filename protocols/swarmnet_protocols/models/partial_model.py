@@ -225,6 +225,12 @@ def build_experts(config: "PretrainedConfig", block: int) -> "ModelBuilder":
     return ModelBuilder(_stripped_class(cls, strip), config)
 
 
+def expert_counts(config: "PretrainedConfig") -> dict[int, int]:
+    """The number of routed experts of each block that has some, known without reading weights."""
+    empty = build_span(config, 0, config.num_hidden_layers).empty()
+    return {int(path.split(".")[1]): module.num_experts for path, module in experts_modules(empty)}
+
+
 def _keep_only(module: nn.Module, path: str) -> None:
     """Remove everything from a module but the submodule at ``path``."""
     while path:
@@ -326,11 +332,15 @@ class ModelBuilder:
         self._config = config
         self._optional = optional
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the model's weights in ``dtype``, computed without reading any."""
+    def empty(self) -> nn.Module:
+        """The model on the meta device: shapes without values."""
         with _META, _SkipInitialisation():
             empty: nn.Module = self._cls(copy.deepcopy(self._config))
-        return sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
+        return empty
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the model's weights in ``dtype``, computed without reading any."""
+        return sum(parameter.numel() for parameter in self.empty().parameters()) * dtype.itemsize
 
     def load(
         self,
@@ -347,9 +357,7 @@ class ModelBuilder:
         ``products``, and merged weights of experts that it returns as ``ExpertMatrices`` by ``PackedExperts``.
         Raises ``IntegrityError`` if a weight is missing or has another shape.
         """
-        with _META, _SkipInitialisation():
-            empty = self._cls(copy.deepcopy(self._config))
-        weights = state_dict(empty)
+        weights = state_dict(self.empty())
         packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
         cls: Any = self._cls
         if (packed or experts) and products is not None:

@@ -51,6 +51,13 @@ WEIGHTS = ProtocolSpec(
     roles=_CLIENT | _HOST | _TRAINER,
     served_by=_HOST,
 )
+EXPERTS = ProtocolSpec(
+    "/swarmnet/experts/1",
+    max_header_bytes=64 << 10,
+    max_payload_bytes=16 << 20,
+    roles=_HOST,
+    served_by=_HOST,
+)
 
 REPORT = ProtocolSpec(
     "/swarmnet/report/1",
@@ -115,7 +122,7 @@ REVOCATIONS = ProtocolSpec(
 HANDSHAKE = ProtocolSpec("/swarmnet/handshake/2", max_header_bytes=4096, max_payload_bytes=320 << 10)
 ADMISSION = ProtocolSpec("/swarmnet/admission/2", max_header_bytes=128 << 10)
 
-INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
+INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS, EXPERTS)
 """Served by nodes, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""

@@ -7,7 +7,7 @@ weights are replaced by one packed matrix for each expert: for all experts, or f
 Shapes: T rows of hidden size D, k experts of each row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,15 +21,25 @@ from swarmnet_protocols.quantization.products import Products
 
 IMPLEMENTATION = "swarmnet"
 """The name of :func:`compute_experts` among transformers' implementations of experts."""
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 Matrix = PackedTensor | torch.Tensor
 """[outputs, inputs]."""
 ExpertMatrices = Mapping[int, Matrix]
 """The matrices of some experts, by the numbers of the experts."""
 
 
-class ExpertsModule(Protocol):
-    """A module of experts in transformers, with the attributes that its decorator ``use_experts_implementation`` sets."""
+Outputs = Mapping[int, torch.Tensor]
+"""The outputs [n, D] of some experts for their rows, not weighted, by the numbers of the experts."""
+Elsewhere = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], Callable[[], Outputs]]
+"""Has experts computed on other machines. Called with hidden states [T, D] and the indexes of the rows of each expert; the function that it
+returns waits for the outputs."""
 
+
+class ExpertsModule(Protocol):
+    """A module of experts in transformers, with the attributes that its decorator ``use_experts_implementation`` sets, and ``elsewhere``."""
+
+    elsewhere: Elsewhere
+    """Computes the experts that are not here. Set by :func:`compute_elsewhere`; without it, such an expert is an error."""
     num_experts: int
     has_gate: bool
     has_bias: bool
@@ -37,6 +47,8 @@ class ExpertsModule(Protocol):
     is_transposed: bool
     is_concatenated: bool
     config: Any
+    down_proj: Any
+    """``PackedExperts``, or the merged weights of all experts."""
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
@@ -49,7 +61,7 @@ class ExpertsModule(Protocol):
 class PackedExperts:
     """Replaces a merged weight in a module of experts. It is not a parameter."""
 
-    matrices: ExpertMatrices
+    matrices: dict[int, Matrix]
     products: Products
 
     def linear(self, expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,15 +84,25 @@ def compute_experts(
 ) -> torch.Tensor:
     """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times their ``weights`` [T, k]: [T, D].
 
-    Experts are added in the order of their numbers, as in transformers' eager forward. The id ``num_experts`` means an expert that another
-    machine computes, and adds nothing. Raises ``LookupError`` for an expert that is not here.
+    Experts are added in the order of their numbers, as in transformers' eager forward, also those that are computed elsewhere, while this
+    machine computes its own. The id ``num_experts`` means no expert. Raises ``LookupError`` for an expert that is neither here nor elsewhere.
     """
+    places = {
+        expert: torch.where(ids == expert)
+        for expert in sorted({*ids.flatten().tolist()})
+        if expert < module.num_experts
+    }
+    found: dict[int, torch.Tensor] = {}
+    away = {expert: rows for expert, (rows, _) in places.items() if not has_expert(module, expert)}
+    if away and hasattr(module, "elsewhere"):
+        wait = module.elsewhere(hidden, away)
+        own = places.keys() - away.keys()
+        found = {expert: compute_expert(module, expert, hidden[places[expert][0]]) for expert in own}
+        found.update(wait())
     outputs = torch.zeros_like(hidden)
-    for expert in sorted({*ids.flatten().tolist()}):
-        if expert < module.num_experts:
-            rows, slots = torch.where(ids == expert)
-            found = compute_expert(module, expert, hidden[rows]) * weights[rows, slots, None]
-            outputs.index_add_(0, rows, found.to(outputs.dtype))
+    for expert, (rows, slots) in places.items():
+        output = found[expert] if expert in found else compute_expert(module, expert, hidden[rows])
+        outputs.index_add_(0, rows, (output * weights[rows, slots, None]).to(outputs.dtype))
     return outputs
 
 
@@ -101,6 +123,43 @@ def _product(module: ExpertsModule, name: str, expert: int, rows: torch.Tensor) 
         return weight.linear(expert, rows, bias)
     matrix = weight[expert]
     return functional.linear(rows, matrix.T if module.is_transposed else matrix, bias)
+
+
+def has_expert(module: ExpertsModule, expert: int) -> bool:
+    """Whether the weights of an expert are on this machine."""
+    weight = module.down_proj
+    return not isinstance(weight, PackedExperts) or expert in weight.matrices
+
+
+def add_experts(module: ExpertsModule, loaded: ExpertsModule) -> None:
+    """Add the experts of another module of the same block to those of ``module``, whose weights are ``PackedExperts``."""
+    for name in _WEIGHTS:  # the last one says that an expert is here: see has_expert
+        if isinstance(more := getattr(loaded, name, None), PackedExperts):
+            own: PackedExperts = getattr(module, name)
+            own.matrices.update(more.matrices)
+
+
+def device_of(module: ExpertsModule) -> torch.device:
+    """The device of the experts that are on this machine, at least one."""
+    weight = module.down_proj
+    if isinstance(weight, PackedExperts):
+        return next(iter(weight.matrices.values())).device
+    device: torch.device = weight.device
+    return device
+
+
+def expert_bytes(module: ExpertsModule) -> int:
+    """Bytes of the matrices of one expert of those that are on this machine, about; 0 if there is none, or if they are merged."""
+    found = [each for name in _WEIGHTS if isinstance(each := getattr(module, name, None), PackedExperts)]
+    return sum(each.nbytes // max(1, len(each.matrices)) for each in found)
+
+
+def compute_elsewhere(module: ExpertsModule, elsewhere: Elsewhere | None) -> None:
+    """Have the experts that are not here computed by ``elsewhere``; None: they are an error again."""
+    if elsewhere is not None:
+        module.elsewhere = elsewhere
+    elif hasattr(module, "elsewhere"):
+        del module.elsewhere
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -126,7 +185,7 @@ def install_experts(model: nn.Module, weights: Mapping[str, ExpertMatrices], pro
         if any(matrix.shape != shape for matrix in matrices.values()):
             raise ValueError(f"an expert of {name} is no matrix of shape {shape}")
         delattr(module, parameter)
-        setattr(module, parameter, PackedExperts(matrices, products))
+        setattr(module, parameter, PackedExperts(dict(matrices), products))
         module._is_hf_initialized = True  # transformers would initialise the parameter that is gone
         module.config._experts_implementation = IMPLEMENTATION
 

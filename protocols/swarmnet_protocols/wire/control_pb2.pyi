@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to")
+    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class NodeStatus(_message.Message):
     REFUSED_STORES_FIELD_NUMBER: _ClassVar[int]
     MOVED_FROM_FIELD_NUMBER: _ClassVar[int]
     MOVING_TO_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -66,7 +67,8 @@ class NodeStatus(_message.Message):
     refused_stores: int
     moved_from: _containers.RepeatedScalarFieldContainer[int]
     moving_to: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ...) -> None: ...
+    experts: str
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ...) -> None: ...
 
 class Reach(_message.Message):
     __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")

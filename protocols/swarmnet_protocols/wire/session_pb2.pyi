@@ -354,6 +354,64 @@ class Stored(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ExpertsRequest(_message.Message):
+    __slots__ = ("attach", "rows")
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    attach: Attach
+    rows: Rows
+    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("swarm", "manifest")
+    SWARM_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    swarm: bytes
+    manifest: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+
+class Rows(_message.Message):
+    __slots__ = ("id", "block", "tensor", "experts")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    block: int
+    tensor: Tensor
+    experts: _containers.RepeatedCompositeFieldContainer[ExpertRows]
+    def __init__(self, id: _Optional[int] = ..., block: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ..., experts: _Optional[_Iterable[_Union[ExpertRows, _Mapping]]] = ...) -> None: ...
+
+class ExpertRows(_message.Message):
+    __slots__ = ("expert", "rows")
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    expert: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, expert: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExpertsReply(_message.Message):
+    __slots__ = ("attached", "computed", "heartbeat")
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    attached: Attached
+    computed: Computed
+    heartbeat: Heartbeat
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Computed(_message.Message):
+    __slots__ = ("id", "tensor")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    tensor: Tensor
+    def __init__(self, id: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
 class Ping(_message.Message):
     __slots__ = ("nonce",)
     NONCE_FIELD_NUMBER: _ClassVar[int]

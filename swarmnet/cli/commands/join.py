@@ -53,6 +53,25 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--num-blocks", metavar="N", min=1, help="Host N blocks, where the swarm needs them most."
         ),
     ] = None,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--experts",
+            metavar="BLOCKS:EXPERTS",
+            help="Host these routed experts, such as 3:0-15 or all:0-7: for hosts of their blocks, or with --blocks for this node's own blocks, the others of which peers compute. auto: as many as fit, those that the swarm lacks most. none: with --blocks, all on peers.",
+            show_default=False,
+        ),
+    ] = None,
+    expert_delay: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-delay",
+            metavar="MS",
+            min=0,
+            help="Round trip at most to peers that compute experts; each block of a token waits for it.",
+            show_default="20",
+        ),
+    ] = None,
     stay: Annotated[
         bool,
         typer.Option("--stay", help="Keep the blocks, even if others become needed more."),
@@ -176,6 +195,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             max_disk_bytes=max_disk_bytes,
             blocks=span,
             num_blocks=num_blocks,
+            experts=";".join(experts) if experts else None,
+            max_expert_round_trip_s=None if expert_delay is None else expert_delay / 1000,
             stay=stay,
             device=device,
             dtype=dtype,

@@ -42,8 +42,15 @@ def _print(node: "NodeStatus") -> None:
             **({"warning": node.warning} if node.warning else {}),
             "swarm": node.swarm,
             "model": node.model,
-            "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
-            + (f": {node.blocks_reason}" if node.blocks_reason else ""),
+            **(
+                {
+                    "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
+                    + (f": {node.blocks_reason}" if node.blocks_reason else "")
+                }
+                if node.end
+                else {}
+            ),
+            **({"experts": f"{node.experts} (blocks:experts)"} if node.experts else {}),
             **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
             **({"moves to": "{}:{}".format(*node.moving_to)} if node.moving_to else {}),
             "sessions": node.sessions,

@@ -76,6 +76,8 @@ class Resource(StrEnum):
     ADAPTER_BYTES = "adapter_bytes"
     TRANSFERS = "transfers"
     """Downloads of a training job's state or of weights."""
+    EXPERTS = "experts"
+    """Streams of hosts that have rows computed by experts of this peer."""
     PENDING_ROUNDS = "pending_rounds"
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
@@ -112,6 +114,7 @@ SYSTEM_LIMITS: Limits = {
     Resource.RELAY_RESERVATIONS: 64,
     Resource.CIRCUITS: 1024,
     Resource.TRANSFERS: 256,
+    Resource.EXPERTS: 64,
     Resource.PENDING_ROUNDS: 256,
 }
 PEER_LIMITS: Limits = {
@@ -128,6 +131,7 @@ PEER_LIMITS: Limits = {
     Resource.RECORDS: 1024,
     Resource.RECORD_BYTES: 8 * MIB,
     Resource.TRANSFERS: 8,
+    Resource.EXPERTS: 4,
     Resource.PENDING_ROUNDS: 8,
 }
 KNOWN_PEER_SHARE: Mapping[Resource, float] = {

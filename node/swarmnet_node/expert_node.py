@@ -1,0 +1,256 @@
+"""A node that hosts routed experts and no whole block: it computes rows for hosts of the blocks, and keeps nothing of any client."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+
+from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.experts.trunk import LoadExperts
+from swarmnet_node.hosting.announcement import keep_announced
+from swarmnet_node.node import Dependencies, Services
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.directory.expert_announcements import (
+    BlockExperts,
+    format_experts,
+    read_expert_hosts,
+)
+from swarmnet_protocols.directory.node_reports import clean
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.fetching.server import Library, WeightServer
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net.protocol_ids import EXPERTS, WEIGHTS
+from swarmnet_protocols.quantization.packed_experts import (
+    ExpertsModule,
+    compute_expert,
+    device_of,
+    expert_bytes,
+)
+from swarmnet_protocols.routing.expert_choice import choose_experts
+from swarmnet_protocols.wire import records_pb2 as pb
+from swarmnet_protocols.wire import report_pb2
+
+_log = logging.getLogger(__name__)
+
+TRIAL_ROWS = 8
+"""Rows by which the time of an expert is measured."""
+
+
+@dataclass(frozen=True)
+class ExpertHosting:
+    """The experts that a node hosts: ``experts``, or ``capacity`` of those that the fewest peers have. ``load`` is called on the torch thread."""
+
+    model: str
+    manifest: bytes
+    total_blocks: int
+    hidden_size: int
+    dtype: torch.dtype
+    precision: str
+    load: LoadExperts
+    experts: BlockExperts | None = None
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """The number of experts of each block that has some."""
+    capacity: int = 0
+    swarm_name: str = ""
+    public_name: str = ""
+    version: str = "0"
+    library: Library | None = None
+    """The weights that this machine serves to members; None: none."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it is known which experts the node hosts."""
+        return self.experts is not None
+
+
+class ExpertNode:
+    """A running node with experts. Made by ``run``."""
+
+    engine = None
+    """It computes no blocks, so it has no engine and no host of sessions."""
+    host = None
+
+    def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
+        self._dependencies = dependencies
+        self._hosting = hosting
+        self._state = pb.HOST_STATE_JOINING
+        self.experts: BlockExperts = hosting.experts or {}
+        """The experts that it hosts; empty until they are chosen."""
+        self._service: ExpertService | None = None
+        self._weight_bytes = 0
+        self._started = asyncio.get_running_loop().time()
+        self._leaving: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, dependencies: Dependencies, hosting: ExpertHosting) -> AsyncIterator["ExpertNode"]:
+        """A node that serves while the context is open. Raises what loading raises."""
+        node = cls(dependencies, hosting)
+        if not node.experts:
+            hosts = await read_expert_hosts(dependencies.directory, hosting.manifest)
+            others = [host.experts for host in hosts if host.peer != dependencies.transport.peer_id]
+            node.experts = choose_experts(hosting.counts, others, hosting.capacity)
+        loop = asyncio.get_running_loop()
+        modules = await loop.run_in_executor(dependencies.executor, node._load)
+        row_s = await loop.run_in_executor(dependencies.executor, node._measure, modules)
+        node._weight_bytes = sum(
+            expert_bytes(modules[block]) * len(experts) for block, experts in node.experts.items()
+        )
+        owner = Owner(
+            dependencies.directory.swarm,
+            hosting.manifest,
+            hosting.hidden_size,
+            hosting.dtype,
+            hosting.precision,
+        )
+        service = ExpertService(modules, dependencies.executor, owner, dependencies.timing, row_s=row_s)
+        async with AsyncExitStack() as stack, Services.on(dependencies.transport) as services:
+            await services.serve(EXPERTS, service.handle)
+            if hosting.library is not None:
+                weights = WeightServer(hosting.library, lambda: service.streams > 0, dependencies.timing)
+                await services.serve(WEIGHTS, weights.handle)
+            node._service = service
+            node._state = pb.HOST_STATE_ONLINE
+            await node._announce()
+            node._log("online")
+            announcing = asyncio.create_task(node._keep_announcing(), name="announce")
+            model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+            listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
+            stack.push_async_callback(cancel, announcing, listing, node._leaving)
+            try:
+                yield node
+            finally:
+                await cancel(announcing, listing, node._leaving)
+                if node._leaving is None:
+                    node._state = pb.HOST_STATE_LEAVING
+                    with contextlib.suppress(SwarmnetError, TimeoutError):
+                        async with asyncio.timeout(1.0):
+                            await node._announce()
+                node._service = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """It hosts no whole block."""
+        return 0, 0
+
+    def status(self) -> NodeStatus:
+        """The status of the node."""
+        hosting, service = self._hosting, self._service
+        return NodeStatus(
+            peer_id=self._dependencies.transport.peer_id,
+            state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
+            model=hosting.model,
+            manifest=hosting.manifest,
+            start=0,
+            end=0,
+            total_blocks=hosting.total_blocks,
+            addresses=tuple(self._dependencies.transport.addresses()),
+            uptime_s=asyncio.get_running_loop().time() - self._started,
+            sessions=0,
+            cache_bytes=0,
+            cache_bytes_limit=0,
+            weight_bytes=self._weight_bytes,
+            tokens=service.rows if service else 0,
+            forwards=service.requests if service else 0,
+            version=hosting.version,
+            swarm=hosting.swarm_name,
+            warning=self._dependencies.warning(),
+            reach=self._dependencies.transport.reach(),
+            refused_stores=self._dependencies.directory.refused,
+            experts=format_experts(self.experts),
+        )
+
+    def report(self) -> report_pb2.NodeReport:
+        """Raises ``Unreachable``: reports are of hosts of blocks."""
+        raise Unreachable("this node hosts experts only")
+
+    def hosting_again(self) -> ExpertHosting:
+        """What it is to host when it runs again after a pause: the same experts."""
+        return replace(self._hosting, experts=self.experts)
+
+    def finish(self, grace_s: float) -> None:
+        """Take no new streams and have hosts ask other peers; ``finished`` when they have, or after ``grace_s``."""
+        if self._leaving is None:
+            self._log("leaving")
+            self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+
+    async def rest(self) -> NoReturn:
+        """Announce, until cancelled, that the node is paused. Not for a node inside ``run``."""
+        self._state = pb.HOST_STATE_PAUSED
+        self._log("paused")
+        await asyncio.Future()
+        raise AssertionError
+
+    async def finished(self) -> None:
+        """Wait until ``finish`` is done. Raises the error of ``fail``."""
+        await asyncio.shield(self._ended)
+
+    def fail(self, error: SwarmnetError) -> None:
+        """The node cannot go on: ``finished`` raises ``error``."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    async def _leave(self, grace_s: float) -> None:
+        """Hosts read the announcement and end their streams."""
+        self._state = pb.HOST_STATE_LEAVING
+        try:
+            async with asyncio.timeout(grace_s):
+                with contextlib.suppress(SwarmnetError):
+                    await self._announce()
+                if self._service is not None:
+                    await self._service.leave()
+        except TimeoutError:
+            pass
+        finally:
+            if not self._ended.done():
+                self._ended.set_result(None)
+
+    def _load(self) -> dict[int, ExpertsModule]:
+        return {block: self._hosting.load(block, self.experts[block]) for block in self.experts}
+
+    def _measure(self, modules: Mapping[int, ExpertsModule]) -> float:
+        """Seconds for one row through one expert: the best of a few after one to warm up."""
+        now = self._dependencies.stopwatch
+        block = min(modules)
+        rows = torch.zeros(TRIAL_ROWS, self._hosting.hidden_size, dtype=self._hosting.dtype)
+        rows = rows.to(device_of(modules[block]))
+        times = []
+        with torch.inference_mode():
+            for _ in range(4):
+                started = now()
+                compute_expert(modules[block], min(self.experts[block]), rows)
+                times.append(now() - started)
+        return min(times[1:]) / TRIAL_ROWS
+
+    def _log(self, event: str) -> None:
+        fields = {
+            "peer": self._dependencies.transport.peer_id,
+            "model": self._hosting.model,
+            "experts": format_experts(self.experts)[:200],
+        }
+        _log.info(event, extra=fields)
+
+    async def _keep_announcing(self) -> NoReturn:
+        dependencies = self._dependencies
+        await keep_announced(
+            self._announce, dependencies.transport.addresses, dependencies.rng, dependencies.timing
+        )
+
+    async def _announce(self) -> None:
+        if self._service is not None:
+            await self._service.announce(
+                self._dependencies.directory,
+                self._dependencies.transport,
+                self._state,
+                version=self._hosting.version,
+                public_name=self._hosting.public_name,
+                lifetime_s=self._dependencies.timing.record_s,
+            )

@@ -1,0 +1,381 @@
+"""Has the experts that a host lacks computed by peers that have them.
+
+The host of a block computes attention, router and shared experts, and keeps the KV cache. In the middle of a forward, on the torch thread, the
+experts of the block are asked for (:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message for each
+peer, while the host computes its own experts. Its torch thread then waits for the outputs.
+
+Experts keep nothing between two requests, so that any peer with the same expert may answer:
+
+1. Each expert goes to the peer that is expected to answer first (:func:`assign`).
+2. A peer that fails, or sends wrong outputs, is replaced by another one at once.
+3. A peer that does not answer in ``hedge_s`` is not waited for alone: another one is asked too, and the first answer counts.
+4. Where no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
+   ``REASON_MISSING_EXPERTS``: no token is computed without an expert that its router has chosen.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from swarmnet_node.experts.expert_link import ExpertLink, Owner
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.expert_announcements import (
+    BlockExperts,
+    ExpertHost,
+    format_experts,
+    read_expert_hosts,
+)
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import cancel, start_on_loop
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.quantization.packed_experts import Elsewhere, Outputs
+from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import refusal_pb2
+
+_log = logging.getLogger(__name__)
+
+MAX_ROUND_TRIP_S = 0.02
+"""Round trip to peers with experts at most, unless the owner allows more: each block of a token waits for it."""
+MAX_LINKS = 64
+"""Peers with experts at most that a host has streams to."""
+REFRESH_S = 5.0
+"""Seconds between two readings of the directory; while experts are missing, ``MISSING_REFRESH_S``."""
+MISSING_REFRESH_S = 1.0
+HEDGE_S = 0.15
+"""Seconds after its expected answer at which another peer is asked, too."""
+HEDGE_FACTOR = 3
+MISSING_S = 3.0
+"""Seconds for which a forward waits for a peer with an expert that is missing."""
+
+StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
+Load = Callable[[int, Collection[int]], bool]
+"""Loads experts of a block into the host's own memory, on any thread; returns whether it had room."""
+
+
+def assign(
+    pairs: Mapping[int, int], holders: Mapping[int, Sequence[PeerId]], seconds: Callable[[PeerId, int], float]
+) -> dict[PeerId, list[int]]:
+    """The experts that each peer is asked for: each expert goes where all that the peer is asked for is expected to be computed first.
+
+    ``pairs``: rows of each expert. ``holders``: peers that have it, at least one. ``seconds(peer, rows)``: time in which the peer computes so many
+    rows. Experts that fewer peers have are assigned first, and of those the ones with more rows.
+    """
+    asked: dict[PeerId, list[int]] = {}
+    load: Counter[PeerId] = Counter()
+    for expert in sorted(pairs, key=lambda each: (len(holders[each]), -pairs[each], each)):
+        rows = pairs[expert]
+        peer = min(holders[expert], key=lambda each: seconds(each, load[each] + rows))
+        asked.setdefault(peer, []).append(expert)
+        load[peer] += rows
+    return asked
+
+
+@dataclass
+class DispatchCounters:
+    """Numbers since the start."""
+
+    blocks: int = 0
+    """Blocks of forwards for which peers were asked."""
+    rows: int = 0
+    """Rows that peers were asked for, those of each expert counted."""
+    failed: int = 0
+    """Requests that failed: another peer was asked instead, or the host loaded the experts."""
+    hedged: int = 0
+    """Requests that were slow, so that another peer was asked, too."""
+    loaded: int = 0
+    """Experts that the host loaded because no peer had them."""
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A request to one peer, in as many messages as it needs."""
+
+    link: ExpertLink
+    experts: Collection[int]
+    answer: "asyncio.Task[Outputs]"
+    late_at: float
+    """Time of the loop from which on another peer is asked, too."""
+    is_hedged: bool = False
+
+
+@dataclass(eq=False)
+class ExpertDispatcher:
+    """Peers with the experts that a host lacks. Blocks are numbered as in the whole model."""
+
+    transport: Transport
+    directory: Directory
+    owner: Owner
+    wanted: dict[int, set[int]]
+    """The experts that the host lacks. It becomes fewer when the host loads some."""
+    load: Load
+    timing: Timing
+    rng: random.Random
+    max_round_trip_s: float = MAX_ROUND_TRIP_S
+    start_on_loop: StartOnLoop = start_on_loop
+    counters: DispatchCounters = field(default_factory=DispatchCounters)
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[PeerId, ExpertLink] = {}
+        self._keeping: dict[PeerId, asyncio.Task[None]] = {}
+        self._computing: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self._changes = 0
+        self._has_looked = False
+        """Whether the directory has been read."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["ExpertDispatcher"]:
+        """Find peers, and keep streams to them, while the context is open. At its end, what waits for experts fails."""
+        finding = asyncio.create_task(self._find(), name="find experts")
+        try:
+            yield self
+        finally:
+            await cancel(finding, *self._computing, *self._keeping.values())
+
+    @property
+    def links(self) -> Sequence[ExpertLink]:
+        return tuple(self._links.values())
+
+    def missing(self) -> BlockExperts:
+        """The experts that neither the host nor a peer within reach has."""
+        found = {
+            block: frozenset(expert for expert in experts if not self._holders(block, expert))
+            for block, experts in self.wanted.items()
+        }
+        return {block: experts for block, experts in found.items() if experts}
+
+    async def complete(self, notice: Callable[[str], None]) -> None:
+        """Wait until no expert is missing. ``notice`` is told what is missing, each time that it changes."""
+        told = ""
+        while missing := self.missing():
+            seen = self._changes
+            text = f"waiting for peers with experts {self._describe(missing)}"
+            if self._has_looked and text != told:
+                told = text
+                notice(text)
+            await self._change(seen)
+
+    def elsewhere(self, block: int) -> Elsewhere:
+        """Computes experts of a block for the torch thread, which waits for the outputs."""
+
+        def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
+            if torch.is_grad_enabled() and hidden.requires_grad:
+                raise Refusal(
+                    refusal_pb2.REASON_MISSING_EXPERTS,
+                    "this host serves no training passes: other peers compute some of its experts",
+                )
+            values = hidden.detach().to("cpu").contiguous()
+            indexes = {expert: each.to("cpu") for expert, each in rows.items()}
+            wait = self.start_on_loop(self._loop, self._compute_here(block, values, indexes))
+            return lambda: {expert: output.to(hidden.device) for expert, output in wait().items()}
+
+        return start
+
+    async def _compute_here(
+        self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]
+    ) -> Outputs:
+        """``compute`` in a task that ends with the context."""
+        computing = asyncio.create_task(self.compute(block, hidden, rows))
+        self._computing.add(computing)
+        try:
+            return await computing
+        except asyncio.CancelledError:
+            raise Unreachable("this host has stopped") from None
+        finally:
+            self._computing.discard(computing)
+
+    async def compute(self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Outputs:
+        """The outputs of experts of a block for those rows of ``hidden`` [T, D] whose indexes stand beside each expert.
+
+        Experts that the host loads meanwhile are left out: it computes them itself. Raises ``Refusal`` for an expert that no peer within reach has,
+        and for which the host has no room.
+        """
+        self.counters.blocks += 1
+        found: dict[int, torch.Tensor] = {}
+        asks: list[_Ask] = []
+        failed: set[PeerId] = set()
+        left = {*rows}
+        give_up_at = math.inf
+        try:
+            while left:
+                seen = self._changes
+                self._ask(block, hidden, {each: rows[each] for each in sorted(left)}, asks, failed)
+                orphans = left - {expert for ask in asks for expert in ask.experts}
+                if orphans:
+                    if await self._loaded(block, orphans):
+                        left -= orphans
+                        continue
+                    give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
+                await self._progress(asks, give_up_at, seen)
+                for ask in [ask for ask in asks if ask.answer.done()]:
+                    asks.remove(ask)
+                    if (outputs := self._outputs_of(ask)) is None:
+                        failed.add(ask.link.host.peer)
+                    else:
+                        found.update({each: outputs[each] for each in ask.experts if each in left})
+                        left -= {*ask.experts}
+                if orphans & left and self._loop.time() >= give_up_at:
+                    raise self._missing({block: frozenset(orphans & left)})
+        finally:
+            await cancel(*(ask.answer for ask in asks))
+        return found
+
+    def _ask(
+        self,
+        block: int,
+        hidden: torch.Tensor,
+        rows: Mapping[int, torch.Tensor],
+        asks: list[_Ask],
+        failed: Collection[PeerId],
+    ) -> None:
+        """Ask peers for those experts that none is asked for, or only peers that are late."""
+        now = self._loop.time()
+        holders: dict[int, list[PeerId]] = {}
+        for expert in rows:
+            present = [ask for ask in asks if expert in ask.experts]
+            if all(now >= ask.late_at for ask in present):
+                busy = {ask.link.host.peer for ask in present}
+                free = [
+                    each for each in self._holders(block, expert) if each not in failed and each not in busy
+                ]
+                if free:
+                    holders[expert] = [each for each in free if not self._links[each].is_avoided(now)] or free
+                    for ask in present:
+                        if not ask.is_hedged:
+                            ask.is_hedged = True
+                            ask.link.note_late(now)
+                            self.counters.hedged += 1
+        pairs = {expert: len(rows[expert]) for expert in holders}
+        seconds = {peer: self._links[peer].seconds_for for each in holders.values() for peer in each}
+        for peer, experts in assign(pairs, holders, lambda peer, rows: seconds[peer](rows)).items():
+            link = self._links[peer]
+            mine = {expert: rows[expert] for expert in experts}
+            count = sum(pairs[expert] for expert in experts)
+            self.counters.rows += count
+            late_at = now + HEDGE_S + HEDGE_FACTOR * link.seconds_for(count)
+            answer = asyncio.create_task(_ask_all(link, split_rows(block, hidden, mine)))
+            asks.append(_Ask(link, experts, answer, late_at))
+
+    async def _loaded(self, block: int, experts: set[int]) -> bool:
+        """Have the host load experts that no peer has. False if it has no room, or cannot fetch them."""
+        try:
+            is_loaded = await self._loop.run_in_executor(None, self.load, block, sorted(experts))
+        except SwarmnetError as error:
+            _log.warning("experts cannot be loaded: %s", error)
+            return False
+        if is_loaded:
+            self.counters.loaded += len(experts)
+            self.wanted[block] -= experts
+        return is_loaded
+
+    async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
+        """Wait until an answer is there, a peer is late, a link has changed since ``seen``, or it is time to give up."""
+        late = [ask.late_at for ask in asks if not ask.is_hedged and ask.late_at > self._loop.time()]
+        until = min([give_up_at, *late])
+        change = asyncio.create_task(self._change(seen))
+        timeout_s = None if math.isinf(until) else max(0.0, until - self._loop.time())
+        try:
+            await asyncio.wait(
+                [change, *(ask.answer for ask in asks)],
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            await cancel(change)
+
+    def _outputs_of(self, ask: _Ask) -> Outputs | None:
+        """The outputs of a request that has ended; None if it failed."""
+        error = ask.answer.exception()
+        if error is None:
+            return ask.answer.result()
+        if not isinstance(error, SwarmnetError):
+            raise error
+        self.counters.failed += 1
+        _log.info("experts not computed", extra={"peer": ask.link.host.peer, "reason": str(error)[:200]})
+        return None
+
+    def _describe(self, missing: BlockExperts) -> str:
+        """What is missing, and whether peers that are too far have it."""
+        far = sum(link.is_far for link in self._links.values())
+        limit = f"{1000 * self.max_round_trip_s:.0f} ms"
+        note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
+        return f"{format_experts(missing)[:200]} (block:experts){note}"
+
+    def _missing(self, experts: BlockExperts) -> Refusal:
+        return Refusal(
+            refusal_pb2.REASON_MISSING_EXPERTS,
+            f"no peer within reach has experts {self._describe(experts)}",
+        )
+
+    def _holders(self, block: int, expert: int) -> list[PeerId]:
+        """Peers within reach that have an expert."""
+        return [peer for peer, link in self._links.items() if link.is_open and link.has(block, expert)]
+
+    def _note_change(self) -> None:
+        self._changes += 1
+        self._changed.set()
+
+    async def _change(self, seen: int) -> None:
+        """Wait until a link has opened or ended after the change number ``seen``."""
+        while self._changes == seen:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _find(self) -> NoReturn:
+        """Read the directory again and again, and keep a link to each peer that has experts which the host lacks."""
+        while True:
+            with contextlib.suppress(SwarmnetError):  # the links stay
+                found = await read_expert_hosts(self.directory, self.owner.manifest)
+                hosts = {host.peer: host for host in found if host.peer != self.transport.peer_id}
+                await self._update(hosts)
+            every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
+            await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
+
+    async def _update(self, hosts: Mapping[PeerId, ExpertHost]) -> None:
+        """Have links to ``hosts``, as they announced themselves, and to no others. A peer with a fault stays known."""
+        for peer in [peer for peer, link in self._links.items() if peer not in hosts and not link.fault]:
+            await cancel(self._keeping.pop(peer))
+            del self._links[peer]
+        self._has_looked = True
+        for peer, host in hosts.items():
+            if peer in self._links:
+                self._links[peer].host = host
+            elif len(self._links) < MAX_LINKS and self._is_wanted(host):
+                self._links[peer] = link = ExpertLink(
+                    host,
+                    self.owner,
+                    self.transport,
+                    self.timing,
+                    max_round_trip_s=self.max_round_trip_s,
+                    changed=self._note_change,
+                )
+                self._keeping[peer] = asyncio.create_task(link.keep(), name=f"experts of {peer}")
+        self._note_change()
+
+    def _is_wanted(self, host: ExpertHost) -> bool:
+        """Whether it has missing experts, with the weights that this host has: tokens must not depend on who computes."""
+        has_same_weights = host.precision.partition("/")[0] == self.owner.precision.partition("/")[0]
+        return has_same_weights and any(
+            experts & self.wanted.get(block, set()) for block, experts in host.experts.items()
+        )
+
+
+async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:
+    """The outputs of several requests to one peer, sent one after another, together."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for request in requests:
+        for expert, outputs in (await link.ask(request)).items():
+            found.setdefault(expert, []).append(outputs)
+    return {expert: torch.cat(parts) for expert, parts in found.items()}

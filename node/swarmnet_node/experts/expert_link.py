@@ -1,0 +1,237 @@
+"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are computed over it."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from swarmnet_protocols.directory.expert_announcements import ExpertHost
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Buffer, Transport
+from swarmnet_protocols.net.protocol_ids import EXPERTS
+from swarmnet_protocols.quantization.packed_experts import Outputs
+from swarmnet_protocols.session.expert_rows import ExpertRows, TrunkStream, decode_outputs, encode_rows
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+"""Longest pause between two attempts to reach a peer; each is twice as long as the one before."""
+TRIALS = 5
+"""Empty requests by which the round trip to a peer is measured: the fastest counts."""
+ANSWER_S = 2.0
+"""Seconds beside ``ANSWER_FACTOR`` times the expected ones in which a request has to be answered, else the peer counts as failed."""
+ANSWER_FACTOR = 20
+MAX_UNANSWERED = 2
+"""Requests one after another that a peer leaves unanswered until it is not asked any more."""
+AVOID_S = 10.0
+"""Seconds for which a peer that was late is asked only if no other has the expert; twice as long each time, up to ``MAX_AVOID_S``."""
+MAX_AVOID_S = 300.0
+SMOOTHING = 0.1
+"""Weight of the newest measurement in an exponential moving average."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The swarm and the model of a peer."""
+
+    swarm: bytes
+    manifest: bytes
+    hidden_size: int
+    dtype: torch.dtype
+    precision: str
+    """Of weights and activations, as ``HostRecord`` has it."""
+
+
+class ExpertLink:
+    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` has rows computed while it :attr:`is_open`."""
+
+    def __init__(
+        self,
+        host: ExpertHost,
+        owner: Owner,
+        transport: Transport,
+        timing: Timing,
+        *,
+        max_round_trip_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        """``changed`` is called whenever the link opens or ends. A peer that is farther than ``max_round_trip_s`` is not used."""
+        self.host = host
+        """Its newest announcement."""
+        self.round_trip_s = 0.0
+        self.row_s = host.row_s
+        """Seconds for one row through one expert beside the round trip, averaged."""
+        self.fault = ""
+        """What the peer did that no peer with these experts does; it is not asked again. Empty: nothing."""
+        self.is_far = False
+        """Whether the peer is farther than the host allows."""
+        self._unanswered = 0
+        self._avoid_s = AVOID_S
+        self._avoided_until = -math.inf
+        self._owner = owner
+        self._transport = transport
+        self._timing = timing
+        self._max_round_trip_s = max_round_trip_s
+        self._changed = changed
+        self._stream: TrunkStream | None = None
+        self._number = 0
+        self._waiting: dict[int, tuple[ExpertRows, asyncio.Future[Outputs]]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer computes rows now."""
+        return self._stream is not None and not self.fault and not self.is_far
+
+    def has(self, block: int, expert: int) -> bool:
+        """Whether the peer announces an expert."""
+        return expert in self.host.experts.get(block, ())
+
+    def seconds_for(self, pairs: int) -> float:
+        """Seconds in which it is expected to compute rows, those of each expert counted."""
+        return self.round_trip_s + pairs * self.row_s
+
+    def is_avoided(self, now: float) -> bool:
+        """Whether it was late, and is asked only if no other peer has the expert."""
+        return now < self._avoided_until
+
+    def note_late(self, now: float) -> None:
+        """Avoid it for a while."""
+        self._avoided_until = now + self._avoid_s
+        self._avoid_s = min(2 * self._avoid_s, MAX_AVOID_S)
+
+    async def keep(self) -> None:
+        """Keep the stream open until the peer shows a fault, or until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while not self.fault:
+            try:
+                await self._run()
+                pause_s = FIRST_PAUSE_S  # a better path
+                continue
+            except ProtocolViolation as error:
+                self.blame(str(error))
+                return
+            except SwarmnetError as error:
+                _log.info("experts out of reach", extra={"peer": self.host.peer, "reason": str(error)[:200]})
+                if self._was_open:
+                    pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def blame(self, fault: str) -> None:
+        """Never ask this peer again."""
+        self.fault = fault
+        _log.warning("experts of a faulty peer are not used", extra={"peer": self.host.peer, "reason": fault})
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _run(self) -> None:
+        """Serve requests over one stream until a better path is there. Raises what ends it."""
+        self._was_open = False
+        stream = await self._transport.open(
+            self.host.peer, EXPERTS, addresses=self.host.addresses, deadline_s=self._timing.open_s
+        )
+        typed = TrunkStream(
+            stream,
+            pb.ExpertsRequest,
+            pb.ExpertsReply,
+            silence_s=self._timing.silence_s,
+            send_s=self._timing.chunk_s,
+        )
+        with contextlib.closing(stream):
+            attach = pb.Attach(swarm=self._owner.swarm, manifest=self._owner.manifest)
+            await typed.send(pb.ExpertsRequest(attach=attach))
+            reply, _ = await typed.receive()
+            if not reply.HasField("attached"):
+                raise ProtocolViolation("an answer before the stream was accepted")
+            try:
+                await race(self._receive(typed), self._open(typed), stream.path_improved())
+            finally:
+                self._stream = None
+                for _, answer in self._waiting.values():
+                    if not answer.done():
+                        answer.set_exception(Unreachable(f"{self.host.peer} does not answer any more"))
+                self._waiting.clear()
+                self._changed()
+
+    async def _open(self, stream: TrunkStream) -> NoReturn:
+        """Measure the round trip, and let rows be computed from then on."""
+        clock = asyncio.get_running_loop().time
+        empty = ExpertRows(0, torch.empty(0, self._owner.hidden_size, dtype=self._owner.dtype), {})
+        fastest = math.inf
+        for _ in range(TRIALS):
+            sent_at = clock()
+            await self._send(stream, empty)
+            fastest = min(fastest, clock() - sent_at)
+        self.round_trip_s = fastest
+        self.is_far = fastest > self._max_round_trip_s
+        self._stream, self._was_open = stream, True
+        self._changed()
+        await asyncio.Future()
+        raise AssertionError
+
+    async def _receive(self, stream: TrunkStream) -> NoReturn:
+        while True:
+            reply, payload = await stream.receive()
+            if not reply.HasField("computed"):
+                raise ProtocolViolation("an answer to no request")
+            self._take(reply.computed, payload)
+
+    def _take(self, computed: pb.Computed, payload: Buffer) -> None:
+        """An answer. Raises ``ProtocolViolation`` for one to rows that were not sent."""
+        if computed.id not in self._waiting:
+            raise ProtocolViolation(f"outputs of request {computed.id}, which does not wait for any")
+        request, answer = self._waiting.pop(computed.id)
+        try:
+            outputs = decode_outputs(computed, payload, request, computed.id)
+        except ProtocolViolation as error:
+            self.fault = str(error)
+            if not answer.done():
+                answer.set_exception(error)
+            raise
+        if not answer.done():
+            answer.set_result(outputs)
+
+    async def ask(self, request: ExpertRows) -> Outputs:
+        """The outputs of experts for rows.
+
+        Raises ``Unreachable`` if the link ends first, ``DeadlineExceeded`` if the peer takes far longer than expected, and ``ProtocolViolation`` for
+        wrong outputs.
+        """
+        if self._stream is None:
+            raise Unreachable(f"{self.host.peer} does not answer")
+        clock = asyncio.get_running_loop().time
+        sent_at = clock()
+        stream = self._stream
+        try:
+            async with asyncio.timeout(ANSWER_S + ANSWER_FACTOR * self.seconds_for(request.pairs)):
+                outputs = await self._send(stream, request)
+        except TimeoutError:
+            self._unanswered += 1
+            if self._unanswered >= MAX_UNANSWERED:
+                self.blame(f"{self._unanswered} requests were not answered, one after another")
+            stream.close()
+            raise DeadlineExceeded(f"{self.host.peer} has not computed experts in time") from None
+        self._unanswered = 0
+        if not self.is_avoided(clock()):
+            self._avoid_s = AVOID_S
+        row_s = max(0.0, clock() - sent_at - self.round_trip_s) / request.pairs
+        self.row_s += SMOOTHING * (row_s - self.row_s)
+        return outputs
+
+    async def _send(self, stream: TrunkStream, request: ExpertRows) -> Outputs:
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = request, answer
+        message, payload = encode_rows(request, number)
+        await stream.send(pb.ExpertsRequest(rows=message), payload)
+        return await answer

@@ -1,0 +1,185 @@
+"""Computes routed experts for other hosts, whose routers have chosen them.
+
+A request is computed as it comes, one after another of all hosts, and nothing is kept of it. A host waits for the answer in the middle of a forward,
+so requests take no turns with other computations of the machine, and in a process that also hosts blocks they have a thread of their own: two hosts
+that compute experts for each other would otherwise wait for each other for ever.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+
+import torch
+
+from swarmnet_node.experts.expert_link import Owner
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost, announce_experts
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Stream, Transport
+from swarmnet_protocols.net.limits.resources import Rate, Resource
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.quantization.packed_experts import (
+    ExpertsModule,
+    compute_expert,
+    device_of,
+    has_expert,
+)
+from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, decode_rows
+from swarmnet_protocols.session.wire_tensors import encode_tensor
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import records_pb2, refusal_pb2
+from swarmnet_protocols.wire import session_pb2 as pb
+
+
+class ExpertService:
+    """The handler of ``EXPERTS``: the experts of one model that are on this machine, by block."""
+
+    def __init__(
+        self,
+        modules: Mapping[int, ExpertsModule],
+        executor: Executor,
+        owner: Owner,
+        timing: Timing,
+        *,
+        row_s: float = 0.0,
+    ) -> None:
+        """``executor`` has one thread, which no forward of blocks uses. ``owner``: the swarm and the model.
+        ``row_s`` as in ``ExpertHost``.
+        """
+        self._modules = modules
+        self._executor = executor
+        self._owner = owner
+        self._timing = timing
+        self._row_s = row_s
+        self._is_leaving = False
+        self.rows = 0
+        """Rows computed since the start, those of each expert counted."""
+        self.requests = 0
+        """Requests computed since the start."""
+        self.streams = 0
+        """Open streams."""
+        self._changed = asyncio.Condition()
+
+    @property
+    def experts(self) -> BlockExperts:
+        """The experts that are here."""
+        return {
+            block: frozenset(each for each in range(module.num_experts) if has_expert(module, each))
+            for block, module in self._modules.items()
+        }
+
+    async def announce(
+        self,
+        directory: Directory,
+        transport: Transport,
+        state: "records_pb2.HostState",
+        *,
+        version: str,
+        public_name: str,
+        lifetime_s: float,
+    ) -> None:
+        """Announce the experts in ``directory``, at the addresses of ``transport``. Raises ``SwarmnetError`` if it does not take the record."""
+        host = ExpertHost(
+            transport.peer_id,
+            tuple(transport.addresses()),
+            self.experts,
+            is_online=True,
+            row_s=self._row_s,
+            precision=self._owner.precision,
+            public_name=public_name,
+        )
+        await announce_experts(
+            directory, host, self._owner.manifest, state=state, version=version, lifetime_s=lifetime_s
+        )
+
+    async def handle(self, stream: Stream) -> None:
+        """Compute for one host until its stream ends."""
+        typed = ExpertsStream(
+            stream,
+            pb.ExpertsReply,
+            pb.ExpertsRequest,
+            silence_s=self._timing.first_message_s,
+            send_s=self._timing.chunk_s,
+        )
+        with stream.scope.reserve(Resource.EXPERTS):
+            self.streams += 1
+            try:
+                await self._attach(typed)
+                await race(self._serve(typed), self._send_heartbeats(typed))
+            except ProtocolViolation as error:
+                raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
+            finally:
+                self.streams -= 1
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def leave(self) -> None:
+        """Refuse new streams, and return when none is open."""
+        self._is_leaving = True
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.streams == 0)
+
+    async def _attach(self, stream: ExpertsStream) -> None:
+        request, _ = await stream.receive()
+        if not request.HasField("attach"):
+            raise ProtocolViolation("a stream of experts begins with Attach")
+        if self._is_leaving:
+            raise Refusal(refusal_pb2.REASON_LEAVING, "this peer is about to stop")
+        if request.attach.swarm != self._owner.swarm:
+            raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this peer belongs to another swarm")
+        if request.attach.manifest != self._owner.manifest:
+            raise Refusal(
+                refusal_pb2.REASON_WRONG_MODEL, f"this peer serves {self._owner.manifest.hex()[:16]}"
+            )
+        stream.silence_s = float(
+            "inf"
+        )  # a host without work sends nothing; a dead connection ends its streams
+        await stream.send(pb.ExpertsReply(attached=pb.Attached()))
+
+    async def _send_heartbeats(self, stream: ExpertsStream) -> None:
+        await stream.send_heartbeats(
+            self._timing.heartbeat_s, lambda: pb.ExpertsReply(heartbeat=pb.Heartbeat())
+        )
+
+    async def _serve(self, stream: ExpertsStream) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            request, payload = await stream.receive()
+            if not request.HasField("rows"):
+                raise ProtocolViolation("a second Attach on one stream")
+            rows = decode_rows(request.rows, payload, hidden_size=self._owner.hidden_size)
+            self._check_here(rows)
+            if wait_s := stream.stream.scope.charge(Rate.POSITIONS, rows.pairs, loop.time()):
+                await asyncio.sleep(wait_s)
+            await self._answer(stream, request.rows.id, rows)
+
+    async def _answer(self, stream: ExpertsStream, number: int, rows: ExpertRows) -> None:
+        loop = asyncio.get_running_loop()
+        outputs = await loop.run_in_executor(self._executor, self._compute, rows)
+        self.rows += rows.pairs
+        self.requests += 1
+        tensor, encoded = encode_tensor(outputs)
+        await stream.send(pb.ExpertsReply(computed=pb.Computed(id=number, tensor=tensor)), encoded)
+
+    def _check_here(self, request: ExpertRows) -> None:
+        module = self._modules.get(request.block)
+        for expert in request.rows:
+            if module is None or not has_expert(module, expert):
+                raise Refusal(
+                    refusal_pb2.REASON_MISSING_EXPERTS,
+                    f"expert {expert} of block {request.block} is not on this peer",
+                )
+
+    @torch.inference_mode()
+    def _compute(self, request: ExpertRows) -> torch.Tensor:
+        """The outputs of a request [pairs, D], on the CPU, as its rows are."""
+        if not request.rows:
+            return request.values[:0]
+        module = self._modules[request.block]
+        device, values = device_of(module), request.values
+        outputs = [
+            compute_expert(module, expert, values[rows].to(device)).to("cpu", values.dtype)
+            for expert, rows in request.rows.items()
+        ]
+        return torch.cat(outputs)

@@ -1,0 +1,181 @@
+"""Announcements of routed experts in the directory: which peers compute which experts of a model for hosts of its blocks."""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.host_announcements import (
+    MAX_ADDRESSES,
+    MAX_STEP_S,
+    PRECISION,
+    PROTOCOL,
+    listed,
+)
+from swarmnet_protocols.directory.records import Record
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire import records_pb2 as pb
+
+MAX_EXPERTS = 1024
+"""Routed experts of one block at most."""
+MAX_EXPERT_BLOCKS = 1024
+"""Blocks with experts in one announcement at most."""
+_PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+BlockExperts = Mapping[int, frozenset[int]]
+"""The numbers of some experts of each block."""
+
+
+@dataclass(frozen=True)
+class ExpertHost:
+    """A peer with experts, as it announced itself."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    experts: BlockExperts
+    is_online: bool
+    row_s: float = 0.0
+    """Seconds for one row through one expert, as the peer measured it; 0: not measured."""
+    precision: str = ""
+    public_name: str = ""
+
+
+def experts_topic(manifest: bytes) -> str:
+    """The topic of the announcements of peers with experts of a model."""
+    return f"experts/{manifest.hex()}"
+
+
+async def announce_experts(
+    directory: Directory,
+    host: ExpertHost,
+    manifest: bytes,
+    *,
+    state: "pb.HostState",
+    version: str,
+    lifetime_s: float,
+) -> None:
+    """Announce this peer, which is ``host``, for ``lifetime_s``. Raises ``SwarmnetError`` if the directory does not take it."""
+    record = pb.ExpertsRecord(
+        manifest=manifest,
+        state=state,
+        protocol=PROTOCOL,
+        blocks=[
+            pb.BlockExperts(block=block, experts=to_bits(host.experts[block]))
+            for block in sorted(host.experts)
+        ],
+        addresses=listed(host.addresses),
+        version=version,
+        public_name=host.public_name,
+        precision=host.precision,
+        row_s=host.row_s,
+    )
+    await directory.publish(experts_topic(manifest), record.SerializeToString(), lifetime_s=lifetime_s)
+
+
+def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
+    """The peer in ``record``; None if no peer with experts of the model can have made it."""
+    try:
+        body = pb.ExpertsRecord.FromString(record.body)
+    except DecodeError:
+        return None
+    numbers = [each.block for each in body.blocks]
+    if not (
+        record.topic == experts_topic(manifest)
+        and body.manifest == manifest
+        and 0 < len(numbers) <= MAX_EXPERT_BLOCKS
+        and numbers == sorted({*numbers})
+        and numbers[-1] < MAX_BLOCKS
+        and all(0 < len(each.experts) <= MAX_EXPERTS // 8 for each in body.blocks)
+        and 0 <= body.row_s <= MAX_STEP_S
+        and math.isfinite(body.row_s)
+    ):
+        return None
+    return ExpertHost(
+        peer=record.peer_id,
+        addresses=tuple(body.addresses[:MAX_ADDRESSES]),
+        experts={each.block: from_bits(each.experts) for each in body.blocks},
+        is_online=body.state == pb.HOST_STATE_ONLINE and body.protocol == PROTOCOL,
+        row_s=body.row_s,
+        precision=body.precision if PRECISION.fullmatch(body.precision) else "",
+        public_name=body.public_name[:64] if body.public_name.isprintable() else "",
+    )
+
+
+async def read_expert_hosts(directory: Directory, manifest: bytes) -> Sequence[ExpertHost]:
+    """The peers with experts of a model that are online, in the order of their peer ids."""
+    found = (read_expert_host(record, manifest) for record in await directory.lookup(experts_topic(manifest)))
+    return sorted((each for each in found if each is not None and each.is_online), key=lambda each: each.peer)
+
+
+def to_bits(experts: Collection[int]) -> bytes:
+    """A bit for each expert, the lowest bit of the first byte for expert 0."""
+    bits = bytearray(max(experts) // 8 + 1)
+    for expert in experts:
+        bits[expert // 8] |= 1 << expert % 8
+    return bytes(bits)
+
+
+def from_bits(bits: bytes) -> frozenset[int]:
+    """The inverse of ``to_bits``."""
+    return frozenset(8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+
+
+def parse_experts(text: str, counts: Mapping[int, int]) -> BlockExperts:
+    """The experts that an owner names, of one block or of several: ``3:0-15``, ``0-7:0-3,12;8:5``; ``all`` for all blocks or experts.
+
+    ``counts``: the number of experts of each block that has some. Raises ``ConfigError`` for another form, or an expert that the model does not have.
+    """
+    found: dict[int, frozenset[int]] = {}
+    for part in text.split(";"):
+        blocks, colon, experts = part.strip().partition(":")
+        if not colon:
+            raise ConfigError(
+                f"{part.strip()!r} names no experts", hint="name blocks and their experts: 3:0-15, or all:0-7"
+            )
+        for block in counts if blocks == "all" else _numbers(blocks):
+            if block not in counts:
+                raise ConfigError(
+                    f"block {block} has no routed experts", hint=f"blocks with experts: {ranges(counts)}"
+                )
+            chosen = range(counts[block]) if experts == "all" else _numbers(experts)
+            if unknown := {*chosen} - {*range(counts[block])}:
+                raise ConfigError(
+                    f"block {block} has no expert {min(unknown)}",
+                    hint=f"its experts are 0-{counts[block] - 1}",
+                )
+            found[block] = found.get(block, frozenset()) | {*chosen}
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise ConfigError(f"{part.strip()!r} is no number or range", hint="write 0-7 or 0,2,5")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return found
+
+
+def format_experts(experts: BlockExperts) -> str:
+    """The inverse of ``parse_experts``: blocks with the same experts are named together."""
+    blocks: dict[frozenset[int], list[int]] = {}
+    for block in sorted(experts):
+        blocks.setdefault(experts[block], []).append(block)
+    return ";".join(f"{ranges(numbers)}:{ranges(chosen)}" for chosen, numbers in blocks.items())
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """Numbers as ranges: ``0-3,7``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

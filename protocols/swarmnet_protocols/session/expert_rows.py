@@ -1,0 +1,121 @@
+"""Rows that a host sends to a peer with routed experts, and the outputs that come back.
+
+The host of a block computes its router and sends each row once to each peer that has some of the experts chosen for it, with the indexes of the
+rows of each expert. The peer answers with the outputs of each expert for its rows, in the same order.
+
+Shapes: n rows of hidden size D; an expert computes some of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net.protocol_ids import EXPERTS
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.quantization.packed_experts import Outputs
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, wire_dtype
+from swarmnet_protocols.wire import session_pb2 as pb
+
+MAX_ROWS = 512
+"""Rows of one request at most: positions of one forward."""
+MAX_PAIRS = 4096
+"""Rows of all experts of a request together at most: their indexes fit into a header."""
+
+TrunkStream = TypedStream[pb.ExpertsRequest, pb.ExpertsReply]
+"""The side of the host that sends rows."""
+ExpertsStream = TypedStream[pb.ExpertsReply, pb.ExpertsRequest]
+"""The side of the peer that has experts."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """Hidden states ``values`` [n, D], and for each expert of a block the indexes of its rows, ascending."""
+
+    block: int
+    values: torch.Tensor
+    rows: Mapping[int, torch.Tensor]
+
+    @property
+    def pairs(self) -> int:
+        """Rows of all experts together: the rows of the answer."""
+        return sum(len(rows) for rows in self.rows.values())
+
+    def outputs(self, tensor: torch.Tensor) -> Outputs:
+        """The outputs of each expert in an answer [pairs, D]."""
+        sizes = [len(rows) for rows in self.rows.values()]
+        return dict(zip(self.rows, torch.split(tensor, sizes), strict=True))
+
+
+def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Iterator[ExpertRows]:
+    """Requests for rows of ``hidden`` [T, D], on the CPU, whose answers fit into a message each. ``rows``: the indexes of each expert."""
+    most = max_pairs(hidden.shape[1], hidden.dtype)
+    left = most
+    taken: dict[int, torch.Tensor] = {}
+    for expert in sorted(rows):
+        indexes = rows[expert]
+        while len(indexes):
+            if left == 0:
+                yield _request(block, hidden, taken)
+                left, taken = most, {}
+            taken[expert], indexes = indexes[:left], indexes[left:]
+            left -= len(taken[expert])
+    if taken:
+        yield _request(block, hidden, taken)
+
+
+def _request(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> ExpertRows:
+    """A request with those rows of ``hidden`` that some expert computes."""
+    used = torch.unique(torch.cat(list(rows.values())))
+    return ExpertRows(
+        block,
+        hidden[used],
+        {expert: torch.searchsorted(used, indexes) for expert, indexes in rows.items()},
+    )
+
+
+def max_pairs(hidden_size: int, dtype: torch.dtype) -> int:
+    """Most rows of an answer."""
+    return max(1, min(MAX_ROWS, MAX_PAIRS, EXPERTS.max_payload_bytes // (hidden_size * dtype.itemsize)))
+
+
+def encode_rows(request: ExpertRows, number: int) -> tuple[pb.Rows, memoryview]:
+    """Header and payload of a request."""
+    tensor, payload = encode_tensor(request.values)
+    experts = [pb.ExpertRows(expert=expert, rows=rows.tolist()) for expert, rows in request.rows.items()]
+    return pb.Rows(id=number, block=request.block, tensor=tensor, experts=experts), payload
+
+
+def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> ExpertRows:
+    """A request from a peer. Raises ``ProtocolViolation`` unless its indexes are those of its rows and the answer fits into a message."""
+    count = message.tensor.shape[0] if message.tensor.shape else 0
+    dtype = wire_dtype(message.tensor.dtype)
+    pairs = sum(len(each.rows) for each in message.experts)
+    numbers = [each.expert for each in message.experts]
+    if count > MAX_ROWS or pairs > max_pairs(hidden_size, dtype) or not dtype.is_floating_point:
+        raise ProtocolViolation(f"{count} rows, {pairs} with experts, are too many for one request")
+    if numbers != sorted({*numbers}):
+        raise ProtocolViolation("experts that are not ascending")
+    for each in message.experts:
+        indexes = list(each.rows)
+        if not indexes or indexes != sorted({*indexes}) or indexes[-1] >= count:
+            raise ProtocolViolation(f"expert {each.expert} has rows that are not among the {count}")
+    values = decode_tensor(message.tensor, payload, positions=count, hidden_size=hidden_size)
+    rows = {each.expert: torch.tensor(list(each.rows)) for each in message.experts}
+    return ExpertRows(message.block, values, rows)
+
+
+def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, number: int) -> Outputs:
+    """The outputs in the answer to ``request`` with this number. Raises ``ProtocolViolation`` for anything else, and for infinity or NaN."""
+    if message.id != number:
+        raise ProtocolViolation(f"an answer to request {message.id} instead of {number}")
+    if wire_dtype(message.tensor.dtype) is not request.values.dtype:
+        raise ProtocolViolation("outputs of another element type than the rows")
+    tensor = decode_tensor(
+        message.tensor, payload, positions=request.pairs, hidden_size=request.values.shape[1]
+    )
+    if not torch.isfinite(tensor).all():
+        raise ProtocolViolation("outputs of experts that are not finite")
+    return request.outputs(tensor)

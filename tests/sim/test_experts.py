@@ -1,0 +1,243 @@
+"""Routed experts on several peers give the tokens of one machine, whatever becomes of the peers."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import MissingExperts, SwarmnetError
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.memory import Delivery, LinkProfile
+from swarmnet_protocols.net.protocol_ids import EXPERTS
+from swarmnet_protocols.wire import session_pb2
+from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
+from tests.support.swarm_lab import Lab, Reference, simulate
+
+TOKENS = 6
+PROMPTS = [[3 + (7 * number + 5 * at) % 90 for at in range(2 + number)] for number in range(20)]
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_experts_reference("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_experts_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+async def answer(lab: Lab, swarm: Swarm, prompt: list[int]) -> list[int]:
+    async with lab.chain(swarm) as chain:
+        return await lab.generate(chain, prompt, TOKENS)
+
+
+@pytest.mark.parametrize("peers", [1, 3, 5])
+def test_experts_over_peers_give_the_tokens_of_one_machine(reference: Reference, peers: int) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        for number, own in enumerate(spread(peers)):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        trunk = await experts.trunk("trunk", own=())
+        async with lab.client() as swarm:
+            alone = [await answer(lab, swarm, prompt) for prompt in PROMPTS]
+            batched = await asyncio.gather(*(answer(lab, swarm, prompt) for prompt in PROMPTS))
+        assert alone == batched == [reference.greedy(prompt, TOKENS) for prompt in PROMPTS]
+        assert trunk.dispatcher is not None
+        assert trunk.dispatcher.counters.rows > 0
+
+    simulate(reference, scenario, link=LAN)
+
+
+LONG = 12
+"""Tokens of an answer during which a peer fails."""
+STALL_S = {"crash": 0.5, "hang": 3.0, "isolate": 3.0, "slow": 0.6}
+"""Longest wait for one token, by fault; computing takes no time here."""
+
+
+@dataclass
+class Told:
+    """An answer, and the longest wait for one of its tokens."""
+
+    tokens: list[int]
+    longest_s: float
+
+
+async def told(lab: Lab, prompt: list[int] = PROMPTS[3], count: int = LONG) -> Told:
+    loop = asyncio.get_running_loop()
+    async with lab.client() as swarm, lab.chain(swarm) as chain:
+        times = [loop.time()]
+        tokens = await lab.generate(chain, prompt, count, lambda _: times.append(loop.time()))
+    return Told(tokens, max(after - before for before, after in pairwise(times)))
+
+
+def rows_to(peers: set[PeerId], block: int) -> Callable[[Delivery], bool]:
+    """A request for rows of a block that arrives at one of ``peers``."""
+
+    def matches(delivery: Delivery) -> bool:
+        if delivery.protocol.id != EXPERTS.id or delivery.target not in peers:
+            return False
+        message = session_pb2.ExpertsRequest.FromString(delivery.message.header)
+        return bool(message.rows.experts) and message.rows.block == block
+
+    return matches
+
+
+def hurt(lab: Lab, fault: str) -> Callable[[Delivery], None]:
+    network = lab.network
+    slow = LinkProfile(delay_s=5.0)
+    return {
+        "crash": lambda delivery: network.crash(delivery.target),
+        "hang": lambda delivery: network.hang(delivery.target),
+        "isolate": lambda delivery: network.isolate(delivery.target),
+        "slow": lambda delivery: network.set_link(delivery.source, delivery.target, slow),
+    }[fault]
+
+
+@pytest.mark.parametrize("fault", STALL_S)
+@pytest.mark.parametrize("block", [0, 3])
+def test_a_replica_answers_for_a_peer_that_fails(mixtral: Reference, block: int, fault: str) -> None:
+    async def scenario(lab: Lab) -> Told:
+        experts = ExpertLab(lab)
+        for number, own in enumerate([*spread(2), *spread(2)]):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        trunk = await experts.trunk("trunk", own=())
+        peers = {lab.peer_id(f"peer{number}") for number in range(4)}
+        await asyncio.sleep(1.0)
+        hit = lab.once(rows_to(peers, block), hurt(lab, fault))
+        answered = await told(lab)
+        assert hit, "the fault was never injected"
+        assert trunk.dispatcher is not None
+        counters = trunk.dispatcher.counters
+        assert counters.loaded == 0
+        assert counters.hedged > 0 if fault != "crash" else counters.failed > 0
+        return answered
+
+    answered = simulate(mixtral, scenario, link=LAN)
+    assert answered.tokens == mixtral.greedy(PROMPTS[3], LONG)
+    assert answered.longest_s <= STALL_S[fault]
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_a_trunk_with_room_loads_experts_that_no_peer_has(mixtral: Reference, fault: str) -> None:
+    async def scenario(lab: Lab) -> Told:
+        experts = ExpertLab(lab)
+        await experts.peer("peer", experts.everywhere(range(8)))
+        trunk = await experts.trunk("trunk", own=(), has_room=True)
+        await asyncio.sleep(1.0)
+        assert lab.once(rows_to({lab.peer_id("peer")}, 2), hurt(lab, fault)) == []
+        answered = await told(lab)
+        assert trunk.dispatcher is not None
+        assert trunk.dispatcher.counters.loaded > 0
+        assert trunk.engine is not None
+        assert trunk.engine.stage.weight_bytes > 0
+        return answered
+
+    answered = simulate(mixtral, scenario, link=LAN)
+    assert answered.tokens == mixtral.greedy(PROMPTS[3], LONG)
+    assert answered.longest_s <= 3.0
+
+
+def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        await experts.peer("half", experts.everywhere(range(4)))
+        await experts.peer("other", experts.everywhere(range(4, 8)))
+        trunk = await experts.trunk("trunk", own=())
+        await asyncio.sleep(1.0)
+        lab.once(rows_to({lab.peer_id("half")}, 1), hurt(lab, "crash"))
+        with pytest.raises(SwarmnetError, match=r"no peer within reach has experts \d:[0-3]") as raised:
+            await told(lab)
+        assert isinstance(raised.value, MissingExperts)
+        assert "--experts" in raised.value.hint
+        # Until a peer has them again, clients do not choose the trunk.
+        async with lab.client("second") as swarm:
+            await asyncio.sleep(20)
+            assert not [host for host in swarm.hosts if host.peer == lab.peer_id("trunk")]
+        await experts.peer("replacement", experts.everywhere(range(4)))
+        await asyncio.sleep(20)
+        assert trunk.dispatcher is not None
+        assert not trunk.dispatcher.missing()
+        assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_peer_changes_no_token(mixtral: Reference, fault: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        lab.network.set_link(lab.peer_id("trunk"), lab.peer_id("honest"), LinkProfile(delay_s=0.003))
+        await experts.peer("honest", everything)
+        trunk = await experts.trunk("trunk", own=())
+        faulty = await experts.faulty_peer("faulty", everything, fault)
+        await asyncio.sleep(10)
+        answered = await told(lab)
+        assert answered.tokens == mixtral.greedy(PROMPTS[3], LONG)
+        assert answered.longest_s <= 3.0
+        assert trunk.dispatcher is not None
+        [link] = [each for each in trunk.dispatcher.links if each.host.peer == lab.peer_id("faulty")]
+        assert faulty.asked >= 1
+        if fault not in ("no reply", "end"):
+            assert link.fault
+            assert faulty.asked == 1, "a banned peer was asked again"
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_another_trunk_continues_when_a_trunk_fails_while_rows_are_under_way(
+    mixtral: Reference, fault: str
+) -> None:
+    async def scenario(lab: Lab) -> Told:
+        experts = ExpertLab(lab)
+        for number, own in enumerate(spread(2)):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        for name in ("trunk", "trunk2"):
+            await experts.trunk(name, own=())
+        peers = {lab.peer_id(f"peer{number}") for number in range(2)}
+        await asyncio.sleep(1.0)
+
+        def at_source(delivery: Delivery) -> None:
+            {"crash": lab.network.crash, "hang": lab.network.hang}[fault](delivery.source)
+
+        requests = 0
+
+        def third(delivery: Delivery) -> bool:
+            nonlocal requests
+            requests += rows_to(peers, 1)(delivery)
+            return requests == 3
+
+        hit = lab.once(third, at_source)
+        answered = await told(lab)
+        assert hit
+        return answered
+
+    answered = simulate(mixtral, scenario, link=LAN)
+    assert answered.tokens == mixtral.greedy(PROMPTS[3], LONG)
+    assert answered.longest_s <= 3.1
+
+
+def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        await experts.peer("far", everything)
+        told_owner: list[str] = []
+        starting = asyncio.create_task(experts.trunk("trunk", own=(), notice=told_owner.append))
+        await asyncio.sleep(10)
+        assert not starting.done()
+        assert "20 ms" in told_owner[-1]
+        await experts.peer("near", everything)
+        lab.network.set_link(lab.peer_id("trunk"), lab.peer_id("near"), LAN)
+        trunk = await starting
+        assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
+        assert trunk.dispatcher is not None
+        assert {each.host.peer for each in trunk.dispatcher.links if each.is_open} == {lab.peer_id("near")}
+
+    simulate(mixtral, scenario, link=LinkProfile(delay_s=0.05))
