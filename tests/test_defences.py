@@ -11,6 +11,7 @@ from tests.catch_up_defences import CATCH_UP
 from tests.defences import Defence
 from tests.dial_defences import DIALS
 from tests.directory_defences import DIRECTORY
+from tests.expert_defences import EXPERTS
 from tests.fetch_defences import FETCHING
 from tests.file_defences import FILES, HASHES, IDENTITY, STATEMENTS
 from tests.flood_defences import FLOODS
@@ -38,6 +39,7 @@ DEFENCES = (
     *STATEMENTS,
     *HASHES,
     *FETCHING,
+    *EXPERTS,
     *LIMITS,
     *FLOODS,
     *WEB,

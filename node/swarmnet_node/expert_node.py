@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
@@ -104,14 +104,14 @@ class ExpertNode:
         node._weight_bytes = sum(
             expert_bytes(modules[block]) * len(experts) for block, experts in node.experts.items()
         )
-        owner = Owner(
+        shared = ExpertModel(
             dependencies.directory.swarm,
             hosting.manifest,
             hosting.hidden_size,
             hosting.dtype,
             hosting.precision,
         )
-        service = ExpertService(modules, dependencies.executor, owner, dependencies.timing, row_s=row_s)
+        service = ExpertService(modules, dependencies.executor, shared, dependencies.timing, row_s=row_s)
         async with AsyncExitStack() as stack, Services.on(dependencies.transport) as services:
             await services.serve(EXPERTS, service.handle)
             if hosting.library is not None:

@@ -20,7 +20,7 @@ from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
-from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import ExpertLoader, ExpertOptions, own_experts
 from swarmnet_node.hosting.announcement import Announcement, keep_announced
@@ -210,17 +210,19 @@ class Node:
     async def _share_experts(self, stage: Stage, services: "Services", options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
         start, dependencies, manifest = self.span[0], self._dependencies, self._hosting.manifest
-        owner = Owner(dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision)
+        shared = ExpertModel(
+            dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision
+        )
         if own := own_experts(stage, start):
             executor = self._contexts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="experts"))
             await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
-            self._expert_service = ExpertService(own, executor, owner, dependencies.timing)
+            self._expert_service = ExpertService(own, executor, shared, dependencies.timing)
             await services.serve(EXPERTS, self._expert_service.handle)
         if missing := {start + layer: experts for layer, experts in stage.missing_experts.items()}:
             dispatcher = ExpertDispatcher(
                 dependencies.transport,
                 dependencies.directory,
-                owner,
+                shared,
                 missing,
                 ExpertLoader(stage, start, options.load, self._hosting.has_room).load,
                 dependencies.timing,

@@ -20,7 +20,7 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet_node.training import shared_state
-from swarmnet_protocols.directory import catalog, node_reports, records
+from swarmnet_protocols.directory import catalog, expert_announcements, node_reports, records
 from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -38,7 +38,8 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
-from swarmnet_protocols.session import adapters, hop_times, steps
+from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps
+from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction
@@ -172,6 +173,39 @@ def read_step(data: bytes) -> None:
 
 def read_times(data: bytes) -> None:
     hop_times.decode_times(parse(session_pb2.Timed, data))
+
+
+def read_rows(data: bytes) -> None:
+    header, payload = halves(data)
+    rows = expert_rows.decode_rows(parse(session_pb2.Rows, header), payload, hidden_size=HIDDEN)
+    assert rows.pairs <= expert_rows.MAX_PAIRS
+
+
+ROWS = {1: torch.tensor([0, 2]), 5: torch.tensor([1])}
+
+
+def rows_seeds() -> list[bytes]:
+    [request] = expert_rows.split_rows(2, torch.zeros(3, HIDDEN), ROWS)
+    message, payload = expert_rows.encode_rows(request, 7)
+    return [two(message.SerializeToString(), bytes(payload))]
+
+
+def read_outputs(data: bytes) -> None:
+    header, payload = halves(data)
+    request = expert_rows.ExpertRows(2, torch.zeros(3, HIDDEN), ROWS)
+    outputs = expert_rows.decode_outputs(parse(session_pb2.Computed, header), payload, request, 7)
+    assert {expert: len(each) for expert, each in outputs.items()} == {1: 2, 5: 1}
+
+
+def outputs_seeds() -> list[bytes]:
+    tensor, payload = encode_tensor(torch.zeros(3, HIDDEN))
+    return [two(session_pb2.Computed(id=7, tensor=tensor).SerializeToString(), bytes(payload))]
+
+
+def read_experts(data: bytes) -> None:
+    topic = expert_announcements.experts_topic(SWARM)
+    record = records.Record(SWARM, topic, bytes(32), 1, NOW, data)
+    expert_announcements.read_expert_host(record, SWARM)
 
 
 def step_seeds() -> list[bytes]:
@@ -428,6 +462,13 @@ TARGETS: dict[str, Target] = {
     "contacts": Target(read_contacts, contact_seeds, ()),
     "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
+    "rows for experts": Target(read_rows, rows_seeds, ("session.expert_rows.decode_rows",)),
+    "outputs of experts": Target(read_outputs, outputs_seeds, ("session.expert_rows.decode_outputs",)),
+    "announcement of experts": Target(
+        read_experts,
+        examples(records_pb2.ExpertsRecord),
+        ("directory.expert_announcements.read_expert_host",),
+    ),
     "times of a hop": Target(
         read_times, examples(session_pb2.Timed), ("session.hop_times.decode_times",), max_bytes=256
     ),

@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
-from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.node import Node
@@ -108,14 +108,14 @@ class ExpertLab:
 
         async def live() -> None:
             async with self.lab._world(name) as world:
-                owner = Owner(
+                shared = ExpertModel(
                     world.directory.swarm,
                     self.model.manifest.hash,
                     self.model.manifest.hidden_size,
                     torch.float32,
                     self.model.precision,
                 )
-                service = FaultyService(modules, world.executor, owner, world.timing)
+                service = FaultyService(modules, world.executor, shared, world.timing)
                 service.fault = fault
                 await world.transport.serve(EXPERTS, service.handle)
                 await service.announce(

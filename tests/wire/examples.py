@@ -143,6 +143,18 @@ def session_messages() -> Iterator[Protobuf]:
             sent_s=11.5,
         )
     )
+    yield pb.ExpertsRequest(attach=pb.Attach(swarm=_MANIFEST[::-1], manifest=_MANIFEST))
+    yield pb.ExpertsRequest(
+        rows=pb.Rows(
+            id=300,
+            block=7,
+            tensor=_TENSOR,
+            experts=[pb.ExpertRows(expert=0, rows=[0, 4]), pb.ExpertRows(expert=130, rows=[2])],
+        )
+    )
+    yield pb.ExpertsReply(attached=pb.Attached())
+    yield pb.ExpertsReply(computed=pb.Computed(id=300, tensor=_TENSOR))
+    yield pb.ExpertsReply(heartbeat=pb.Heartbeat())
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
     yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)
@@ -185,6 +197,17 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.ProcessRecord(process=bytes(range(16)), addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.ContactRecord(addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.WithContacts(contacts=[b"a signed record", b"another"])
+    yield pb.ExpertsRecord(
+        manifest=_MANIFEST,
+        state=pb.HOST_STATE_ONLINE,
+        protocol=2,
+        blocks=[pb.BlockExperts(block=3, experts=b"\xff\x01"), pb.BlockExperts(block=300, experts=b"\x80")],
+        addresses=_ADDRESSES,
+        version="0.1.0",
+        public_name="attic",
+        precision="q4_1",
+        row_s=0.00048828125,
+    )
 
 
 def worker_messages() -> Iterator[Protobuf]:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from swarmnet_node.experts.expert_link import ExpertLink, Owner
+from swarmnet_node.experts.expert_link import ExpertLink, ExpertModel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
@@ -115,7 +115,7 @@ class ExpertDispatcher:
 
     transport: Transport
     directory: Directory
-    owner: Owner
+    model: ExpertModel
     wanted: dict[int, set[int]]
     """The experts that the host lacks. It becomes fewer when the host loads some."""
     load: Load
@@ -337,7 +337,7 @@ class ExpertDispatcher:
         """Read the directory again and again, and keep a link to each peer that has experts which the host lacks."""
         while True:
             with contextlib.suppress(SwarmnetError):  # the links stay
-                found = await read_expert_hosts(self.directory, self.owner.manifest)
+                found = await read_expert_hosts(self.directory, self.model.manifest)
                 hosts = {host.peer: host for host in found if host.peer != self.transport.peer_id}
                 await self._update(hosts)
             every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
@@ -355,7 +355,7 @@ class ExpertDispatcher:
             elif len(self._links) < MAX_LINKS and self._is_wanted(host):
                 self._links[peer] = link = ExpertLink(
                     host,
-                    self.owner,
+                    self.model,
                     self.transport,
                     self.timing,
                     max_round_trip_s=self.max_round_trip_s,
@@ -366,7 +366,7 @@ class ExpertDispatcher:
 
     def _is_wanted(self, host: ExpertHost) -> bool:
         """Whether it has missing experts, with the weights that this host has: tokens must not depend on who computes."""
-        has_same_weights = host.precision.partition("/")[0] == self.owner.precision.partition("/")[0]
+        has_same_weights = host.precision.partition("/")[0] == self.model.precision.partition("/")[0]
         return has_same_weights and any(
             experts & self.wanted.get(block, set()) for block, experts in host.experts.items()
         )

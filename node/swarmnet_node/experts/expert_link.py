@@ -40,7 +40,7 @@ SMOOTHING = 0.1
 
 
 @dataclass(frozen=True)
-class Owner:
+class ExpertModel:
     """The swarm and the model of a peer."""
 
     swarm: bytes
@@ -57,7 +57,7 @@ class ExpertLink:
     def __init__(
         self,
         host: ExpertHost,
-        owner: Owner,
+        model: ExpertModel,
         transport: Transport,
         timing: Timing,
         *,
@@ -77,7 +77,7 @@ class ExpertLink:
         self._unanswered = 0
         self._avoid_s = AVOID_S
         self._avoided_until = -math.inf
-        self._owner = owner
+        self._model = model
         self._transport = transport
         self._timing = timing
         self._max_round_trip_s = max_round_trip_s
@@ -147,7 +147,7 @@ class ExpertLink:
             send_s=self._timing.chunk_s,
         )
         with contextlib.closing(stream):
-            attach = pb.Attach(swarm=self._owner.swarm, manifest=self._owner.manifest)
+            attach = pb.Attach(swarm=self._model.swarm, manifest=self._model.manifest)
             await typed.send(pb.ExpertsRequest(attach=attach))
             reply, _ = await typed.receive()
             if not reply.HasField("attached"):
@@ -165,7 +165,7 @@ class ExpertLink:
     async def _open(self, stream: TrunkStream) -> NoReturn:
         """Measure the round trip, and let rows be computed from then on."""
         clock = asyncio.get_running_loop().time
-        empty = ExpertRows(0, torch.empty(0, self._owner.hidden_size, dtype=self._owner.dtype), {})
+        empty = ExpertRows(0, torch.empty(0, self._model.hidden_size, dtype=self._model.dtype), {})
         fastest = math.inf
         for _ in range(TRIALS):
             sent_at = clock()

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 
 import torch
 
-from swarmnet_node.experts.expert_link import Owner
+from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost, announce_experts
 from swarmnet_protocols.errors import ProtocolViolation
@@ -39,17 +39,17 @@ class ExpertService:
         self,
         modules: Mapping[int, ExpertsModule],
         executor: Executor,
-        owner: Owner,
+        model: ExpertModel,
         timing: Timing,
         *,
         row_s: float = 0.0,
     ) -> None:
-        """``executor`` has one thread, which no forward of blocks uses. ``owner``: the swarm and the model.
+        """``executor`` has one thread, which no forward of blocks uses. ``model``: the swarm and the model.
         ``row_s`` as in ``ExpertHost``.
         """
         self._modules = modules
         self._executor = executor
-        self._owner = owner
+        self._model = model
         self._timing = timing
         self._row_s = row_s
         self._is_leaving = False
@@ -86,11 +86,11 @@ class ExpertService:
             self.experts,
             is_online=True,
             row_s=self._row_s,
-            precision=self._owner.precision,
+            precision=self._model.precision,
             public_name=public_name,
         )
         await announce_experts(
-            directory, host, self._owner.manifest, state=state, version=version, lifetime_s=lifetime_s
+            directory, host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
         )
 
     async def handle(self, stream: Stream) -> None:
@@ -124,18 +124,21 @@ class ExpertService:
         request, _ = await stream.receive()
         if not request.HasField("attach"):
             raise ProtocolViolation("a stream of experts begins with Attach")
-        if self._is_leaving:
-            raise Refusal(refusal_pb2.REASON_LEAVING, "this peer is about to stop")
-        if request.attach.swarm != self._owner.swarm:
-            raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this peer belongs to another swarm")
-        if request.attach.manifest != self._owner.manifest:
-            raise Refusal(
-                refusal_pb2.REASON_WRONG_MODEL, f"this peer serves {self._owner.manifest.hex()[:16]}"
-            )
+        self._check_model(request.attach)
         stream.silence_s = float(
             "inf"
         )  # a host without work sends nothing; a dead connection ends its streams
         await stream.send(pb.ExpertsReply(attached=pb.Attached()))
+
+    def _check_model(self, wanted: pb.Attach) -> None:
+        if self._is_leaving:
+            raise Refusal(refusal_pb2.REASON_LEAVING, "this peer is about to stop")
+        if wanted.swarm != self._model.swarm:
+            raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this peer belongs to another swarm")
+        if wanted.manifest != self._model.manifest:
+            raise Refusal(
+                refusal_pb2.REASON_WRONG_MODEL, f"this peer serves {self._model.manifest.hex()[:16]}"
+            )
 
     async def _send_heartbeats(self, stream: ExpertsStream) -> None:
         await stream.send_heartbeats(
@@ -148,7 +151,7 @@ class ExpertService:
             request, payload = await stream.receive()
             if not request.HasField("rows"):
                 raise ProtocolViolation("a second Attach on one stream")
-            rows = decode_rows(request.rows, payload, hidden_size=self._owner.hidden_size)
+            rows = decode_rows(request.rows, payload, hidden_size=self._model.hidden_size)
             self._check_here(rows)
             if wait_s := stream.stream.scope.charge(Rate.POSITIONS, rows.pairs, loop.time()):
                 await asyncio.sleep(wait_s)
