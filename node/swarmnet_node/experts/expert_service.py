@@ -6,6 +6,7 @@ that compute experts for each other would otherwise wait for each other for ever
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 from concurrent.futures import Executor
 
@@ -125,9 +126,8 @@ class ExpertService:
         if not request.HasField("attach"):
             raise ProtocolViolation("a stream of experts begins with Attach")
         self._check_model(request.attach)
-        stream.silence_s = float(
-            "inf"
-        )  # a host without work sends nothing; a dead connection ends its streams
+        # A host without work sends nothing; a dead connection ends its streams.
+        stream.silence_s = math.inf
         await stream.send(pb.ExpertsReply(attached=pb.Attached()))
 
     def _check_model(self, wanted: pb.Attach) -> None:
