@@ -16,7 +16,7 @@ from tests.defences import Defence, Patch, nothing, replacing
 from tests.sim import test_experts
 from tests.support.expert_lab import load_experts_reference
 from tests.support.swarm_lab import Reference
-from tests.unit import test_expert_rows
+from tests.unit.session import test_expert_rows
 
 
 def of_mixtral(test: Callable[..., None], *arguments: object) -> Callable[[Path], None]:

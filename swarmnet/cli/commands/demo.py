@@ -1,20 +1,18 @@
 """``swarmnet demo``: starts a swarm on this machine, asks it one question, and stops it."""
 
 import asyncio
-import json
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from swarmnet import swarm_file
+from swarmnet.cli.children import Child, deadline, processes, spawn
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table, print_text, progress
@@ -22,10 +20,8 @@ from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet.units import counted
-from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import wall_clock
-from swarmnet_protocols.machine.platform import APART
 from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
@@ -39,9 +35,6 @@ the swarm stays until Ctrl-C. From another terminal:
 """
 _START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 5.0
-_MAX_LINE_BYTES = 1 << 20
-_STDERR_TAIL_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,13 @@ def demo(
         bool,
         typer.Option("--keep", help="Keep the swarm and an OpenAI-compatible endpoint running until Ctrl-C."),
     ] = False,
+    experts: Annotated[
+        bool,
+        typer.Option(
+            "--experts",
+            help="Show routed experts on peers instead: three peers compute them, one of which is killed while the swarm answers.",
+        ),
+    ] = False,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -80,10 +80,20 @@ def demo(
     Examples:
       swarmnet demo
       swarmnet demo --keep    then, from another terminal, use the endpoint it prints
+      swarmnet demo --experts
     """
+    if experts and (keep or nodes != 3):
+        raise typer.BadParameter(
+            "--experts has one host and three peers with experts", param_hint="'--experts'"
+        )
     with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
         swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
         try:
+            if experts:
+                from swarmnet.cli.expert_demo import show_experts
+
+                asyncio.run(show_experts(Path(directory), as_json=as_json))
+                return
             asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json, keep), nodes))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
@@ -93,7 +103,7 @@ async def _demo(demo: _Demo, count: int) -> None:
     interrupts = Interrupts.catch()
     with progress(quiet=demo.as_json) as report:
         spans = _split(await asyncio.to_thread(_count_blocks, demo.cache_dir, report), count)
-    async with _processes() as running:
+    async with processes() as running:
         with progress(quiet=demo.as_json) as report:
             address = await _start_swarm(demo, running, spans, report)
         if not demo.as_json:
@@ -151,8 +161,8 @@ async def _start_node(
     name = f"node-{span[0]}-{span[1]}"
     where = ["--data-dir", str(demo.directory / name), "--cache-dir", str(demo.cache_dir)]
     what = ["--blocks", f"{span[0]}:{span[1]}", "--listen", "/ip4/127.0.0.1/tcp/0", "--stop-on-eof"]
-    child = await _spawn(demo, running, name, ["join", demo.swarm, *where, *what, *options])
-    async with _deadline(_START_TIMEOUT_S, f"{name} did not start"):
+    child = await spawn(demo.directory, running, name, ["join", demo.swarm, *where, *what, *options])
+    async with deadline(_START_TIMEOUT_S, f"{name} did not start"):
         async for event in child.events():
             if event.get("event") == "ready":
                 demo.event(event)
@@ -162,10 +172,13 @@ async def _start_node(
 
 async def _ask(demo: _Demo, running: list[Process], address: str) -> dict[str, Any]:
     arguments = ["run", DEFAULT_MODEL, QUESTION, "--swarm", demo.swarm, "--bootstrap", address]
-    child = await _spawn(
-        demo, running, "client", [*arguments, "--cache-dir", str(demo.cache_dir), "--stream", "-n", "48"]
+    child = await spawn(
+        demo.directory,
+        running,
+        "client",
+        [*arguments, "--cache-dir", str(demo.cache_dir), "--stream", "-n", "48"],
     )
-    async with _deadline(_ANSWER_TIMEOUT_S, "no answer came"):
+    async with deadline(_ANSWER_TIMEOUT_S, "no answer came"):
         async for event in child.events():
             if event.get("event") == "token":
                 demo.event(event)
@@ -177,11 +190,11 @@ async def _ask(demo: _Demo, running: list[Process], address: str) -> dict[str, A
     raise child.failure()
 
 
-async def _serve(demo: _Demo, running: list[Process], address: str) -> "_Child":
+async def _serve(demo: _Demo, running: list[Process], address: str) -> Child:
     """Start a gateway, and print how to use it and the swarm."""
     where = ["--swarm", demo.swarm, "--bootstrap", address, "--cache-dir", str(demo.cache_dir)]
-    child = await _spawn(demo, running, "gateway", ["serve", *where, "--port", "0", "--stop-on-eof"])
-    async with _deadline(_START_TIMEOUT_S, "the gateway did not start"):
+    child = await spawn(demo.directory, running, "gateway", ["serve", *where, "--port", "0", "--stop-on-eof"])
+    async with deadline(_START_TIMEOUT_S, "the gateway did not start"):
         async for event in child.events():
             if event.get("event") == "ready":
                 demo.event(event | {"event": "serving", "swarm": demo.swarm, "bootstrap": address})
@@ -206,80 +219,3 @@ def _print_summary(answer: Mapping[str, Any]) -> None:
             "next": "swarmnet swarm create NAME --out DIR, then swarmnet join DIR/swarm.toml",
         },
     )
-
-
-@dataclass(frozen=True)
-class _Child:
-    """A swarmnet command that runs with ``--json``."""
-
-    name: str
-    process: Process
-    log: Path
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events that the process prints, until it ends. Raises ``SwarmnetError`` for an error event."""
-        if self.process.stdout is None:
-            raise RuntimeError("started without a pipe")
-        async for line in self.process.stdout:
-            event: dict[str, Any] = json.loads(line)
-            if event.get("event") == "error":
-                raise SwarmnetError(f"{self.name}: {event['message']}", hint=event["hint"])
-            yield event
-
-    async def fail_at_end(self) -> NoReturn:
-        """Wait for the end of the process, then raise ``SwarmnetError``."""
-        await self.process.wait()
-        raise self.failure()
-
-    def failure(self) -> SwarmnetError:
-        tail = self.log.read_text(errors="replace")[-_STDERR_TAIL_CHARS:].strip()
-        return SwarmnetError(f"{self.name} ended unexpectedly: {tail or 'it printed nothing'}")
-
-
-async def _spawn(demo: _Demo, running: list[Process], name: str, arguments: Sequence[str]) -> _Child:
-    log = demo.directory / f"{name}.log"
-    with log.open("wb") as stderr:
-        # Nodes and gateway stop at the end of their stdin, so they also stop if the demo is killed.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=stderr,
-            limit=_MAX_LINE_BYTES,
-            **APART,  # Ctrl-C is for the demo, which stops its nodes itself
-        )
-    running.append(process)
-    return _Child(name, process, log)
-
-
-@asynccontextmanager
-async def _processes() -> AsyncIterator[list[Process]]:
-    """An empty list of processes; those added are terminated when the context ends, and killed ``_STOP_TIMEOUT_S`` later."""
-    running: list[Process] = []
-    try:
-        yield running
-    finally:
-        for process in running:
-            with suppress(ProcessLookupError):
-                process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                for process in running:
-                    await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            for process in running:
-                with suppress(ProcessLookupError):
-                    process.kill()
-
-
-@asynccontextmanager
-async def _deadline(seconds: float, what: str) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            f"{what} within {seconds:g} s", hint="free some memory and processor time, then try again"
-        ) from error
