@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
+from swarmnet_node.training.expert_balance import share_biases
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
@@ -105,6 +106,7 @@ def parameter_count(config: PretrainedConfig) -> int:
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(config))
+            share_biases(model)
     except (*CONFIG_FAULTS, RuntimeError, ZeroDivisionError) as error:
         raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
     return sum(parameter.numel() for parameter in model.parameters())
@@ -166,6 +168,7 @@ def build_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = cls(config).to(torch.float32)
+    share_biases(model)
     model.train().requires_grad_(True)
     return model
 
@@ -204,6 +207,7 @@ def read_model(folder: Path) -> torch.Tensor:
         dtype=torch.float32,
         device=cpu,
     )
+    share_biases(model)
     return flat_copy(model)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data import BatchSampler, Corpus, Sequences, open_corpus
+from swarmnet_node.training.expert_balance import ExpertBalance
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import Progress
@@ -76,6 +77,7 @@ class Trainer:
         self._flat = torch.nn.Parameter(flat_copy(model))
         for parameter, part in self._parts(self._flat.data):
             parameter.data = part
+        self._balance = ExpertBalance(model, device)
         self._optimizer = torch.optim.AdamW(
             [self._flat],
             lr=job.training.learning_rate,
@@ -248,11 +250,14 @@ class Trainer:
 
     def _update(self, round: int, step: int) -> None:
         gradient = self._gradients()
+        loads = self._balance.take(gradient)
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         steps_before = round * self._steps_per_round + step
         self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, steps_before, self._total_steps)
+        biases = self._balance.biases(self._flat.data)
         self._optimizer.step()
+        self._balance.step(self._flat.data, biases, loads)
 
 
 def _target_count(batch: Tensor) -> int:
