@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.net.memory import LinkProfile
 from tests.support.big_model import load, make_tables
+from tests.support.memory_network import LinkProfile
 from tests.support.model_hub import model_hub
 from tests.support.tiny_models import save_tiny
 from tests.support.weight_swarm import weight_swarm

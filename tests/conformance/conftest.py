@@ -17,7 +17,6 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.reachability.relay import Relay
@@ -26,6 +25,7 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support import virtual_time
 from tests.support.loop_thread import LoopThread
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

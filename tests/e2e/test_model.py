@@ -22,9 +22,9 @@ from transformers import (
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.core_lock import FileCoreLock
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import padded
+from tests.support.memory_network import Delivery
 from tests.support.processes import Swarm, swarm
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 

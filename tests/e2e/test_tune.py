@@ -23,9 +23,9 @@ from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
 from tests.support.generation import greedy, padded
+from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
 from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows

@@ -11,11 +11,11 @@ import torch
 
 from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.generation import padded
+from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import TinySwarm, tiny_swarm
 

@@ -10,8 +10,8 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.session.steps import Row
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny import BLOCKS, VOCABULARY
 

@@ -13,11 +13,11 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import Delivery
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.virtual_time import TimedExecutor

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
 from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, request_admission
 from swarmnet_protocols.machine.aio import cancel
@@ -21,6 +20,7 @@ from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_lab import World, address, redeem, run
+from tests.support.memory_directory import MemoryDirectory
 from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_clock
 
 DEADLINE_S = 5.0

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.net.memory import Delivery
 from tests.sim.test_failover import arrives_at
+from tests.support.memory_network import Delivery
 from tests.support.recording_backend import RecordingBackend
 from tests.support.swarm_lab import Lab, Reference, simulate
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.training_lab import (
     TIMING,
     Outcomes,

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import AggregationRules
@@ -21,6 +20,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 )
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
+from tests.support.memory_network import Delivery
 from tests.support.training_lab import TrainingLab, Work
 
 COUNT = 5000

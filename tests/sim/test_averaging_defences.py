@@ -9,7 +9,6 @@ import torch
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, memory
 from swarmnet_protocols.net.limits.resources import Resource
-from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import AggregationRules, Outcome, RoundMember
@@ -23,6 +22,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
+from tests.support.memory_network import LinkProfile
 from tests.support.refusals import final_refusal
 from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
 

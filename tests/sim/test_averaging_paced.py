@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.bandwidth import MIN_BYTES, ArrivalRates
 from swarmnet_protocols.training.rounds.averaging import RoundTiming
 from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
 from tests.support.training_workers import COMPUTE_S, WorkerLab, train, write_job
 from tests.support.virtual_time import run

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, read_hosts
-from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_directory import MemoryDirectory
+from tests.support.memory_network import MemoryStream
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 HIDDEN = 32

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmnet_protocols.net.memory import LinkProfile
+from tests.support.memory_network import LinkProfile
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 PLACES_S = {"a": 0.0, "b": 0.01, "c": 0.09, "d": 0.1, "client": 0.05}

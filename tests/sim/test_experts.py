@@ -13,12 +13,12 @@ from swarmnet_protocols.errors import MissingExperts, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import refusal_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 TOKENS = 6

@@ -11,10 +11,10 @@ import pytest
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_node.hosting.session import HostedSession
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks

@@ -9,7 +9,6 @@ import pytest
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import (
     HANDSHAKE,
     LINK,
@@ -35,6 +34,7 @@ from tests.support.handshake_lab import (
     run,
     send_handshake,
 )
+from tests.support.memory_network import Delivery
 from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
 
 # ---- peers that are refused -----------------------------------------------------------------------------------

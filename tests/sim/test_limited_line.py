@@ -11,10 +11,10 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Rate
 from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
-from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
+from tests.support.memory_network import MemoryStream
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 RATE = 64_000.0

@@ -10,7 +10,6 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.matchmaking import OutOfSync
@@ -25,6 +24,7 @@ from swarmnet_protocols.training.rosters import (
     roster_to_wire,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.memory_network import Delivery, MemoryNetwork
 from tests.support.training_peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND

@@ -17,12 +17,12 @@ from swarmnet.dashboard.observer import Observer, ObserverDependencies
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_protocols.directory import catalog
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
-from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
-from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import Role
+from tests.support.memory_directory import MemoryDirectory
+from tests.support.memory_network import LinkProfile
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 

@@ -13,12 +13,12 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message, PeerId, Transport
-from swarmnet_protocols.net.memory import Delivery, MemoryStream
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import Delivery, MemoryStream
 from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
 from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate

@@ -14,11 +14,11 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
+from tests.support.memory_network import LinkProfile, MemoryStream
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.tiny_models import save_tiny
 

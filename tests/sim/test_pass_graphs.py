@@ -11,11 +11,11 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
 from swarmnet_protocols.net import Message, Stream, Transport
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import Delivery
 from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 

@@ -14,13 +14,13 @@ from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import Delivery, LinkProfile, MemoryStream
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
 
 HIDDEN = 32

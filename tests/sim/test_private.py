@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import LINK
+from tests.support.memory_network import Delivery
 from tests.support.private_swarm import PrivateSwarm
 from tests.support.swarm_lab import Lab, Reference, simulate
 

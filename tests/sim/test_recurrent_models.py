@@ -9,7 +9,6 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.session.steps import Row, Step
 from tests.sim.test_failover import arrives_at
 from tests.sim.test_host_defences import (
@@ -21,6 +20,7 @@ from tests.sim.test_host_defences import (
     with_stranger,
 )
 from tests.support.hub_families import FAMILIES
+from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 30

@@ -16,7 +16,6 @@ from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resources import Resource
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import ask
@@ -27,6 +26,7 @@ from swarmnet_protocols.reachability.reservations import WANTED, Reservations
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
 from tests.support import virtual_time
+from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 
 SYSTEM = 8
 """Reservations that a relay has in these tests."""

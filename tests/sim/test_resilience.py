@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
-from swarmnet_protocols.directory.memory_directory import MemoryDirectory
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2
 from tests.sim.churn import request
+from tests.support.memory_directory import MemoryDirectory
+from tests.support.memory_network import LinkProfile
 from tests.support.swarm_lab import SWARM, Lab, Reference, load_reference, peer, simulate
 from tests.support.tiny import BLOCKS
 

@@ -15,12 +15,12 @@ from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, Trace, trace_even
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.memory import MemoryStream
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_client_defences import assert_liar_is_replaced
+from tests.support.memory_network import MemoryStream
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
 from tests.support.virtual_time import TimedExecutor
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.net.memory import MemoryNetwork
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
+from tests.support.memory_network import MemoryNetwork
 from tests.support.training_peers import Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND

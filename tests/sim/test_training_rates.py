@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.codecs import ALIGNMENT
 from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.averaging import Outcome
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.training_lab import JOB, TrainingLab, Work, check_agreement
 from tests.support.virtual_time import run
 

@@ -9,7 +9,6 @@ import pytest
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import (
@@ -19,6 +18,7 @@ from swarmnet_protocols.training.state_transfer import (
     StateDownload,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
 from tests.support.training_peers import JOB, TIMING, Worker, simulate
 
 DATA = random.Random(1).randbytes(5 * CHUNK_BYTES + 1234)

@@ -8,10 +8,10 @@ import pytest
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
 from swarmnet_node.training.replica import RESIDUAL
-from swarmnet_protocols.net.memory import Delivery, LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.training_workers import ROUNDS, WorkerLab, train, write_job
 from tests.support.virtual_time import run
 

@@ -9,12 +9,12 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.session.wire_tensors import position_bytes
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_audit import names, used
 from tests.sim.test_failover import ONE_REPLICA, PROMPT, TOKENS, arrives_at, request
 from tests.support.lying_hosts import THREE_OF_EACH, lying, start
+from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 

@@ -6,15 +6,15 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.joining.admission import Admissions, request_admission
 from swarmnet_protocols.membership.invites import Invite, InviteTerms, make_invite, read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuerConfig
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support import virtual_time
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, Someone, identity_of, virtual_clock
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from swarmnet_protocols.net.memory import Delivery, MemoryNetwork
+from tests.support.memory_network import Delivery, MemoryNetwork
 
 
 def once(

@@ -16,13 +16,13 @@ from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.node import Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.net.memory import LinkProfile
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 from tests.support.hub_families import FAMILIES
+from tests.support.memory_network import LinkProfile
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.virtual_time import WaitingExecutor
 

@@ -11,12 +11,12 @@ import pytest
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import ALL, ENTRANCE, HANDSHAKE, SESSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support import virtual_time
+from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.private_swarm import PrivateSwarm, Someone, identity_of
 from tests.support.refusals import final_refusal
 

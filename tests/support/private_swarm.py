@@ -13,9 +13,9 @@ from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
+from tests.support.memory_network import MemoryNetwork, MemoryTransport
 
 EPOCH = 1_800_000_000.0
 AUTHORITY = Identity.from_seed(b"authority")

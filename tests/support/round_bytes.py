@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.training_workers import WorkerLab, write_job
 from tests.support.virtual_time import run
 

@@ -21,19 +21,19 @@ from swarmnet_node.moving import Placed
 from swarmnet_node.node import Dependencies, Hosting, Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
 from tests.support.deliveries import once
 from tests.support.fake_machine import FakeMachine
 from tests.support.generation import greedy
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
 from tests.support.virtual_time import run
 

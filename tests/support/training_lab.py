@@ -11,7 +11,6 @@ import torch
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
@@ -24,6 +23,7 @@ from swarmnet_protocols.training.rounds.averaging import (
 )
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.deliveries import once
+from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 
 JOB = bytes(range(32))
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)

@@ -9,11 +9,11 @@ from typing import TypeVar
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.state_transfer import StateServer
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import run
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import Worker, WorkerDependencies
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import TimedExecutor
 
 SWARM = bytes(32)

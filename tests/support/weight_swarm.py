@@ -13,10 +13,10 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.outline import fetch_outline
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.timing import Timing
 from tests.support.loop_thread import LoopThread
+from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.model_hub import NAME
 
 TIMING = Timing()

@@ -7,10 +7,10 @@ from collections import Counter
 from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
 from swarmnet_client.swarm.swarm import CONVICTED_S, SEPARATED_S, Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.routing.chain_search import HostInfo, pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.timing import Timing
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 
 ONE, OTHER = PeerId("one"), PeerId("other")
 

@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.records import Publisher, open_record
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork
 from tests.support import virtual_time
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import MemoryNetwork
 
 EPOCH = 1_800_000_000.0
 SWARM = bytes(32)

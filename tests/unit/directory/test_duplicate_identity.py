@@ -15,14 +15,14 @@ from swarmnet_protocols.directory.duplicate_identity import (
     ProcessAnnouncement,
     topic_of,
 )
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net import Transport, TransportWrapper
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support import virtual_time
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import MemoryNetwork
 
 EPOCH = 1_800_000_000.0
 SWARM = bytes(32)

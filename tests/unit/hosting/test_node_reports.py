@@ -19,11 +19,11 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages
 

@@ -23,7 +23,7 @@ from swarmnet_protocols.net.limits.flow_control import (
     due_bytes,
 )
 from swarmnet_protocols.net.limits.rate_limit import BURST_S, WIRE_FACTOR, RateLimiter
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 from tests.support.virtual_time import run
 
 RATE = 5e5

@@ -11,7 +11,6 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork
 from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability.dial_back import (
     HELLO,
@@ -23,6 +22,7 @@ from swarmnet_protocols.reachability.dial_back import (
     speaks_libp2p,
 )
 from tests.support import virtual_time
+from tests.support.memory_network import LinkProfile, MemoryNetwork
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
 NOW = 1_800_000_000.0

@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.net.memory import Delivery
 from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import greedy
+from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import load_tiny, tiny_swarm
 

@@ -8,12 +8,12 @@ import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.memory import MemoryNetwork, MemoryStream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.memory_network import MemoryNetwork, MemoryStream
 from tests.support.virtual_time import run
 
 SILENCE_S = 3.0

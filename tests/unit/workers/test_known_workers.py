@@ -3,12 +3,12 @@
 import random
 
 from swarmnet_node.training.known_workers import MAX_EXCLUDED, KnownWorkers
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork
 from swarmnet_protocols.training.job_records import WorkerInfo, publish_worker
 from swarmnet_protocols.training.rosters import Candidate
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_time import run
 
 JOB = "ab" * 32

@@ -32,18 +32,18 @@ from swarmnet_node.training.start import WorkerConfig, start
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
-from swarmnet_protocols.directory.memory_directory import MemoryBoard, MemoryDirectory
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import LinkProfile, MemoryNetwork, MemoryTransport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import _job_topic, publish_job
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.wire import workers_pb2
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.tiny_models import save_tiny
 from tests.support.training_workers import SWARM, write_job

@@ -8,7 +8,7 @@ from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import Publisher, Record, newest, open_valid
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.memory import MemoryNetwork
+from tests.support.memory_network import MemoryNetwork
 
 
 @dataclass(frozen=True)
