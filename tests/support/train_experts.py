@@ -1,12 +1,15 @@
 """Trains the small mixture of experts whose routing tests use, with the project's own workers: ``python -m tests.support.train_experts FOLDER``.
 
-Writes ``FOLDER/model``, in Hugging Face layout, and ``FOLDER/expert_routing.npz``, the experts that it chooses for code and for prose. It is no
-test, because it takes half an hour: tests use the routing that is kept in ``tests/data``.
+Writes ``FOLDER/model``, in Hugging Face layout; ``FOLDER/packed``, the same in 4 bits; and ``FOLDER/expert_routing.npz``, the experts that it chooses for
+code and for prose. It is no test, because it takes half an hour: ``stdlib_experts`` in ``swarmnet_protocols/models`` is the packed model, and
+``tests/data`` has the routing.
 """
 
 import argparse
 import io
+import json
 import pydoc_data.topics
+import shutil
 import signal
 import sysconfig
 import time
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from swarmnet_protocols.quantization.packed_experts import experts_modules
 from tests.support.commands import call
@@ -28,6 +32,8 @@ BLOCKS, EXPERTS, CHOSEN = 8, 32, 4
 WORKERS = ("anna", "ben")
 WINDOW = 256
 """Bytes of a sequence, in training and in the recorded routing."""
+GROUP = 64
+"""Columns that share a scale in the packed model."""
 RECORDED = 3072
 """Rows of each domain in the recorded routing."""
 JOB = f"""
@@ -109,6 +115,48 @@ def train(folder: Path, rounds: int, most_s: float) -> None:
     call("train", "export", "--job", job, "--out", str(folder / "model"), *kept)
 
 
+def pack(folder: Path) -> None:
+    """Write ``folder/packed`` from ``folder/model``: matrices in 4 bits, rounded to the nearest, in the layout of GPTQ; embeddings in 16 bits."""
+    packed, model = folder / "packed", folder / "model"
+    packed.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in load_file(model / "model.safetensors").items():
+        if "embed" in name:
+            tensors[name] = values.bfloat16()
+        elif values.dim() == 1 or name.endswith("gate.weight"):
+            tensors[name] = values
+        else:
+            stem = name.removesuffix("weight")
+            tensors |= {stem + part: tensor for part, tensor in in_4_bits(values).items()}
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+    (packed / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, packed)
+
+
+def in_4_bits(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors by which GPTQ stores ``matrix``, ``[rows, columns]``: codes, and a scale and a zero point for ``GROUP`` columns of a row."""
+    rows, columns = matrix.shape
+    groups = matrix.view(rows, -1, GROUP)
+    low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
+    scales = ((high - low) / 15).half().float().clamp(min=1e-7)
+    zeros = (-low / scales).round().clamp(1, 15)  # stored less 1
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15).view(rows, columns)
+    return {
+        "qweight": eight_in_one(codes.T.reshape(columns // 8, 8, rows).transpose(1, 2)),
+        "qzeros": eight_in_one((zeros.T - 1).reshape(columns // GROUP, rows // 8, 8)),
+        "scales": scales.T.half().contiguous(),
+    }
+
+
+def eight_in_one(digits: torch.Tensor) -> torch.Tensor:
+    """Digits of 4 bits, ``[..., 8]``, the first one lowest, in an int32 each: ``[...]``."""
+    numbers = sum(digits[..., place].to(torch.int64) << 4 * place for place in range(8))
+    return torch.where(numbers >= 1 << 31, numbers - (1 << 32), numbers).to(torch.int32).contiguous()
+
+
 def code_bytes() -> bytes:
     """Source of the standard library that the job trains on, without comments and docstrings."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -175,13 +223,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--most-s", type=float, default=1800.0, help="seconds after which training stops")
-    parser.add_argument(
-        "--record-only", action="store_true", help="record the routing of a model that is there"
-    )
+    parser.add_argument("--trained", action="store_true", help="pack and record the model that is there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if not arguments.record_only:
+    if not arguments.trained:
         train(arguments.folder, arguments.rounds, arguments.most_s)
+    pack(arguments.folder)
     record(arguments.folder)
 
 

