@@ -33,7 +33,7 @@ def describe_punching(reach: "Reach") -> str:
 
 
 def describe_relaying(reach: "Reach") -> str:
-    """What the node does as a relay; empty if it does nothing."""
+    """The use of the node as a relay, as text; empty if it has none."""
     if not (reach.reservations or reach.forwarded_bytes):
         return ""
     forwarded = f"{reach.forwarded_bytes / (1 << 20):.1f} MiB"
@@ -41,7 +41,7 @@ def describe_relaying(reach: "Reach") -> str:
 
 
 def advice(reach: "Reach", addresses: Sequence[str]) -> str:
-    """What its owner can do so that peers reach the node directly; empty if they do."""
+    """Advice to the owner on how peers can reach the node directly; empty if they do."""
     if reach.kind not in ("relayed", "unreachable"):
         return ""
     ports = {}

@@ -1,4 +1,4 @@
-"""A node that hosts routed experts and no whole block: it computes rows for hosts of the blocks, and keeps nothing of any client."""
+"""A node that hosts routed experts and no whole block: it computes rows for hosts of the blocks, and has no state of clients."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ from swarmnet_protocols.wire import report_pb2
 _log = logging.getLogger(__name__)
 
 TRIAL_ROWS = 8
-"""Rows by which the time of an expert is measured."""
+"""Number of rows with which the time of an expert is measured."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ class ExpertNode:
         )
 
     def report(self) -> report_pb2.NodeReport:
-        """Raises ``Unreachable``: reports are of hosts of blocks."""
+        """Raises ``Unreachable``, because only hosts of blocks have reports."""
         raise Unreachable("this node hosts experts only")
 
     def hosting_again(self) -> ExpertHosting:
-        """What it is to host when it runs again after a pause: the same experts."""
+        """The hosting of the next run, after a pause: the same experts."""
         return replace(self._hosting, experts=self.experts)
 
     def finish(self, grace_s: float) -> None:

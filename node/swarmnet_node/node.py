@@ -339,7 +339,7 @@ class Node:
             await self._announce()
 
     def hosting_again(self) -> Hosting:
-        """What it is to host when it runs again: the same blocks after a pause, or the blocks for which it ended."""
+        """The hosting of the next run: the same blocks after a pause, or the blocks to which the node moves."""
         return replace(self._hosting, placed=self.next or self.placed)
 
     def report(self) -> report_pb2.NodeReport:

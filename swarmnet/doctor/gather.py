@@ -264,7 +264,7 @@ async def ask_peers(
 
 
 async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") -> int:
-    """How many other peers of the swarm mDNS finds, if the swarm file allows it."""
+    """The number of other peers of the swarm that mDNS finds; 0 if the swarm file does not switch mDNS on."""
     if entry is None or not entry.file.mdns:
         return 0
     from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses, peer_in

@@ -22,7 +22,7 @@ PINGED_PER_BLOCK = 4
 PINGED_HOSTS = 24
 """Hosts that a client pings although every block has enough of them."""
 MAX_PINGED_HOSTS = 96
-"""Hosts to which a client keeps a ping stream, at most. Others have an unknown delay, which the chain search takes for a high one."""
+"""Most hosts to which a client keeps a ping stream. The chain search assumes a high delay to the others."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 
@@ -36,8 +36,8 @@ def drawn(
     """The hosts to ping besides those of ``pinged``.
 
     Drawn are hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts, and further ones up to ``PINGED_HOSTS``. The better host, by
-    ``expected_s``, of each random pair comes first. So near and idle hosts are pinged more, and none more than twice as often as
-    others, whatever its peer id and whatever it announces: estimates rest on what hosts say of themselves.
+    ``expected_s``, of each random pair comes first. So near and idle hosts are pinged more often, but no host more than twice as
+    often as others, because ``expected_s`` rests on announcements, which may be false.
     """
     known = Counter(block for host in hosts if host.peer in pinged for block in range(host.start, host.end))
     others = [host for host in hosts if host.peer not in pinged]

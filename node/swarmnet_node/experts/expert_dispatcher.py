@@ -1,15 +1,15 @@
-"""Has the experts that a host lacks computed by peers that have them.
+"""Sends rows to the peers that have the experts which a host lacks, and waits for their outputs.
 
-The host of a block computes attention, router and shared experts, and keeps the KV cache. In the middle of a forward, on the torch thread, the
-experts of the block are asked for (:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message for each
-peer, while the host computes its own experts. Its torch thread then waits for the outputs.
+The host of a block computes attention, router and shared experts, and keeps the KV cache. In the middle of a forward, the torch thread requests the
+outputs of the other experts (:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message to each peer, while
+the host computes its own experts. Its torch thread then waits for the outputs.
 
 Experts keep nothing between two requests, so that any peer with the same expert may answer:
 
 1. Each expert goes to the peer that is expected to answer first (:func:`assign`).
 2. A peer that fails, or sends wrong outputs, is replaced by another one at once.
-3. A peer that does not answer in ``hedge_s`` is not waited for alone: another one is asked too, and the first answer counts.
-4. Where no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
+3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged requests: Dean and Barroso 2013).
+4. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
    ``REASON_MISSING_EXPERTS``: no token is computed without an expert that its router has chosen.
 """
 
@@ -46,17 +46,17 @@ from swarmnet_protocols.wire import refusal_pb2
 _log = logging.getLogger(__name__)
 
 MAX_ROUND_TRIP_S = 0.02
-"""Round trip to peers with experts at most, unless the owner allows more: each block of a token waits for it."""
+"""Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of a token waits for one."""
 MAX_LINKS = 64
-"""Peers with experts at most that a host has streams to."""
+"""Most peers with experts to which a host has streams."""
 REFRESH_S = 5.0
 """Seconds between two readings of the directory; while experts are missing, ``MISSING_REFRESH_S``."""
 MISSING_REFRESH_S = 1.0
 HEDGE_S = 0.15
-"""Seconds after its expected answer at which another peer is asked, too."""
+"""Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which another peer is asked too."""
 HEDGE_FACTOR = 3
 MISSING_S = 3.0
-"""Seconds for which a forward waits for a peer with an expert that is missing."""
+"""Seconds that a forward waits for a peer with a missing expert."""
 
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
@@ -66,7 +66,7 @@ Load = Callable[[int, Collection[int]], bool]
 def assign(
     pairs: Mapping[int, int], holders: Mapping[int, Sequence[PeerId]], seconds: Callable[[PeerId, int], float]
 ) -> dict[PeerId, list[int]]:
-    """The experts that each peer is asked for: each expert goes where all that the peer is asked for is expected to be computed first.
+    """The experts that each peer is asked for. Each expert goes to the peer that is expected to finish first, with all that it is asked for.
 
     ``pairs``: rows of each expert. ``holders``: peers that have it, at least one. ``seconds(peer, rows)``: time in which the peer computes so many
     rows. Experts that fewer peers have are assigned first, and of those the ones with more rows.
@@ -88,7 +88,7 @@ class DispatchCounters:
     blocks: int = 0
     """Blocks of forwards for which peers were asked."""
     rows: int = 0
-    """Rows that peers were asked for, those of each expert counted."""
+    """Rows that peers were asked for; a row counts once for each of its experts."""
     failed: int = 0
     """Requests that failed: another peer was asked instead, or the host loaded the experts."""
     hedged: int = 0
@@ -117,7 +117,7 @@ class ExpertDispatcher:
     directory: Directory
     model: ExpertModel
     wanted: dict[int, set[int]]
-    """The experts that the host lacks. It becomes fewer when the host loads some."""
+    """The experts that the host lacks, by block. Experts that it loads are removed."""
     load: Load
     timing: Timing
     rng: random.Random
@@ -137,7 +137,7 @@ class ExpertDispatcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ExpertDispatcher"]:
-        """Find peers, and keep streams to them, while the context is open. At its end, what waits for experts fails."""
+        """Find peers, and keep streams to them, while the context is open. At its end, waiting forwards fail."""
         finding = asyncio.create_task(self._find(), name="find experts")
         try:
             yield self
@@ -157,7 +157,7 @@ class ExpertDispatcher:
         return {block: experts for block, experts in found.items() if experts}
 
     async def complete(self, notice: Callable[[str], None]) -> None:
-        """Wait until no expert is missing. ``notice`` is told what is missing, each time that it changes."""
+        """Wait until no expert is missing. ``notice`` receives a description of the missing ones each time that it changes."""
         told = ""
         while missing := self.missing():
             seen = self._changes
@@ -168,7 +168,7 @@ class ExpertDispatcher:
             await self._change(seen)
 
     def elsewhere(self, block: int) -> Elsewhere:
-        """Computes experts of a block for the torch thread, which waits for the outputs."""
+        """A function with which the torch thread starts the computation of a block's experts by peers, and then waits for it."""
 
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
             if torch.is_grad_enabled() and hidden.requires_grad:
@@ -197,10 +197,10 @@ class ExpertDispatcher:
             self._computing.discard(computing)
 
     async def compute(self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Outputs:
-        """The outputs of experts of a block for those rows of ``hidden`` [T, D] whose indexes stand beside each expert.
+        """The outputs of experts of a block. ``rows``: for each expert, the indexes of its rows of ``hidden`` [T, D].
 
-        Experts that the host loads meanwhile are left out: it computes them itself. Raises ``Refusal`` for an expert that no peer within reach has,
-        and for which the host has no room.
+        Experts that the host loads in the meantime are omitted, because it computes them itself. Raises ``Refusal`` for an expert that no peer within
+        reach has and the host has no memory for.
         """
         self.counters.blocks += 1
         found: dict[int, torch.Tensor] = {}
@@ -307,7 +307,7 @@ class ExpertDispatcher:
         return None
 
     def _describe(self, missing: BlockExperts) -> str:
-        """What is missing, and whether peers that are too far have it."""
+        """The missing experts as text, and the number of peers with experts that are too far."""
         far = sum(link.is_far for link in self._links.values())
         limit = f"{1000 * self.max_round_trip_s:.0f} ms"
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""

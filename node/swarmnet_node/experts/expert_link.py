@@ -26,14 +26,14 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 """Longest pause between two attempts to reach a peer; each is twice as long as the one before."""
 TRIALS = 5
-"""Empty requests by which the round trip to a peer is measured: the fastest counts."""
+"""Number of empty requests that measure the round trip to a peer; the fastest counts."""
 ANSWER_S = 2.0
-"""Seconds beside ``ANSWER_FACTOR`` times the expected ones in which a request has to be answered, else the peer counts as failed."""
+"""Timeout of a request in seconds, in addition to ``ANSWER_FACTOR`` times its expected time."""
 ANSWER_FACTOR = 20
 MAX_UNANSWERED = 2
-"""Requests one after another that a peer leaves unanswered until it is not asked any more."""
+"""Successive requests without an answer after which a peer is no longer asked."""
 AVOID_S = 10.0
-"""Seconds for which a peer that was late is asked only if no other has the expert; twice as long each time, up to ``MAX_AVOID_S``."""
+"""Seconds for which a late peer is asked only if no other has the expert; doubled each time, up to ``MAX_AVOID_S``."""
 MAX_AVOID_S = 300.0
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
@@ -48,7 +48,7 @@ class ExpertModel:
     hidden_size: int
     dtype: torch.dtype
     precision: str
-    """Of weights and activations, as ``HostRecord`` has it."""
+    """The formats of weights and activations, as in ``HostRecord``."""
 
 
 class ExpertLink:
@@ -71,9 +71,9 @@ class ExpertLink:
         self.row_s = host.row_s
         """Seconds for one row through one expert beside the round trip, averaged."""
         self.fault = ""
-        """What the peer did that no peer with these experts does; it is not asked again. Empty: nothing."""
+        """The protocol violation for which the peer is no longer asked; empty if there was none."""
         self.is_far = False
-        """Whether the peer is farther than the host allows."""
+        """Whether the round trip exceeds ``max_round_trip_s``."""
         self._unanswered = 0
         self._avoid_s = AVOID_S
         self._avoided_until = -math.inf
@@ -88,7 +88,7 @@ class ExpertLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer computes rows now."""
+        """Whether the peer can be asked now."""
         return self._stream is not None and not self.fault and not self.is_far
 
     def has(self, block: int, expert: int) -> bool:
@@ -96,15 +96,15 @@ class ExpertLink:
         return expert in self.host.experts.get(block, ())
 
     def seconds_for(self, pairs: int) -> float:
-        """Seconds in which it is expected to compute rows, those of each expert counted."""
+        """Expected seconds until the answer to a request with ``pairs`` rows of all experts together."""
         return self.round_trip_s + pairs * self.row_s
 
     def is_avoided(self, now: float) -> bool:
-        """Whether it was late, and is asked only if no other peer has the expert."""
+        """Whether the peer was late, and is asked only if no other has the expert. ``now``: loop time."""
         return now < self._avoided_until
 
     def note_late(self, now: float) -> None:
-        """Avoid it for a while."""
+        """Avoid the peer, the longer the more often it was late."""
         self._avoided_until = now + self._avoid_s
         self._avoid_s = min(2 * self._avoid_s, MAX_AVOID_S)
 
@@ -114,7 +114,7 @@ class ExpertLink:
         while not self.fault:
             try:
                 await self._run()
-                pause_s = FIRST_PAUSE_S  # a better path
+                pause_s = FIRST_PAUSE_S  # the stream ended because a better path was found
                 continue
             except ProtocolViolation as error:
                 self.blame(str(error))
@@ -127,14 +127,14 @@ class ExpertLink:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def blame(self, fault: str) -> None:
-        """Never ask this peer again."""
+        """Close the stream, and never ask this peer again."""
         self.fault = fault
         _log.warning("experts of a faulty peer are not used", extra={"peer": self.host.peer, "reason": fault})
         if self._stream is not None:
             self._stream.close()
 
     async def _run(self) -> None:
-        """Serve requests over one stream until a better path is there. Raises what ends it."""
+        """Keep one stream until a better path is found. Raises the error that ends the stream before."""
         self._was_open = False
         stream = await self._transport.open(
             self.host.peer, EXPERTS, addresses=self.host.addresses, deadline_s=self._timing.open_s
@@ -163,7 +163,7 @@ class ExpertLink:
                 self._changed()
 
     async def _open(self, stream: TrunkStream) -> NoReturn:
-        """Measure the round trip, and let rows be computed from then on."""
+        """Measure the round trip; from then on the link is open."""
         clock = asyncio.get_running_loop().time
         empty = ExpertRows(0, torch.empty(0, self._model.hidden_size, dtype=self._model.dtype), {})
         fastest = math.inf
@@ -186,7 +186,7 @@ class ExpertLink:
             self._take(reply.computed, payload)
 
     def _take(self, computed: pb.Computed, payload: Buffer) -> None:
-        """An answer. Raises ``ProtocolViolation`` for one to rows that were not sent."""
+        """Take an answer. Raises ``ProtocolViolation`` for one without a request."""
         if computed.id not in self._waiting:
             raise ProtocolViolation(f"outputs of request {computed.id}, which does not wait for any")
         request, answer = self._waiting.pop(computed.id)

@@ -1,8 +1,8 @@
 """Computes routed experts for other hosts, whose routers have chosen them.
 
-A request is computed as it comes, one after another of all hosts, and nothing is kept of it. A host waits for the answer in the middle of a forward,
-so requests take no turns with other computations of the machine, and in a process that also hosts blocks they have a thread of their own: two hosts
-that compute experts for each other would otherwise wait for each other for ever.
+Requests of all hosts are computed in the order of arrival, and nothing of them is kept. A host waits for the answer in the middle of a forward, so
+requests do not take the core lock, and in a process that also hosts blocks they run on another thread. Otherwise two hosts that compute experts for
+each other would deadlock.
 """
 
 import asyncio
@@ -45,9 +45,7 @@ class ExpertService:
         *,
         row_s: float = 0.0,
     ) -> None:
-        """``executor`` has one thread, which no forward of blocks uses. ``model``: the swarm and the model.
-        ``row_s`` as in ``ExpertHost``.
-        """
+        """``executor``: one thread that no forward of blocks uses. ``row_s``: as in ``ExpertHost``."""
         self._modules = modules
         self._executor = executor
         self._model = model
@@ -55,7 +53,7 @@ class ExpertService:
         self._row_s = row_s
         self._is_leaving = False
         self.rows = 0
-        """Rows computed since the start, those of each expert counted."""
+        """Rows computed since the start; a row counts once for each of its experts."""
         self.requests = 0
         """Requests computed since the start."""
         self.streams = 0
@@ -126,7 +124,7 @@ class ExpertService:
         if not request.HasField("attach"):
             raise ProtocolViolation("a stream of experts begins with Attach")
         self._check_model(request.attach)
-        # A host without work sends nothing; a dead connection ends its streams.
+        # A host without work sends nothing. If the connection is dead, its streams end by themselves.
         stream.silence_s = math.inf
         await stream.send(pb.ExpertsReply(attached=pb.Attached()))
 

@@ -18,18 +18,18 @@ LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """How a host of blocks has experts computed by peers."""
+    """Options of a host whose experts peers compute."""
 
     load: LoadExperts
     max_round_trip_s: float = MAX_ROUND_TRIP_S
-    """Round trip at most to these peers."""
+    """Longest round trip to these peers in seconds."""
     notice: Callable[[str], None] = lambda _: None
-    """Told what the owner should know, such as experts that no peer has."""
+    """Receives messages for the owner, such as the experts that no peer has."""
     start_on_loop: StartOnLoop = start_on_loop
 
 
 def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
-    """The modules of experts of a stage that begins with block ``start``, by block, if some of their experts are here."""
+    """The modules of a stage that have some of their experts, by block; the stage begins with block ``start``."""
     return {
         start + layer: module
         for layer, module in stage.experts.items()

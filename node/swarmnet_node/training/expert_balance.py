@@ -7,8 +7,8 @@ score alone, so no gradient reaches the bias. After each step it moves by ``STEP
 
     bias_i += STEP * sign(mean load - load_i)
 
-Here the biases are parameters, so workers agree on them as on all others, and the gradient of a bias is the share of the rows that its expert
-had, less the mean: workers that exchange gradients average it, and so the sign is that of the load of all their batches.
+Here the biases are parameters, so workers exchange them like all others. The gradient of a bias is the share of the rows of its expert, less the
+mean. Workers that exchange gradients average it, so its sign is that of the load of all their batches together.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ STEP = 0.001
 
 
 def share_biases(model: nn.Module) -> None:
-    """Make parameters of the buffers that hold biases: buffers are neither exchanged nor written into checkpoints."""
+    """Make parameters of the buffers of biases, because buffers are neither exchanged nor written into checkpoints."""
     for module in model.modules():
         if isinstance(values := module._buffers.get(BIAS), Tensor):
             delattr(module, BIAS)
@@ -36,7 +36,7 @@ class ExpertBalance:
     """The biases of a model whose parameters are a flat vector, ``[n]``, in the order of ``named_parameters()``."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """From now on, each forward of ``model`` that records gradients adds to those of the biases."""
+        """Hook ``model``, so that each forward with gradients adds the loads of experts to the gradients of their biases."""
         places, first = [torch.empty(0, dtype=torch.int64)], 0
         for name, parameter in model.named_parameters():
             if name.endswith(BIAS):

@@ -22,9 +22,9 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_EXPERTS = 1024
-"""Routed experts of one block at most."""
+"""Most routed experts of one block."""
 MAX_EXPERT_BLOCKS = 1024
-"""Blocks with experts in one announcement at most."""
+"""Most blocks with experts in one announcement."""
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
 BlockExperts = Mapping[int, frozenset[int]]
@@ -78,7 +78,7 @@ async def announce_experts(
 
 
 def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
-    """The peer in ``record``; None if no peer with experts of the model can have made it."""
+    """The peer that ``record`` announces; None if the record is malformed or of another model."""
     try:
         body = pb.ExpertsRecord.FromString(record.body)
     except DecodeError:
@@ -126,7 +126,7 @@ def from_bits(bits: bytes) -> frozenset[int]:
 
 
 def parse_experts(text: str, counts: Mapping[int, int]) -> BlockExperts:
-    """The experts that an owner names, of one block or of several: ``3:0-15``, ``0-7:0-3,12;8:5``; ``all`` for all blocks or experts.
+    """Parses the experts of blocks: ``3:0-15``, ``0-7:0-3,12;8:5``; ``all`` stands for all blocks or experts.
 
     ``counts``: the number of experts of each block that has some. Raises ``ConfigError`` for another form, or an expert that the model does not have.
     """

@@ -10,10 +10,10 @@ Experts = Mapping[int, frozenset[int]]
 def choose_experts(
     counts: Mapping[int, int], hosted: Iterable[Experts], capacity: int
 ) -> dict[int, frozenset[int]]:
-    """``capacity`` experts at most, those with the fewest replicas.
+    """The ``capacity`` experts with the fewest replicas.
 
-    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer. Among experts with as many replicas, the
-    lowest numbers of all blocks come first: a peer then has the same experts of every block, and each block of a token asks as many peers.
+    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer. Ties go to the lowest number, so that
+    a peer has the same experts of every block, and each block of a token is sent to equally many peers.
     """
     replicas = Counter((block, expert) for each in hosted for block in each for expert in each[block])
     every = [(block, expert) for block in counts for expert in range(counts[block])]

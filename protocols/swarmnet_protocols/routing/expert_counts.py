@@ -7,16 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 HALF_LIFE_S = 60.0
-"""Seconds in which a count halves: the experts that are popular change with the subject."""
+"""Seconds in which a count halves, because the most chosen experts change with the subject of the text."""
 MAX_COUNTS = 1 << 25
-"""Counts of a model, at most; 128 MiB. DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
+"""Most counts of a model, 128 MiB. DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
 
 
 class ExpertCounts:
     """Counts of the rows of a model with ``blocks`` blocks of ``experts`` experts each."""
 
     def __init__(self, blocks: int, experts: int) -> None:
-        """Raises ``ValueError`` for a model that would have no counts, or more than ``MAX_COUNTS``."""
+        """Raises ``ValueError`` for a model without experts, or with more than ``MAX_COUNTS`` counts."""
         if not (blocks > 0 and experts > 0 and 2 * blocks * experts * experts <= MAX_COUNTS):
             raise ValueError(f"counts of {blocks} blocks of {experts} experts")
         self.blocks = blocks
@@ -58,7 +58,7 @@ class ExpertCounts:
         self.following *= left
 
     def _pairs(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float32]:
-        """How often the rows have expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E, E]``."""
+        """The number of rows with expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E, E]``."""
         numbers = one[:, :, None] * self.experts + other[:, None, :]
         counted = np.bincount(numbers.ravel(), minlength=self.experts**2)
         return counted.reshape(self.experts, self.experts).astype(np.float32)

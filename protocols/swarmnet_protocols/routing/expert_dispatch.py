@@ -1,11 +1,11 @@
 """The peers that compute the experts of rows: a pure function of a placement, with the two measures of its cost.
 
-The trunk of a block computes its routing. A row goes to each other peer that computes some of its experts once, so what a placement costs is
+The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
 
     messages = the number of (row, block, peer other than the trunk of the block) that compute an expert of the row
 
-A row returns to its trunk after every block, even where the same peer computes its experts in the next one. The trunk waits for the
-peer that takes longest, so what a placement loses by uneven work is
+A row returns to its trunk after every block, even if the same peer computes its experts in the next one. The trunk waits for the peer that
+takes longest, so the second measure is
 
     busiest = sum over blocks of the longest time of a peer / sum over blocks of the mean time, if all peers took equally long
 """
@@ -29,11 +29,11 @@ class ExpertPeer:
     memory_bytes: int
     rows_per_s: float = 1.0
     trunk_of: range = range(0)
-    """The blocks whose trunk it is: their rows reach it without a message."""
+    """The blocks of which it is the trunk; their rows reach it without a message."""
 
 
 class Dispatch:
-    """Divides rows among peers, and adds up what that costs."""
+    """Divides rows among peers, and adds up messages and times."""
 
     def __init__(self, placement: Placement, peers: Sequence[ExpertPeer], blocks: int) -> None:
         self._peers = peers
@@ -48,7 +48,7 @@ class Dispatch:
 
     @property
     def busiest(self) -> float:
-        """See the module; 1 without rows."""
+        """The second measure of the module docstring; 1 without rows."""
         speed = sum(peer.rows_per_s for peer in self._peers)
         ideal = sum(
             sum(s * peer.rows_per_s for s, peer in zip(each, self._peers, strict=True)) / speed
@@ -59,8 +59,8 @@ class Dispatch:
     def add(self, block: int, experts: Sequence[int]) -> dict[int, list[int]]:
         """The experts of one row that each peer computes, by the peer's place among the peers.
 
-        The trunk computes what it holds. Then the peer that holds most of the rest computes that, among equals the one that has computed
-        for the shortest time. Raises ``LookupError`` for an expert that no peer holds.
+        The trunk computes the experts that it holds. The peer that holds most of the rest computes those, and so on; ties go to the peer that has
+        computed for the shortest time. Raises ``LookupError`` for an expert that no peer holds.
         """
         seconds = self.seconds[block]
         shares: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Moves of experts between peers: a few loads a minute towards a wanted placement, and a holder of each expert at every moment.
+"""Moves of experts between peers: a few loads per minute towards a wanted placement, while each expert always has a holder.
 
-A peer loads an expert while another one still holds it (make before break), into memory that is free or that its own drops free.
+A peer loads an expert while another one still holds it (make before break), into free memory or that of an expert that it drops.
 """
 
 import math
@@ -12,19 +12,19 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer, Placement
 
 MOVES_A_MINUTE = 0.05
-"""Share of a model's experts that peers load in a minute, at most: the group answers requests over the same links meanwhile."""
+"""Largest share of a model's experts that peers load in a minute, because requests use the same links."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What peers do now: first they drop, then they load. No expert is both."""
+    """The next moves: peers drop first, then load. No expert is dropped and loaded by the same peer."""
 
     loads: tuple[tuple[PeerId, Expert], ...] = ()
     drops: tuple[tuple[PeerId, Expert], ...] = ()
 
 
 def most_moves(experts: int, minutes: float = 1.0) -> int:
-    """Experts that may be loaded in ``minutes`` of a model with ``experts`` in all blocks together; one at least."""
+    """The number of experts that peers may load in ``minutes``, at least one. ``experts``: those of all blocks of the model."""
     return max(1, math.floor(MOVES_A_MINUTE * experts * minutes))
 
 
@@ -33,9 +33,9 @@ def next_moves(
 ) -> Moves:
     """The next moves from ``present``, the experts that live peers have loaded, towards ``wanted``, a placement of ``place``.
 
-    A peer drops an expert that is not wanted there if another peer holds it and keeps it. It loads one if it has memory. At most ``most``
-    experts that some peer holds are loaded; those that no peer holds are loaded at once. Where all memory is taken by experts that wait for
-    each other, one is loaded where memory is free until its place is. No moves are left once ``present`` is ``wanted``.
+    A peer drops an expert that is not wanted there if another peer holds and keeps it, and loads one if it has memory. At most ``most`` experts
+    that some peer holds are loaded; those without a holder are all loaded. If full peers can only exchange experts with each other, one expert is
+    loaded on a third peer with free memory until its place is free. There are no moves once ``present`` is ``wanted``.
     """
     held = {peer.peer: set(present.get(peer.peer, ())) for peer in peers}
     goal = {peer.peer: wanted.get(peer.peer, frozenset()) for peer in peers}
@@ -63,7 +63,7 @@ def next_moves(
 def _drops(
     held: dict[PeerId, set[Expert]], goal: dict[PeerId, frozenset[Expert]], room: dict[PeerId, int]
 ) -> Iterator[tuple[PeerId, Expert]]:
-    """The copies that are not wanted where they are, and of which another stays: of several only the one with most free memory beside it."""
+    """The unwanted copies of experts of which another copy stays: a wanted one, or else that on the peer with the most free memory."""
     holders: dict[Expert, list[PeerId]] = {}
     for peer, experts in held.items():
         for expert in experts:
@@ -78,7 +78,7 @@ def _drops(
 def _parked(
     held: dict[PeerId, set[Expert]], goal: dict[PeerId, frozenset[Expert]], room: dict[PeerId, int]
 ) -> Iterator[tuple[PeerId, Expert]]:
-    """A load of an expert that a full peer is to give up for one that it lacks, on a peer with free memory; none if no memory is free."""
+    """A load, on a peer with free memory, of an expert that a full peer must drop for one that it lacks; none if no memory is free."""
     free = max(held, key=lambda peer: (room[peer] - len(held[peer]), peer))
     if len(held[free]) >= room[free]:
         return

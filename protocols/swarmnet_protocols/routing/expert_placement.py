@@ -1,13 +1,13 @@
 """The experts of each peer: a pure function of counts, peers, the present placement and a random source.
 
-What a placement costs is defined in ``expert_dispatch.py``: messages, and time that the trunk waits for the busiest peer of a block. Each
-block is placed by itself, because its rows begin and end at its trunk. Of rows w_i that chose expert i, and T_ij that chose i and j, a peer
-p computes the shares x_ip (all of them at the trunk, if it holds i, else equal shares of the holders). The cost of a block is estimated as
+``expert_dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest peer of a block. Each block is placed
+separately, because its rows begin and end at its trunk. Let w_i be the share of rows that chose expert i, T_ij that of rows that chose i and j, and
+x_ip the share of the rows of i that peer p computes: all at the trunk if it holds i, else equal shares of the holders. The estimated cost of a block is
 
     sum over other peers p of (sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp)  +  PENALTY * (time of each p above TARGET times the mean)
 
-Counts of pairs do not tell how many peers a row of k experts needs, which is 1 for any number n of them on one peer; n - PAIR * n (n - 1) / 2
-is near 1 up to n = 4. Experts get their copies as in DeepSeek's EPLB: one more for the one with the most rows a copy, the heaviest ones
+Counts of pairs do not give the number of peers that a row of k experts needs. For n of them on one peer it is 1, and n - PAIR * n (n - 1) / 2 is
+near 1 up to n = 4. Experts get their copies as in DeepSeek's EPLB: one more for the one with the most rows a copy, the heaviest ones
 placed first. Then copies change places while that lowers the cost (Kernighan and Lin 1970, for graphs), as MoETuner does by an integer program.
 """
 
@@ -25,20 +25,20 @@ from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, Placement
 SPARE = 0.05
 """Share of its memory that a peer keeps free, so that it can load an expert before it drops another."""
 TARGET = 1.08
-"""Time of a peer in a block, in means of all peers, that is not penalised: rows differ from those that were counted."""
+"""Time of a peer in a block, relative to the mean of all peers, up to which there is no penalty, because later rows differ from the counted ones."""
 PAIR = 0.7
 PENALTY = 4.0
-"""Messages of all rows of a block that are as bad as a peer that takes twice ``TARGET`` times the mean."""
+"""Cost, in messages per row of a block, of a peer that takes twice ``TARGET`` times the mean."""
 ALONE = 0.05
-"""Messages of all rows of a block that are as bad as no second holder of any expert."""
+"""Cost, in messages per row of a block, if no expert has a second holder."""
 RIVALS = 3
-"""Experts that are tried for one more copy, or for one less at a peer."""
+"""Number of experts that are tried for one more copy, or for one less at a peer."""
 KICKS = 20
-"""Times that exchanges drawn at random are tried as a way out of a placement that no single change improves, for each block."""
+"""Number of random restarts for each block, each by two random exchanges, once no single change improves the placement."""
 TRIED = 8
-"""Changes of each kind whose cost is computed in each step, those of the largest estimates."""
+"""Number of changes of each kind whose cost is computed in each step: those with the largest estimated gains."""
 _LEAST = 1e-4
-"""Share of the rows of a block by which a change must lower its cost."""
+"""Least gain of a change, in messages per row of a block."""
 
 Floats = NDArray[np.float64]
 Holds = NDArray[np.bool_]
@@ -192,14 +192,14 @@ class _Block:
         return sent + float(self._excess(self._rows @ shares).sum()) + ALONE * alone
 
     def _remote(self, hold: Holds) -> Holds:
-        """Who computes an expert apart from the trunk, ``[E, P]``."""
+        """The holders of each expert that the trunk lacks, ``[E, P]``."""
         if self._trunk is None:
             return hold
         remote: Holds = hold & ~hold[:, [self._trunk]]
         return remote
 
     def _excess(self, loads: Floats) -> Floats:
-        """What each peer's share of the rows, ``[..., P]``, costs for being too large."""
+        """The penalty of each peer for its share of the rows, ``[..., P]``, above ``TARGET``."""
         excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
         return excess
 
@@ -221,7 +221,7 @@ class _Block:
         return max(found, key=lambda change: change.gain / len(change.loads), default=None)
 
     def search(self, rng: random.Random) -> None:
-        """Exchange two pairs of copies at random, improve what comes of it, and keep the better placement: ``KICKS`` times."""
+        """``KICKS`` times, exchange two random pairs of copies, improve the result, and keep the better placement."""
         best, least = self.hold.copy(), self.cost(self.hold)
         for _ in range(KICKS if len(self._quotas) > 1 else 0):
             for _ in range(2):
@@ -239,7 +239,7 @@ class _Block:
             self.hold = best.copy()
 
     def complete(self) -> None:
-        """Drop copies above the quotas, and give every expert without a holder to one that has room."""
+        """Drop copies above the quotas, and give each expert without a holder to a peer with room."""
         if not self.hold.any():
             self._fill_trunk()
         for peer in np.flatnonzero(self.hold.sum(0) > self._quotas):
@@ -258,7 +258,7 @@ class _Block:
             self.hold[expert, min(free, key=lambda peer: times[peer])] = True
 
     def _fill_trunk(self) -> None:
-        """The heaviest experts for the trunk, up to its share of the rows: they are computed there without a message."""
+        """Give the trunk the experts with the most rows, up to its share of all rows, because it computes them without a message."""
         if self._trunk is None:
             return
         order = np.argsort(-self._rows, kind="stable")
@@ -274,7 +274,7 @@ class _Block:
             self.hold[expert, self._trunk] = True
 
     def _drop_spare(self) -> int:
-        """Drop the copy that is missed least; the peer that had it."""
+        """Drop the copy whose loss costs least; returns the peer that held it."""
         copies = self.hold.sum(1)
         expert = min(np.flatnonzero(copies > 1), key=lambda expert: self._rows[expert] / (copies[expert] - 1))
         times = self._rows @ self.shares(self.hold) / self._most
@@ -283,7 +283,7 @@ class _Block:
         return int(peer)
 
     def _copy(self) -> _Change | None:
-        """One more copy of an expert with many rows a copy, in free memory or in place of a copy of one with few."""
+        """The best further copy of an expert with many rows per copy, in free memory or in place of a copy of an expert with few."""
         copies = self.hold.sum(1)
         peers = np.arange(len(self._quotas))
         local = np.zeros(len(copies), bool)
@@ -395,7 +395,7 @@ class _Block:
         return excess
 
     def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
-        """The change, of drops and loads, that lowers the cost most for a load; None if none does."""
+        """Of ``changes``, pairs of drops and loads, the one with the largest gain per load; None if none lowers the cost."""
         before = self.cost(self.hold)
         found = [_Change(before - self._cost_after(drops, loads), drops, loads) for drops, loads in changes]
         found = [change for change in found if change.gain > _LEAST]
@@ -411,7 +411,7 @@ class _Block:
 
 
 def _meet(hold: Holds) -> Holds:
-    """Which two experts some peer holds both, ``[E, E]``."""
+    """The pairs of experts that some peer holds together, ``[E, E]``."""
     numbers = hold.astype(np.float32)
     meet: Holds = numbers @ numbers.T > 0.0
     return meet

@@ -20,9 +20,9 @@ from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 512
-"""Rows of one request at most: positions of one forward."""
+"""Most rows of one request: the positions of one forward."""
 MAX_PAIRS = 4096
-"""Rows of all experts of a request together at most: their indexes fit into a header."""
+"""Most rows of all experts of a request together, because their indexes must fit into a header."""
 
 TrunkStream = TypedStream[pb.ExpertsRequest, pb.ExpertsReply]
 """The side of the host that sends rows."""

@@ -92,7 +92,7 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Verification:
-    """What makes a round verifiable: with signed contributions, a reducer can leave some out, but cannot change any.
+    """The data of a verifiable round, in which contributions are signed: a reducer can omit some, but cannot change any.
 
     ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members, a majority of those that train, so
     that a reducer cannot leave out all contributions but those of its accomplices.

@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What a round uses of its ``Averager``. ``spawn`` starts a task that is cancelled when the averager closes."""
+    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled when the averager closes."""
 
     transport: Transport
     timing: RoundTiming
