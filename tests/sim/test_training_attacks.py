@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
 
-ROUNDS, STEPS = 3, 4
+ROUNDS, STEPS = 2, 4
 
 
 @pytest.fixture(scope="module")
