@@ -68,6 +68,10 @@ def test_public_classes_have_names_of_their_own() -> None:
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
+def test_unit_tests_are_in_the_folders_of_their_code() -> None:
+    assert list((ROOT / "tests" / "unit").glob("test_*.py")) == []
+
+
 def test_deploy_has_no_code_of_ours() -> None:
     texts = [path.read_text() for path in (ROOT / "deploy").rglob("*.py")]
     assert not [
