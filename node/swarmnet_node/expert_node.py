@@ -14,6 +14,7 @@ from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
+from swarmnet_node.hosting.reports import Reporter
 from swarmnet_node.node import Dependencies, Services
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
@@ -26,7 +27,7 @@ from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net.protocol_ids import EXPERTS, WEIGHTS
+from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,
     compute_expert,
@@ -118,6 +119,7 @@ class ExpertNode:
                 weights = WeightServer(hosting.library, lambda: service.streams > 0, dependencies.timing)
                 await services.serve(WEIGHTS, weights.handle)
             node._service = service
+            await services.serve(REPORT, Reporter(node.report).handle)
             node._state = pb.HOST_STATE_ONLINE
             await node._announce()
             node._log("online")
@@ -166,11 +168,15 @@ class ExpertNode:
             reach=self._dependencies.transport.reach(),
             refused_stores=self._dependencies.directory.refused,
             experts=format_experts(self.experts),
+            expert_rows=service.rows if service else 0,
+            expert_streams=service.streams if service else 0,
         )
 
     def report(self) -> report_pb2.NodeReport:
-        """Raises ``Unreachable``, because only hosts of blocks have reports."""
-        raise Unreachable("this node hosts experts only")
+        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
+        if self._service is None:
+            raise Unreachable("this node is not serving")
+        return self._service.report(self.status(), self._hosting.public_name)
 
     def hosting_again(self) -> ExpertHosting:
         """The hosting of the next run, after a pause: the same experts."""

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.control import NodeStatus, TrunkStatus
 from swarmnet_protocols.net.limits.resources import Rate, ResourceSnapshot
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -90,6 +90,25 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _gauge("weight_bytes", "Memory of the weights.", status.weight_bytes)
     yield _gauge("cache_bytes", "Keys and values of sessions.", status.cache_bytes)
     yield _gauge("cache_limit_bytes", "Limit of the KV caches.", status.cache_bytes_limit)
+    yield _counter("expert_rows", "Rows that experts here computed for other hosts.", status.expert_rows)
+    yield _gauge("expert_streams", "Open streams of hosts to the experts here.", status.expert_streams)
+    if status.trunk is not None:
+        yield from _trunk_metrics(status.trunk)
+
+
+def _trunk_metrics(trunk: TrunkStatus) -> Iterator[Metric]:
+    yield _gauge("missing_experts", "Experts that no peer within reach has.", trunk.missing_experts)
+    yield _gauge("expert_peers", "Peers that compute experts of the blocks here.", len(trunk.round_trips_s))
+    longest_s = max(trunk.round_trips_s, default=0.0)
+    yield _gauge("expert_round_trip_seconds", "The longest round trip to these peers.", longest_s)
+    yield _counter("asked_expert_rows", "Rows that peers with experts were asked for.", trunk.rows)
+    yield _counter("failed_expert_requests", "Requests to peers with experts that failed.", trunk.failed)
+    yield _counter(
+        "hedged_expert_requests",
+        "Requests that were slow, so that another peer was asked, too.",
+        trunk.hedged,
+    )
+    yield _counter("loaded_experts", "Experts loaded here because no peer had them.", trunk.loaded)
 
 
 def _engine_metrics(engine: "Engine") -> Iterator[Metric]:

@@ -22,8 +22,15 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
-from swarmnet_node.experts.trunk import ExpertLoader, ExpertOptions, own_experts
+from swarmnet_node.experts.trunk import (
+    ExpertLoader,
+    ExpertOptions,
+    describe_trunk,
+    own_experts,
+    trunk_status,
+)
 from swarmnet_node.hosting.announcement import Announcement, keep_announced
+from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
@@ -34,10 +41,10 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
-from swarmnet_protocols.directory.node_reports import clean
+from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.machine.threads import stay_serial
@@ -157,6 +164,7 @@ class Node:
         async with node._contexts, Services.on(dependencies.transport) as services:
             if hosting.experts is not None:
                 await node._share_experts(stage, services, hosting.experts)
+            await services.serve(REPORT, Reporter(node.report).handle)
             node._step_s = await node._measure_first(stage)
             engine = await node._start_engine(stage)
             node._engine = engine
@@ -171,7 +179,6 @@ class Node:
             node._host = host
             host.coordinate = lambda: node._own.coordinate
             await host.serve()
-            await services.serve(REPORT, Reporter(node.report).handle)
             if hosting.library is not None:
                 weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
                 await services.serve(WEIGHTS, weights.handle)
@@ -189,8 +196,7 @@ class Node:
                 ),
                 name="locate",
             )
-            model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
-            listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
+            listing = asyncio.create_task(node._keep_listed(), name="catalog")
             if hosting.may_move:
                 node._moving = asyncio.create_task(node._mover().run(), name="move")
             try:
@@ -205,7 +211,7 @@ class Node:
                         async with asyncio.timeout(1.0):
                             await node._announce()
                 # A late status request must not keep the blocks in memory.
-                node._engine = node._host = None
+                node._engine = node._host = node._expert_service = node._dispatcher = None
 
     async def _share_experts(self, stage: Stage, services: "Services", options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
@@ -238,7 +244,10 @@ class Node:
         """``_measure`` as soon as every expert that the stage lacks is within reach."""
         options = self._hosting.experts
         while self._dispatcher is not None and options is not None:
-            await self._dispatcher.complete(options.notice)
+            # A host that waits for long stays known, with its own experts and with those that it waits for.
+            await race(
+                self._dispatcher.complete(options.notice), self._keep_announcing(), self._keep_listed()
+            )
             try:
                 return await self._measure(stage)
             except Refusal as refusal:  # a peer has failed meanwhile
@@ -266,10 +275,10 @@ class Node:
 
     def status(self) -> NodeStatus:
         """The status of the node."""
-        engine, host = self._engine, self._host
+        engine, host, service = self._engine, self._host, self._expert_service
         return NodeStatus(
             peer_id=self._dependencies.transport.peer_id,
-            state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
+            state=pb.HostState.Name(self._announced_state).removeprefix("HOST_STATE_").lower(),
             model=self._hosting.model,
             manifest=self._hosting.manifest,
             start=self.span[0],
@@ -291,7 +300,10 @@ class Node:
             refused_stores=self._dependencies.directory.refused,
             moved_from=self.placed.moved_from or (),
             moving_to=self.next.span if self.next else (),
-            experts=format_experts(self._expert_service.experts) if self._expert_service else "",
+            experts=format_experts(service.experts) if service else "",
+            expert_rows=service.rows if service else 0,
+            expert_streams=service.streams if service else 0,
+            trunk=trunk_status(self._dispatcher) if self._dispatcher else None,
         )
 
     def finish(self, grace_s: float) -> None:
@@ -344,16 +356,22 @@ class Node:
 
     def report(self) -> report_pb2.NodeReport:
         """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
-        if self._host is None:
+        if self._host is None and self._state != pb.HOST_STATE_JOINING:
             raise Unreachable("this node is not serving")
-        return describe_host(
+        report = describe_host(
             self.status(),
-            self._host.engine,
-            self._host.counters,
-            self._host.session_pairs(),
+            self._engine,
+            self._host.counters if self._host else HostCounters(),
+            self._host.session_pairs() if self._host else (),
             step_s=self._step_s,
             public_name=self._hosting.public_name,
         )
+        if (service := self._expert_service) is not None:
+            report.host.experts.extend(describe_experts(service.experts, service.rows_of))
+            report.host.expert_streams = service.streams
+        if self._dispatcher is not None:
+            report.host.trunk.CopyFrom(describe_trunk(self._dispatcher))
+        return report
 
     # ---- the directory ----------------------------------------------------------------------------------
 
@@ -454,6 +472,11 @@ class Node:
         return max(min(times[1:]), MIN_STEP_S)
 
     # ---- announcements -----------------------------------------------------------------------------------
+
+    async def _keep_listed(self) -> NoReturn:
+        hosting = self._hosting
+        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+        await keep_model_announced(self._dependencies.directory, model)
 
     async def _keep_announcing(self) -> NoReturn:
         dependencies = self._dependencies

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.directory.node_reports import ask, experts_of
+from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource
-from swarmnet_protocols.net.protocol_ids import EXPERTS
+from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
-from swarmnet_protocols.wire import refusal_pb2, session_pb2
+from swarmnet_protocols.wire import refusal_pb2, report_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
 from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
@@ -170,6 +172,51 @@ def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Refere
         assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
 
     simulate(mixtral, scenario, link=LAN)
+
+
+def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        blocks = {*experts.blocks}
+        starting = asyncio.create_task(experts.trunk("trunk", own=range(2)))
+        await asyncio.sleep(30)
+        async with lab.network.transport(lab.peer_id("observer")) as observer:
+            waiting = (await report_of(observer, lab.peer_id("trunk"))).host
+            assert waiting.state == "joining"
+            lacked = {block: frozenset(range(2, 8)) for block in blocks}
+            assert experts_of(waiting.trunk.lacks) == experts_of(waiting.trunk.missing) == lacked
+            assert experts_of(waiting.experts) == experts.everywhere(range(2))
+            peer = await experts.peer("peer", experts.everywhere(range(2, 8)))
+            trunk = await starting
+            await told(lab)
+            there = (await report_of(observer, lab.peer_id("peer"))).expert_peer
+            assert there.expert_streams == 1
+            rows = rows_by_expert(there.experts)
+            assert {block for block, _ in rows} == blocks
+            assert {expert for _, expert in rows} <= {*range(2, 8)}
+            host = (await report_of(observer, lab.peer_id("trunk"))).host
+            assert (host.state, len(host.trunk.missing)) == ("online", 0)
+            assert list(host.trunk.round_trips_s) == pytest.approx([2 * LAN.delay_s], rel=0.5)
+            assert sum(rows.values()) == host.trunk.rows == peer.status().expert_rows > 0
+            await lab.stop("peer")
+            await asyncio.sleep(5)
+            alone = (await report_of(observer, lab.peer_id("trunk"))).host
+            assert (alone.state, experts_of(alone.trunk.missing)) == ("joining", lacked)
+            status = trunk.status()
+            assert (status.state, status.trunk and status.trunk.missing_experts) == (
+                "joining",
+                6 * len(blocks),
+            )
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+async def report_of(transport: Transport, peer: PeerId) -> report_pb2.NodeReport:
+    stream = await transport.open(peer, REPORT, deadline_s=1.0)
+    try:
+        return await ask(stream, reply_s=1.0)
+    finally:
+        stream.close()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,8 +1,9 @@
 """A node that does nothing, for tests of the code around a node."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.control import NodeStatus, TrunkStatus
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import ConfigError
 
@@ -29,6 +30,13 @@ STATUS = NodeStatus(
     swarm="lab",
     blocks_reason="no other host has these blocks",
 )
+TRUNK_STATUS = replace(
+    STATUS,
+    experts="10:0-3",
+    expert_rows=1 << 40,
+    expert_streams=2,
+    trunk=TrunkStatus("10:4-7;11:0-7", "11:7", 1, (0.0005, 0.002), 1, 1 << 40, 3, 4, 5),
+)
 
 
 class FakeNode:
@@ -38,9 +46,10 @@ class FakeNode:
         self.graces_s: list[float] = []
         self.asked: list[str] = []
         self.kept = STATUS.limits
+        self.shown = STATUS
 
     def status(self) -> NodeStatus:
-        return STATUS
+        return self.shown
 
     @property
     def engine(self) -> None:

@@ -415,6 +415,20 @@ def report_messages() -> Iterator[Protobuf]:
     pb = report_pb2
     times = pb.Times(counts=[0, 0, 0, 2, *[300] * 10], total_s=22.5)
     flow = pb.Flow(upstream=_PEER.id, downstream=_PEER.id, sessions=2, positions=1 << 40)
+    experts = [
+        pb.BlockExperts(block=3, experts=b"\x01\x80", rows=[7, 1 << 40]),
+        pb.BlockExperts(block=4, experts=b"\x02"),
+    ]
+    trunk = pb.TrunkReport(
+        lacks=[pb.BlockExperts(block=3, experts=b"\xfe\x7f")],
+        missing=[pb.BlockExperts(block=3, experts=b"\x00\x40")],
+        round_trips_s=[0.0005, 0.002],
+        far=1,
+        rows=1 << 40,
+        failed=2,
+        hedged=3,
+        loaded=4,
+    )
     host = pb.HostReport(
         manifest=_MANIFEST,
         model="org/name",
@@ -439,6 +453,25 @@ def report_messages() -> Iterator[Protobuf]:
         token_times=times,
         flows=[flow, pb.Flow(upstream=_PEER.id)],
     )
+    trunk_host = pb.HostReport(
+        manifest=_MANIFEST,
+        total_blocks=126,
+        start=3,
+        end=12,
+        state="joining",
+        experts=experts,
+        expert_streams=2,
+        trunk=trunk,
+    )
+    expert_peer = pb.ExpertPeerReport(
+        manifest=_MANIFEST,
+        model="org/name",
+        total_blocks=126,
+        state="online",
+        dtype="bfloat16",
+        experts=experts,
+        expert_streams=2,
+    )
     worker = pb.WorkerReport(
         job=_MANIFEST,
         name="a job",
@@ -457,6 +490,8 @@ def report_messages() -> Iterator[Protobuf]:
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)
     reach = pb.Reach(kind="relayed", relays=[Identity.from_seed(b"golden vector").peer_id], punched=3)
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, expert_peer=expert_peer)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, host=trunk_host)
 
 
 def weights_messages() -> Iterator[Protobuf]:

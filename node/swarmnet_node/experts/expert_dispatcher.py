@@ -148,10 +148,16 @@ class ExpertDispatcher:
     def links(self) -> Sequence[ExpertLink]:
         return tuple(self._links.values())
 
+    @property
+    def far(self) -> int:
+        """The number of peers with some of the experts that are farther than the host allows."""
+        return sum(link.is_far for link in self._links.values())
+
     def missing(self) -> BlockExperts:
         """The experts that neither the host nor a peer within reach has."""
+        hosted = [link.host.experts for link in self._links.values() if link.is_open]
         found = {
-            block: frozenset(expert for expert in experts if not self._holders(block, expert))
+            block: frozenset(experts).difference(*(each.get(block, ()) for each in hosted))
             for block, experts in self.wanted.items()
         }
         return {block: experts for block, experts in found.items() if experts}
@@ -308,7 +314,7 @@ class ExpertDispatcher:
 
     def _describe(self, missing: BlockExperts) -> str:
         """The missing experts as text, and the number of peers with experts that are too far."""
-        far = sum(link.is_far for link in self._links.values())
+        far = self.far
         limit = f"{1000 * self.max_round_trip_s:.0f} ms"
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
         return f"{format_experts(missing)[:200]} (block:experts){note}"

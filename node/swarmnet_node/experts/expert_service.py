@@ -7,14 +7,18 @@ each other would deadlock.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Executor
 
 import torch
 
 from swarmnet_node.experts.expert_link import ExpertModel
+from swarmnet_node.hosting.reports import describe_reach
+from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost, announce_experts
+from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Stream, Transport
@@ -29,7 +33,7 @@ from swarmnet_protocols.quantization.packed_experts import (
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, decode_rows
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import records_pb2, refusal_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 
@@ -52,13 +56,18 @@ class ExpertService:
         self._timing = timing
         self._row_s = row_s
         self._is_leaving = False
-        self.rows = 0
-        """Rows computed since the start; a row counts once for each of its experts."""
+        self.rows_of: Counter[tuple[int, int]] = Counter()
+        """Rows that each (block, expert) has computed since the start."""
         self.requests = 0
         """Requests computed since the start."""
         self.streams = 0
         """Open streams."""
         self._changed = asyncio.Condition()
+
+    @property
+    def rows(self) -> int:
+        """Rows computed since the start; a row counts once for each of its experts."""
+        return self.rows_of.total()
 
     @property
     def experts(self) -> BlockExperts:
@@ -90,6 +99,25 @@ class ExpertService:
         )
         await announce_experts(
             directory, host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
+        )
+
+    def report(self, status: NodeStatus, public_name: str) -> report_pb2.NodeReport:
+        """The report of a node that hosts these experts and no whole block."""
+        report = report_pb2.ExpertPeerReport(
+            manifest=status.manifest,
+            model=clean(status.model),
+            total_blocks=status.total_blocks,
+            state=status.state,
+            dtype=self._model.precision,
+            experts=describe_experts(self.experts, self.rows_of),
+            expert_streams=self.streams,
+        )
+        return report_pb2.NodeReport(
+            version=status.version,
+            public_name=public_name,
+            uptime_s=status.uptime_s,
+            expert_peer=report,
+            reach=describe_reach(status.reach),
         )
 
     async def handle(self, stream: Stream) -> None:
@@ -158,7 +186,7 @@ class ExpertService:
     async def _answer(self, stream: ExpertsStream, number: int, rows: ExpertRows) -> None:
         loop = asyncio.get_running_loop()
         outputs = await loop.run_in_executor(self._executor, self._compute, rows)
-        self.rows += rows.pairs
+        self.rows_of.update({(rows.block, expert): len(each) for expert, each in rows.rows.items()})
         self.requests += 1
         tensor, encoded = encode_tensor(outputs)
         await stream.send(pb.ExpertsReply(computed=pb.Computed(id=number, tensor=tensor)), encoded)

@@ -8,9 +8,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S, StartOnLoop
+from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S, ExpertDispatcher, StartOnLoop
+from swarmnet_node.owner.control import TrunkStatus
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts
+from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.machine.aio import start_on_loop
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule, expert_bytes, has_expert
+from swarmnet_protocols.wire import report_pb2
 
 LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
 """Loads some experts of a block, on any thread."""
@@ -35,6 +39,45 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
         for layer, module in stage.experts.items()
         if any(has_expert(module, each) for each in range(module.num_experts))
     }
+
+
+def trunk_status(dispatcher: ExpertDispatcher) -> TrunkStatus:
+    """The experts that peers compute for a trunk, for its owner."""
+    missing, counters = dispatcher.missing(), dispatcher.counters
+    return TrunkStatus(
+        lacks=format_experts(_lacks(dispatcher)),
+        missing=format_experts(missing),
+        missing_experts=sum(map(len, missing.values())),
+        round_trips_s=_round_trips_s(dispatcher),
+        far=dispatcher.far,
+        rows=counters.rows,
+        failed=counters.failed,
+        hedged=counters.hedged,
+        loaded=counters.loaded,
+    )
+
+
+def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
+    """The experts that peers compute for a trunk, for dashboards."""
+    counters = dispatcher.counters
+    return report_pb2.TrunkReport(
+        lacks=describe_experts(_lacks(dispatcher)),
+        missing=describe_experts(dispatcher.missing()),
+        round_trips_s=_round_trips_s(dispatcher),
+        far=dispatcher.far,
+        rows=counters.rows,
+        failed=counters.failed,
+        hedged=counters.hedged,
+        loaded=counters.loaded,
+    )
+
+
+def _lacks(dispatcher: ExpertDispatcher) -> BlockExperts:
+    return {block: frozenset(experts) for block, experts in dispatcher.wanted.items() if experts}
+
+
+def _round_trips_s(dispatcher: ExpertDispatcher) -> tuple[float, ...]:
+    return tuple(sorted(link.round_trip_s for link in dispatcher.links if link.is_open))
 
 
 class ExpertLoader:

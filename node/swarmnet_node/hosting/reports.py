@@ -7,6 +7,9 @@ A report contains, for a node that hosts blocks:
 3. Load: sessions, and the KV caches with their limit.
 4. Counts since its start: forwards, positions, answers, sessions rebuilt by a replay, lost links and lost clients.
 5. Flows: for the busiest pairs of upstream and downstream hops, the sessions and positions between them.
+6. Experts: those that it computes for other hosts, with their rows, and those that peers compute for it.
+
+The report of an expert peer contains its identity and its experts.
 """
 
 import asyncio
@@ -37,14 +40,17 @@ IDLE_S = 60.0
 
 def describe_host(
     status: "NodeStatus",
-    engine: "Engine",
+    engine: "Engine | None",
     counters: HostCounters,
     open_sessions: Iterable[Pair],
     *,
     step_s: float,
     public_name: str,
 ) -> pb.NodeReport:
-    """The report of a node that hosts blocks. ``open_sessions``: the neighbours of each; ``step_s``: seconds of a step of one token."""
+    """The report of a node that hosts blocks, without its experts.
+
+    ``engine``: None while it waits for experts. ``open_sessions``: the neighbours of each; ``step_s``: seconds of a step of one token.
+    """
     report = pb.HostReport(
         manifest=status.manifest,
         model=clean(status.model),
@@ -52,15 +58,15 @@ def describe_host(
         start=status.start,
         end=status.end,
         state=status.state,
-        dtype=engine.stage.precision,
+        dtype=engine.stage.precision if engine else "",
         step_s=step_s,
-        token_s=engine.token_s,
-        queue_s=engine.queue_s,
+        token_s=engine.token_s if engine else 0.0,
+        queue_s=engine.queue_s if engine else 0.0,
         cache_bytes=status.cache_bytes,
         cache_bytes_limit=status.cache_bytes_limit,
         sessions=status.sessions,
-        forwards=engine.counters.forwards,
-        positions=engine.counters.positions,
+        forwards=status.forwards,
+        positions=status.tokens,
         answered=counters.answered,
         rebuilt=counters.rebuilt,
         links_lost=counters.links_lost,

@@ -33,6 +33,24 @@ _REFUSALS = {
 
 
 @dataclass(frozen=True)
+class TrunkStatus:
+    """The experts of a node's blocks that peers compute: the fields of ``Trunk`` in proto/control.proto."""
+
+    lacks: str
+    """The experts that the node does not have: ``block:experts``."""
+    missing: str
+    """Of these, the ones that no peer within reach has; empty: none."""
+    missing_experts: int
+    round_trips_s: tuple[float, ...]
+    """To each peer that computes some of them, the shortest first."""
+    far: int
+    rows: int
+    failed: int
+    hedged: int
+    loaded: int
+
+
+@dataclass(frozen=True)
 class NodeStatus:
     """The status of a node: the fields of ``NodeStatus`` in proto/control.proto."""
 
@@ -65,6 +83,11 @@ class NodeStatus:
     """The blocks [start, end) that it served before; empty if it has not moved."""
     experts: str = ""
     """The routed experts that it computes for other hosts: ``block:experts``, as ``join --experts`` takes them; empty: none."""
+    expert_rows: int = 0
+    """Rows that these experts have computed since its start."""
+    expert_streams: int = 0
+    trunk: TrunkStatus | None = None
+    """The experts of its blocks that peers compute; None if it has them all."""
     moving_to: tuple[int, ...] = ()
     """The blocks [start, end) to which it is about to move; empty if it does not move."""
 
@@ -140,6 +163,7 @@ def status(data_dir: Path) -> NodeStatus:
         "addresses": tuple(reply.addresses),
         "moved_from": tuple(reply.moved_from),
         "moving_to": tuple(reply.moving_to),
+        "trunk": _trunk_of(reply.trunk) if reply.HasField("trunk") else None,
         "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
         "reach": Reach(
             **{each.name: getattr(reply.reach, each.name) for each in fields(Reach)}
@@ -180,6 +204,11 @@ def set_limits(data_dir: Path, limits: Limits) -> Limits:
     Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them, and then keeps the old ones; ``Unreachable`` when there is no node.
     """
     return _limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
+
+
+def _trunk_of(message: control_pb2.Trunk) -> TrunkStatus:
+    values = {each.name: getattr(message, each.name) for each in fields(TrunkStatus)}
+    return TrunkStatus(**values | {"round_trips_s": tuple(message.round_trips_s)})
 
 
 def _limits_of(message: control_pb2.Limits) -> Limits:

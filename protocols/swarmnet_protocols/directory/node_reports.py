@@ -2,7 +2,15 @@
 
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
 
+from swarmnet_protocols.directory.expert_announcements import (
+    MAX_EXPERT_BLOCKS,
+    MAX_EXPERTS,
+    BlockExperts,
+    from_bits,
+    to_bits,
+)
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Stream
@@ -13,6 +21,8 @@ BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0,
 """Upper bounds in seconds of the buckets of ``Times``; a last bucket counts everything slower."""
 MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
+MAX_EXPERT_PEERS = 64
+"""Most peers that compute experts of one host."""
 MAX_TEXT_CHARS = 128
 MAX_NAME_CHARS = 64
 """Most characters of the public name of a peer."""
@@ -30,6 +40,33 @@ def is_peer_id(text: str) -> bool:
 def clean(text: str) -> str:
     """The printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
     return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
+
+
+def experts_of(blocks: Iterable[pb.BlockExperts]) -> BlockExperts:
+    """The experts in a part of a report."""
+    return {each.block: from_bits(each.experts) for each in blocks}
+
+
+def rows_of(blocks: Iterable[pb.BlockExperts]) -> dict[tuple[int, int], int]:
+    """The rows that each (block, expert) has computed, without those that computed none."""
+    return {
+        (each.block, expert): rows
+        for each in blocks
+        for expert, rows in zip(sorted(from_bits(each.experts)), each.rows, strict=False)
+        if rows
+    }
+
+
+def describe_experts(
+    experts: BlockExperts, rows: Mapping[tuple[int, int], int] | None = None
+) -> list[pb.BlockExperts]:
+    """Experts as a report has them, with the ``rows`` that each (block, expert) has computed."""
+    found = []
+    for block in sorted(experts):
+        counts = [(rows or {}).get((block, expert), 0) for expert in sorted(experts[block])]
+        bits = to_bits(experts[block])
+        found.append(pb.BlockExperts(block=block, experts=bits, rows=counts if any(counts) else ()))
+    return found
 
 
 async def ask(stream: Stream, *, reply_s: float) -> pb.NodeReport:
@@ -67,6 +104,14 @@ def check(report: pb.NodeReport) -> None:
             numbers += [flow.sessions, flow.positions]
         _require(len(host.manifest) == 32, "no manifest hash")
         _require(host.state in HOST_STATES, "no state of a host")
+        numbers += [host.expert_streams, *_experts_checked(host.experts)]
+        if host.HasField("trunk"):
+            trunk = host.trunk
+            _experts_checked(trunk.lacks)
+            _experts_checked(trunk.missing)
+            _require(len(trunk.round_trips_s) <= MAX_EXPERT_PEERS, "too many peers with experts")
+            numbers += [*trunk.round_trips_s, trunk.far]
+            numbers += [trunk.rows, trunk.failed, trunk.hedged, trunk.loaded]
         _require(0 <= host.start < host.end <= host.total_blocks <= MAX_BLOCKS, "no span of a model")
     elif report.HasField("worker"):
         worker = report.worker
@@ -78,13 +123,32 @@ def check(report: pb.NodeReport) -> None:
         for each in worker.contributions:
             _require(is_peer_id(each.peer), "no peer")
             numbers.append(each.rounds)
+    elif report.HasField("expert_peer"):
+        peer = report.expert_peer
+        texts += [peer.model, peer.dtype]
+        numbers += [peer.expert_streams, *_experts_checked(peer.experts)]
+        _require(len(peer.manifest) == 32, "no manifest hash")
+        _require(peer.state in HOST_STATES, "no state of a host")
+        _require(0 < peer.total_blocks <= MAX_BLOCKS, "no model")
     else:
-        raise ProtocolViolation("a report of neither a host nor a worker")
+        raise ProtocolViolation("a report of neither a host, nor a worker, nor an expert peer")
     _require(all(len(text) <= MAX_TEXT_CHARS and text.isprintable() for text in texts), "a text is too long")
     _require(
         all(math.isfinite(number) and 0 <= number <= MAX_NUMBER for number in numbers),
         "a number is out of range",
     )
+
+
+def _experts_checked(blocks: Sequence[pb.BlockExperts]) -> list[int]:
+    """The numbers of rows. Raises ``ProtocolViolation`` unless blocks and experts are within the limits of an announcement."""
+    numbers = [each.block for each in blocks]
+    _require(len(numbers) <= MAX_EXPERT_BLOCKS, "too many blocks with experts")
+    _require(numbers == sorted({*numbers}), "blocks with experts ascend")
+    _require(not numbers or numbers[-1] < MAX_BLOCKS, "a block beyond every model")
+    for each in blocks:
+        _require(0 < len(each.experts) <= MAX_EXPERTS // 8, "no experts, or too many")
+        _require(len(each.rows) in {0, int.from_bytes(each.experts).bit_count()}, "rows of each expert")
+    return [rows for each in blocks for rows in each.rows]
 
 
 def _require(condition: bool, what: str) -> None:

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts")
+    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts", "expert_rows", "expert_streams", "trunk")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,9 @@ class NodeStatus(_message.Message):
     MOVED_FROM_FIELD_NUMBER: _ClassVar[int]
     MOVING_TO_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TRUNK_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -68,7 +71,32 @@ class NodeStatus(_message.Message):
     moved_from: _containers.RepeatedScalarFieldContainer[int]
     moving_to: _containers.RepeatedScalarFieldContainer[int]
     experts: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ...) -> None: ...
+    expert_rows: int
+    expert_streams: int
+    trunk: Trunk
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ..., expert_rows: _Optional[int] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[Trunk, _Mapping]] = ...) -> None: ...
+
+class Trunk(_message.Message):
+    __slots__ = ("lacks", "missing", "missing_experts", "round_trips_s", "far", "rows", "failed", "hedged", "loaded")
+    LACKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIPS_S_FIELD_NUMBER: _ClassVar[int]
+    FAR_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEDGED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    lacks: str
+    missing: str
+    missing_experts: int
+    round_trips_s: _containers.RepeatedScalarFieldContainer[float]
+    far: int
+    rows: int
+    failed: int
+    hedged: int
+    loaded: int
+    def __init__(self, lacks: _Optional[str] = ..., missing: _Optional[str] = ..., missing_experts: _Optional[int] = ..., round_trips_s: _Optional[_Iterable[float]] = ..., far: _Optional[int] = ..., rows: _Optional[int] = ..., failed: _Optional[int] = ..., hedged: _Optional[int] = ..., loaded: _Optional[int] = ...) -> None: ...
 
 class Reach(_message.Message):
     __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")

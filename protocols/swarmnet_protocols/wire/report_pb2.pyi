@@ -11,20 +11,22 @@ class ReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "reach")
+    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "expert_peer", "reach")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PEER_FIELD_NUMBER: _ClassVar[int]
     REACH_FIELD_NUMBER: _ClassVar[int]
     version: str
     public_name: str
     uptime_s: float
     host: HostReport
     worker: WorkerReport
+    expert_peer: ExpertPeerReport
     reach: Reach
-    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., expert_peer: _Optional[_Union[ExpertPeerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
 
 class Reach(_message.Message):
     __slots__ = ("kind", "relays", "punched")
@@ -37,7 +39,7 @@ class Reach(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ...) -> None: ...
 
 class HostReport(_message.Message):
-    __slots__ = ("manifest", "model", "total_blocks", "start", "end", "state", "dtype", "step_s", "token_s", "queue_s", "cache_bytes", "cache_bytes_limit", "sessions", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows")
+    __slots__ = ("manifest", "model", "total_blocks", "start", "end", "state", "dtype", "step_s", "token_s", "queue_s", "cache_bytes", "cache_bytes_limit", "sessions", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows", "experts", "expert_streams", "trunk")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,9 @@ class HostReport(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TRUNK_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     model: str
     total_blocks: int
@@ -82,7 +87,58 @@ class HostReport(_message.Message):
     first_tokens: Times
     token_times: Times
     flows: _containers.RepeatedCompositeFieldContainer[Flow]
-    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., sessions: _Optional[int] = ..., forwards: _Optional[int] = ..., positions: _Optional[int] = ..., answered: _Optional[int] = ..., rebuilt: _Optional[int] = ..., links_lost: _Optional[int] = ..., clients_lost: _Optional[int] = ..., first_tokens: _Optional[_Union[Times, _Mapping]] = ..., token_times: _Optional[_Union[Times, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[Flow, _Mapping]]] = ...) -> None: ...
+    experts: _containers.RepeatedCompositeFieldContainer[BlockExperts]
+    expert_streams: int
+    trunk: TrunkReport
+    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., sessions: _Optional[int] = ..., forwards: _Optional[int] = ..., positions: _Optional[int] = ..., answered: _Optional[int] = ..., rebuilt: _Optional[int] = ..., links_lost: _Optional[int] = ..., clients_lost: _Optional[int] = ..., first_tokens: _Optional[_Union[Times, _Mapping]] = ..., token_times: _Optional[_Union[Times, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[Flow, _Mapping]]] = ..., experts: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[TrunkReport, _Mapping]] = ...) -> None: ...
+
+class ExpertPeerReport(_message.Message):
+    __slots__ = ("manifest", "model", "total_blocks", "state", "dtype", "experts", "expert_streams")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    model: str
+    total_blocks: int
+    state: str
+    dtype: str
+    experts: _containers.RepeatedCompositeFieldContainer[BlockExperts]
+    expert_streams: int
+    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., expert_streams: _Optional[int] = ...) -> None: ...
+
+class BlockExperts(_message.Message):
+    __slots__ = ("block", "experts", "rows")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    experts: bytes
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block: _Optional[int] = ..., experts: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TrunkReport(_message.Message):
+    __slots__ = ("lacks", "missing", "round_trips_s", "far", "rows", "failed", "hedged", "loaded")
+    LACKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIPS_S_FIELD_NUMBER: _ClassVar[int]
+    FAR_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEDGED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    lacks: _containers.RepeatedCompositeFieldContainer[BlockExperts]
+    missing: _containers.RepeatedCompositeFieldContainer[BlockExperts]
+    round_trips_s: _containers.RepeatedScalarFieldContainer[float]
+    far: int
+    rows: int
+    failed: int
+    hedged: int
+    loaded: int
+    def __init__(self, lacks: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., round_trips_s: _Optional[_Iterable[float]] = ..., far: _Optional[int] = ..., rows: _Optional[int] = ..., failed: _Optional[int] = ..., hedged: _Optional[int] = ..., loaded: _Optional[int] = ...) -> None: ...
 
 class Times(_message.Message):
     __slots__ = ("counts", "total_s")

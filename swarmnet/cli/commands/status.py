@@ -50,13 +50,19 @@ def _print(node: "NodeStatus") -> None:
                 if node.end
                 else {}
             ),
-            **({"experts": f"{node.experts} (blocks:experts)"} if node.experts else {}),
+            **_experts(node),
             **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
             **({"moves to": "{}:{}".format(*node.moving_to)} if node.moving_to else {}),
-            "sessions": node.sessions,
-            "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
+            **(
+                {
+                    "sessions": node.sessions,
+                    "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
+                    "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
+                }
+                if node.end
+                else {}
+            ),
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
-            "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
             "running for": show_duration(node.uptime_s),
             "reached": describe(node.reach),
             **{
@@ -80,6 +86,28 @@ def _print(node: "NodeStatus") -> None:
             "version": node.version,
         },
     )
+
+
+def _experts(node: "NodeStatus") -> dict[str, str]:
+    """The rows about experts that the node computes for other hosts, and about those that peers compute for it."""
+    found = {}
+    if node.experts:
+        rows = f"{counted(node.expert_rows, 'row')}, {counted(node.expert_streams, 'open stream')}"
+        found["experts"] = f"{node.experts} (blocks:experts)"
+        found["for other hosts"] = rows
+    if (trunk := node.trunk) is not None:
+        times = [f"{1000 * each:.1f}" for each in trunk.round_trips_s]
+        peers = counted(len(times), "peer") + (f", round trips {', '.join(times)} ms" if times else "")
+        found |= {
+            "experts on peers": trunk.lacks or "none any more",
+            "computed by": peers + (f"; {counted(trunk.far, 'peer')} too far" if trunk.far else ""),
+            "asked of peers": f"{counted(trunk.rows, 'row')}; {trunk.failed} requests failed, "
+            f"{trunk.hedged} were slow; {counted(trunk.loaded, 'expert')} loaded for lack of a peer",
+        }
+        if trunk.missing:
+            missing = f"{trunk.missing} ({counted(trunk.missing_experts, 'expert')})"
+            found["missing experts"] = f"{missing}: swarmnet join SWARM --experts BLOCK:EXPERTS hosts them"
+    return found
 
 
 def _of(limit: str) -> str:

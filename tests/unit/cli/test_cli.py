@@ -1,5 +1,6 @@
 """The command line: exit codes, messages with a next step, and commands that do nothing when something is wrong."""
 
+import asyncio
 import errno
 import io
 import json
@@ -15,8 +16,10 @@ import typer
 from swarmnet import cli
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
+from swarmnet_node.owner import control
 from swarmnet_protocols import errors
 from tests.support.commands import every_command
+from tests.support.fake_node import TRUNK_STATUS, FakeNode
 from tests.support.tiny import save_tiny_llama
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
@@ -172,6 +175,30 @@ def test_no_node_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for command in ("status", "finish"):
         assert cli.execute([command, "--data-dir", str(tmp_path)]) == 5
         assert "no node is running" in capsys.readouterr().err
+
+
+def status_of(node: FakeNode, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    async def main() -> int:
+        async with control.serve(node, folder):
+            return await asyncio.to_thread(cli.execute, ["status", "--data-dir", str(folder), *options])
+
+    assert asyncio.run(main()) == 0
+    return capsys.readouterr().out
+
+
+def test_status_shows_experts_on_peers_and_for_other_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeNode()
+    assert "experts" not in status_of(node, tmp_path, capsys)
+    node.shown = TRUNK_STATUS
+    shown = " ".join(status_of(node, tmp_path, capsys).split())
+    assert "10:0-3 (blocks:experts) for other hosts 1099511627776 rows, 2 open streams" in shown
+    assert "computed by 2 peers, round trips 0.5, 2.0 ms; 1 peer too far" in shown
+    assert "missing experts 11:7 (1 expert): swarmnet join SWARM --experts" in shown
+    found = json.loads(status_of(node, tmp_path, capsys, "--json"))
+    assert found["trunk"]["round_trips_s"] == [0.0005, 0.002]
+    assert (found["expert_rows"], found["expert_streams"]) == (1 << 40, 2)
 
 
 def test_bench_measures_blocks_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

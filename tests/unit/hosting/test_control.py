@@ -18,7 +18,7 @@ from swarmnet_node.owner.local_channel import OPTIONS, PORT_NAME, SOCKET_NAME
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.wire import control_pb2
-from tests.support.fake_node import NO_CORES, STATUS, FakeNode
+from tests.support.fake_node import NO_CORES, STATUS, TRUNK_STATUS, FakeNode
 
 
 @pytest.fixture
@@ -27,15 +27,17 @@ def without_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_channel, "HAS_UNIX_SOCKETS", False)
 
 
-def test_status_and_finish_reach_the_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [STATUS, TRUNK_STATUS], ids=["host", "trunk"])
+def test_status_and_finish_reach_the_node(tmp_path: Path, status: NodeStatus) -> None:
     node = FakeNode()
+    node.shown = status
 
     async def main() -> NodeStatus:
         async with control.serve(node, tmp_path):
             await asyncio.to_thread(control.finish, tmp_path, 2.5)
             return await asyncio.to_thread(control.status, tmp_path)
 
-    assert asyncio.run(main()) == STATUS
+    assert asyncio.run(main()) == status
     assert node.graces_s == [2.5]
 
 
@@ -60,7 +62,7 @@ def test_the_socket_is_gone_when_the_node_is(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_unix_sockets")
 def test_without_unix_sockets_a_port_of_loopback_takes_their_place(tmp_path: Path) -> None:
-    test_status_and_finish_reach_the_node(tmp_path)
+    test_status_and_finish_reach_the_node(tmp_path, STATUS)
     test_the_socket_is_gone_when_the_node_is(tmp_path)
 
 

@@ -14,8 +14,20 @@ from swarmnet_node.hosting import reports
 from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
-from swarmnet_protocols.directory.node_reports import MAX_FLOWS, MAX_NUMBER, ask, check, clean
+from swarmnet_protocols.directory.expert_announcements import MAX_EXPERT_BLOCKS, MAX_EXPERTS
+from swarmnet_protocols.directory.node_reports import (
+    MAX_EXPERT_PEERS,
+    MAX_FLOWS,
+    MAX_NUMBER,
+    ask,
+    check,
+    clean,
+    describe_experts,
+    experts_of,
+    rows_of,
+)
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager
@@ -126,7 +138,19 @@ def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> No
     asked(host_report, scenario)
 
 
-@pytest.mark.parametrize("report", [host_report(), worker_report()], ids=["host", "worker"])
+def expert_peer_report() -> report_pb2.NodeReport:
+    return [message for message in report_messages() if isinstance(message, report_pb2.NodeReport)][2]
+
+
+def trunk_report() -> report_pb2.NodeReport:
+    return [message for message in report_messages() if isinstance(message, report_pb2.NodeReport)][3]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [host_report(), worker_report(), expert_peer_report(), trunk_report()],
+    ids=["host", "worker", "expert peer", "trunk"],
+)
 def test_possible_values_are_accepted(report: report_pb2.NodeReport) -> None:
     check(report)
 
@@ -169,6 +193,64 @@ def test_a_worker_names_a_job_and_peers() -> None:
         change(report.worker)
         with pytest.raises(ProtocolViolation):
             check(report)
+
+
+def test_experts_of_a_report_are_those_that_were_described() -> None:
+    experts = {3: frozenset({0, 5, 17}), 40: frozenset({1})}
+    rows = {(3, 5): 7, (3, 17): 1 << 40}
+    described = describe_experts(experts, rows)
+    assert experts_of(described) == experts
+    assert rows_of(described) == rows
+    assert [len(each.rows) for each in described] == [3, 0], "no rows are sent where none were computed"
+
+
+EXPERT_LIES: dict[str, Callable[[Any], object]] = {
+    "no experts": lambda experts: setattr(experts[0], "experts", b""),
+    "too many experts": lambda experts: setattr(experts[0], "experts", b"\x01" * (MAX_EXPERTS // 8 + 1)),
+    "a block twice": lambda experts: setattr(experts[1], "block", experts[0].block),
+    "a block beyond every model": lambda experts: setattr(experts[1], "block", MAX_BLOCKS),
+    "more rows than experts": lambda experts: experts[0].rows.append(1),
+    "more rows than can be": lambda experts: experts[0].rows.__setitem__(0, MAX_NUMBER + 1),
+    "too many blocks": lambda experts: experts.extend(
+        report_pb2.BlockExperts(block=5 + number, experts=b"\x01") for number in range(MAX_EXPERT_BLOCKS)
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", EXPERT_LIES)
+def test_impossible_experts_are_refused(lie: str) -> None:
+    for report, experts in (
+        (peer := expert_peer_report(), peer.expert_peer.experts),
+        (trunk := trunk_report(), trunk.host.experts),
+    ):
+        EXPERT_LIES[lie](experts)
+        with pytest.raises(ProtocolViolation):
+            check(report)
+
+
+TRUNK_LIES: dict[str, Callable[[report_pb2.TrunkReport], object]] = {
+    "lacks nothing of a block": lambda trunk: trunk.lacks.add(block=9),
+    "misses nothing of a block": lambda trunk: trunk.missing.add(block=9),
+    "too many peers": lambda trunk: trunk.round_trips_s.extend([0.1] * MAX_EXPERT_PEERS),
+    "no round trip": lambda trunk: trunk.round_trips_s.append(float("nan")),
+    "more than can be": lambda trunk: setattr(trunk, "rows", MAX_NUMBER + 1),
+}
+
+
+@pytest.mark.parametrize("lie", TRUNK_LIES)
+def test_an_impossible_trunk_is_refused(lie: str) -> None:
+    report = trunk_report()
+    TRUNK_LIES[lie](report.host.trunk)
+    with pytest.raises(ProtocolViolation):
+        check(report)
+
+
+@pytest.mark.parametrize("field", ["manifest", "state", "total_blocks"])
+def test_an_expert_peer_names_its_model_and_state(field: str) -> None:
+    report = expert_peer_report()
+    report.expert_peer.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolViolation):
+        check(report)
 
 
 def test_a_text_from_a_peer_loses_control_characters_and_paths_and_is_cut() -> None:

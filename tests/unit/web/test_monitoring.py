@@ -17,7 +17,7 @@ from swarmnet_node.engine.counters import cumulative_counts, node_histogram, tot
 from swarmnet_node.metrics import registry_of
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable
-from tests.support.fake_node import STATUS, FakeNode
+from tests.support.fake_node import STATUS, TRUNK_STATUS, FakeNode
 from tests.support.swarm_lab import Lab, load_reference, simulate
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -145,6 +145,27 @@ def test_refusals_are_counted_by_reason_and_logged(tmp_path: Path, caplog: pytes
     assert [record.__dict__["blocks"] for record in caplog.records if record.msg == "online"] == ["0:6"]
     refused = [record.__dict__ for record in caplog.records if record.msg == "refused"]
     assert {(each["reason"], each["levelname"]) for each in refused} == {("leaving", "INFO")}
+
+
+def test_metrics_count_rows_and_missing_experts() -> None:
+    node = FakeNode()
+    assert "swarmnet_node_missing_experts" not in values(node), "the node has all experts of its blocks"
+    node.shown = TRUNK_STATUS
+    seen = values(node)
+    assert {name: seen[f"swarmnet_node_{name}"] for name in EXPERT_METRICS} == EXPERT_METRICS
+
+
+EXPERT_METRICS = {
+    "expert_rows_total": 1 << 40,
+    "expert_streams": 2,
+    "missing_experts": 1,
+    "expert_peers": 2,
+    "expert_round_trip_seconds": 0.002,
+    "asked_expert_rows_total": 1 << 40,
+    "failed_expert_requests_total": 3,
+    "hedged_expert_requests_total": 4,
+    "loaded_experts_total": 5,
+}
 
 
 def test_a_histogram_counts_cumulatively() -> None:
