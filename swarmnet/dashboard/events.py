@@ -5,6 +5,7 @@ from typing import Any
 
 from swarmnet.dashboard.observations import Snapshot
 from swarmnet.dashboard.peers import name_of
+from swarmnet.units import counted
 
 MAX_EVENTS = 100
 _PRESENT = {"joining", "online", "leaving", "paused"}
@@ -32,12 +33,16 @@ def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dic
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Events "weak" (the hosts of some block fell to one or none) and "healed" (they rose again)."""
+    """Events "weak" (the hosts of some block fell to one or none, or experts are missing) and "healed" (they rose again)."""
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)
         if old is None or old["blocks"] != entry["blocks"]:
             continue
+        if (event := _experts_event(old, entry)) is not None:
+            found.append(_event(now_s, *event, model=manifest))
+        if _missing(old) or _missing(entry):
+            continue  # the hosts of blocks wait for experts, which the event above says
         was, now = old["weakest"]["replicas"], entry["weakest"]["replicas"]
         block = entry["weakest"]["block"]
         if now < was and now <= 1:
@@ -51,6 +56,20 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
             text = f"every block of {entry['name']} has {now} or more peers"
             found.append(_event(now_s, "healed", text, model=manifest))
     return found
+
+
+def _missing(entry: Mapping[str, Any]) -> int:
+    """Experts for which hosts wait."""
+    return entry["experts"]["missing"] if entry["experts"] else 0
+
+
+def _experts_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Kind and text of the event that experts have become missing, or have peers again."""
+    if _missing(new) and not _missing(old):
+        return "weak", f"no peer has experts {new['experts']['missing_text']} of {new['name']}"
+    if _missing(old) and not _missing(new):
+        return "healed", f"every expert of {new['name']} has a peer again"
+    return None
 
 
 _WORDS = {"joined": "joined", "left": "left", "lost": "was lost", "recovered": "is back"}
@@ -71,10 +90,10 @@ def _kind(old: Mapping[str, Any] | None, new: Mapping[str, Any], observed_since_
 
 
 def _blocks_text(entry: Mapping[str, Any]) -> str:
-    if entry["blocks"] is None:
-        return ""
-    start, end = entry["blocks"]
-    return f", blocks {start}:{end}"
+    if entry["blocks"] is not None:
+        start, end = entry["blocks"]
+        return f", blocks {start}:{end}"
+    return f", {counted(entry['experts']['count'], 'expert')}" if entry["experts"] else ""
 
 
 def _event(

@@ -1,4 +1,4 @@
-"""The JSON of models: replicas of each block, speed of answers, and the blocks that a newcomer should host. Pure functions."""
+"""The JSON of models: replicas of each block, speed of answers, and what a newcomer should host: blocks or experts. Pure functions."""
 
 import random
 import re
@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import Any
 
 from swarmnet.dashboard.counts import Counts, quantile
+from swarmnet.dashboard.experts import ExpertCoverage
 from swarmnet.dashboard.observations import Snapshot
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.net import PeerId
@@ -23,10 +24,18 @@ Hosts = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def model_entry(
-    model: CatalogModel, snapshot: Snapshot, hosts: Hosts, answered_per_s: float, sessions: int
+    model: CatalogModel,
+    snapshot: Snapshot,
+    hosts: Hosts,
+    answered_per_s: float,
+    sessions: int,
+    experts: ExpertCoverage,
 ) -> dict[str, Any]:
-    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts it and is not gone."""
-    replicas = replicas_of(model.blocks, [entry for _, entry in hosts if entry["state"] == "online"])
+    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts blocks or experts of it and is not gone."""
+    of_blocks = [(peer, entry) for peer, entry in hosts if entry["blocks"]]
+    replicas = replicas_of(model.blocks, [entry for _, entry in of_blocks if entry["state"] == "online"])
+    waiting = [entry for _, entry in of_blocks if _waits(entry) or entry["state"] == "online"]
+    advised = experts.advice(min(replicas_of(model.blocks, waiting)))
     weakest = min(range(model.blocks), key=lambda block: (replicas[block], block))
     recent = snapshot.recent.get(model.manifest, Counts())
     return {
@@ -35,14 +44,24 @@ def model_entry(
         "replicas": replicas,
         "weakest": {"block": weakest, "replicas": replicas[weakest]},
         "healthy": replicas[weakest] > 0,
+        "experts": experts.entry(),
         "peers": len(hosts),
         "sessions": sessions,
         "tokens_per_s": round(answered_per_s, 1),
         "peak_sessions": snapshot.peak_sessions.get(model.manifest),
         "first_token_s": quantiles(recent.first_tokens),
         "token_s": quantiles(recent.token_times),
-        "advice": advice(model, snapshot.swarm.join, hosts, replicas),
+        "advice": (
+            expert_advice(model, snapshot.swarm.join, *advised)
+            if advised is not None
+            else advice(model, snapshot.swarm.join, of_blocks, replicas)
+        ),
     }
+
+
+def _waits(entry: Mapping[str, Any]) -> bool:
+    """Whether a host would be online if peers had the experts that it lacks."""
+    return entry["state"] == "joining" and bool(entry["trunk"] and entry["trunk"]["missing"])
 
 
 def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -83,14 +102,27 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
     # The seed is fixed, so that the advice changes only when the hosts do.
     choice = choose_span(claims, blocks=model.blocks, length=length, rng=random.Random(0))
     span = (choice.start, choice.end)
-    # Users paste this command into a shell, and any peer may choose the name of a model.
-    name = model.name if _SHELL_SAFE_NAME.fullmatch(model.name) else "MODEL"
-    command = ["swarmnet", "join", *join, "--model", name, "--blocks", f"{span[0]}:{span[1]}"]
     return {
         "blocks": list(span),
         "reason": _reason(span, replicas, choice.reason),
-        "command": shlex.join(command),
+        "command": _command(model, join, "--blocks", f"{span[0]}:{span[1]}"),
     }
+
+
+def expert_advice(model: CatalogModel, join: Sequence[str], experts: str, reason: str) -> dict[str, Any]:
+    """The experts that a newcomer should host, which the model needs more than further hosts of blocks."""
+    return {
+        "blocks": None,
+        "experts": experts,
+        "reason": reason,
+        "command": _command(model, join, "--experts", experts),
+    }
+
+
+def _command(model: CatalogModel, join: Sequence[str], option: str, value: str) -> str:
+    # Users paste this command into a shell, and any peer may choose the name of a model.
+    name = model.name if _SHELL_SAFE_NAME.fullmatch(model.name) else "MODEL"
+    return shlex.join(["swarmnet", "join", *join, "--model", name, option, value])
 
 
 def _reason(span: tuple[int, int], replicas: Sequence[int], placement_reason: str) -> str:

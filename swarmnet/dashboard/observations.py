@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.dashboard.counts import Counts, Totals, is_same_run
 from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
 from swarmnet_protocols.directory.host_announcements import MAX_STEP_S, Announced
 from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
 from swarmnet_protocols.net import PeerId
@@ -30,7 +31,7 @@ class SwarmInfo:
 
 @dataclass(frozen=True)
 class AnnouncedHost:
-    """A host's record in the directory."""
+    """A host's record in the directory. An expert peer hosts no block: its ``end`` is 0."""
 
     manifest: bytes
     start: int
@@ -43,6 +44,8 @@ class AnnouncedHost:
     cache_bytes_free: int
     is_relayed: bool | None
     """Whether it announces an address through a relay; None if it announces no address."""
+    experts: BlockExperts = field(default_factory=dict)
+    """The experts that it computes for other hosts."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,14 @@ class Snapshot:
     """The most open sessions of each model in the last 24 hours."""
 
 
+@dataclass(frozen=True)
+class AnnouncedExperts:
+    """A peer's record of experts, and the number of that record, which grows with every publication."""
+
+    host: ExpertHost
+    sequence: int
+
+
 class PeerTracker:
     """Updates the observation of one peer with each record, report and failed poll."""
 
@@ -125,11 +136,19 @@ class PeerTracker:
         seen = self.observation
         if seen.announced is not None:
             return seen.announced.manifest
-        return seen.newest.report.host.manifest if seen.newest is not None else b""
+        report = seen.newest.report if seen.newest is not None else report_pb2.NodeReport()
+        return report.host.manifest or report.expert_peer.manifest
+
+    @property
+    def hosts_blocks(self) -> bool:
+        """Whether the newest record of the peer announces blocks."""
+        announced = self.observation.announced
+        return announced is not None and announced.end > 0
 
     def on_record(self, record: Announced, now_s: float) -> None:
         """Take the peer's record from the directory, unless a newer one is known."""
-        if self.observation.announced is not None and record.sequence <= self._sequence:
+        old = self.observation.announced
+        if self.hosts_blocks and record.sequence <= self._sequence:
             return
         self._sequence = record.sequence
         info, body = record.info, record.body
@@ -143,9 +162,39 @@ class PeerTracker:
             step_s=min(info.step_s, MAX_STEP_S),
             sessions=body.sessions,
             cache_bytes_free=min(body.cache_bytes_free, MAX_NUMBER),
-            is_relayed=any("/p2p-circuit" in each for each in info.addresses) if info.addresses else None,
+            is_relayed=_is_relayed(info.addresses),
+            experts=old.experts if old is not None else {},
         )
         self._update(announced=announced, announced_at_s=now_s)
+
+    def on_experts(self, record: AnnouncedExperts, manifest: bytes, now_s: float) -> None:
+        """Take the peer's record of experts from the directory: beside that of its blocks, if it hosts some."""
+        old, host = self.observation.announced, record.host
+        if old is not None and self.hosts_blocks:
+            self._update(announced=replace(old, experts=host.experts if host.is_online else {}))
+            return
+        if old is not None and record.sequence <= self._sequence:
+            return
+        self._sequence = record.sequence
+        announced = AnnouncedHost(
+            manifest=manifest,
+            start=0,
+            end=0,
+            state="online" if host.is_online else "leaving" if host.is_compatible else "incompatible",
+            version="",
+            public_name=clean(host.public_name)[:MAX_NAME_CHARS],
+            step_s=0.0,
+            sessions=0,
+            cache_bytes_free=0,
+            is_relayed=_is_relayed(host.addresses),
+            experts=host.experts,
+        )
+        self._update(announced=announced, announced_at_s=now_s)
+
+    def on_experts_absent(self) -> None:
+        """The directory has no record of experts of the peer."""
+        if (old := self.observation.announced) is not None:
+            self._update(announced=replace(old, experts={}) if self.hosts_blocks else None)
 
     def on_record_absent(self) -> None:
         """The directory has no record of the peer."""
@@ -186,6 +235,10 @@ class PeerTracker:
 
     def _update(self, **fields: object) -> None:
         self.observation = replace(self.observation, **fields)  # type: ignore[arg-type]
+
+
+def _is_relayed(addresses: Sequence[str]) -> bool | None:
+    return any("/p2p-circuit" in each for each in addresses) if addresses else None
 
 
 def _state_of(record: Announced) -> str:

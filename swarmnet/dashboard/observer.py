@@ -1,6 +1,6 @@
-"""The observer: crawls the directory for hosts and workers of a swarm, and polls each of them for its report.
+"""The observer: crawls the directory for hosts, expert peers and workers of a swarm, and polls each of them for its report.
 
-1. ``_keep_crawling`` reads the catalog, the hosts of each model and the workers of each job, and selects the peers to poll
+1. ``_keep_crawling`` reads the catalog, the hosts and expert peers of each model and the workers of each job, and selects the peers to poll
    (``peer_selection``).
 2. ``_keep_polling`` runs once for each peer: it keeps a REPORT stream open and asks for a report every few seconds. Half of the
    round trip is the delay that the page shows.
@@ -19,10 +19,17 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from swarmnet.dashboard.counts import Totals
-from swarmnet.dashboard.observations import JobObservation, PeerTracker, Snapshot, SwarmInfo
+from swarmnet.dashboard.observations import (
+    AnnouncedExperts,
+    JobObservation,
+    PeerTracker,
+    Snapshot,
+    SwarmInfo,
+)
 from swarmnet.dashboard.peer_selection import PollCandidate, select_peers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
+from swarmnet_protocols.directory.expert_announcements import read_expert_records
 from swarmnet_protocols.directory.host_announcements import Announced, HostSample
 from swarmnet_protocols.directory.node_reports import ask, check
 from swarmnet_protocols.errors import (
@@ -201,7 +208,7 @@ class Observer:
         self._workers |= await self._look_up_each(self._jobs, find)
 
     async def _find_peers(self) -> None:
-        """Read the hosts of every model, select the peers to poll, and update them and the jobs."""
+        """Read the hosts and expert peers of every model, select the peers to poll, and update them and the jobs."""
         self._hosts = {
             manifest: self._hosts.get(manifest)
             or HostSample(self._dependencies.directory, manifest, self._dependencies.rng)
@@ -213,13 +220,30 @@ class Observer:
             peer = each.info.peer
             if peer not in newest or newest[peer].sequence < each.sequence:
                 newest[peer] = each
+        read_experts = await self._look_up_each(
+            self._listed, lambda manifest: read_expert_records(self._dependencies.directory, manifest)
+        )
+        experts = {
+            host.peer: (AnnouncedExperts(host, record.sequence), manifest)
+            for manifest, found in read_experts.items()
+            for record, host in found
+        }
         workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
-        self._select(workers | {peer: each.info.addresses for peer, each in newest.items()})
+        self._select(
+            workers
+            | {peer: each.host.addresses for peer, (each, _) in experts.items()}
+            | {peer: each.info.addresses for peer, each in newest.items()}
+        )
         for peer, tracker in self._trackers.items():
+            is_listed = tracker.manifest in self._listed
             if peer in newest:
                 tracker.on_record(newest[peer], self._clock())
-            elif tracker.manifest in records or tracker.manifest not in self._listed:
+            elif tracker.hosts_blocks and (tracker.manifest in records or not is_listed):
                 tracker.on_record_absent()
+            if peer in experts:
+                tracker.on_experts(*experts[peer], self._clock())
+            elif tracker.manifest in read_experts or not is_listed:
+                tracker.on_experts_absent()
         for job_id, found in self._workers.items():
             polled = [worker for worker in found if worker.peer in self._trackers]
             job = self._jobs[job_id]

@@ -5,6 +5,7 @@ from typing import Any
 
 from swarmnet.addresses import PEER_ID
 from swarmnet.dashboard.counts import MAX_PER_SECOND
+from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
 from swarmnet.dashboard.observations import GONE_SHOWN_S, AnnouncedHost, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
@@ -35,10 +36,12 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
     entry: dict[str, Any] = {
         "name": None,
         "version": report.version if report else "",
-        "role": "trainer" if report is not None and report.HasField("worker") else "host",
+        "role": _role_of(seen),
         "state": state,
         "model": None,
         "blocks": None,
+        "experts": None,
+        "trunk": None,
         "job": None,
         "dtype": None,
         "tokens_per_s": 0.0,
@@ -63,11 +66,19 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
         known_s = previous["started_s"] if previous else None
         if known_s is not None and abs(entry["started_s"] - known_s) < START_TOLERANCE_S:
             entry["started_s"] = known_s
+    entry["experts"] = peer_experts(seen, rate_of(seen, now_s, rows_computed))
     if state == "gone":
         entry |= {"sessions": 0, "queue_s": 0.0}
     else:
         entry["tokens_per_s"] = round(rate_of(seen, now_s, lambda report: report.host.positions), 1)
     return entry
+
+
+def _role_of(seen: PeerObservation) -> str:
+    if seen.newest is not None:
+        kind = seen.newest.report.WhichOneof("kind")
+        return {"worker": "trainer", "expert_peer": "experts"}.get(kind or "", "host")
+    return "experts" if seen.announced is not None and not seen.announced.end else "host"
 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
@@ -78,7 +89,8 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
         report = seen.newest.report
         if report.HasField("worker"):
             return ("leaving" if report.worker.state == "leaving" else "online"), False
-        return _STATES.get(report.host.state, report.host.state), False
+        state = (report.expert_peer if report.HasField("expert_peer") else report.host).state
+        return _STATES.get(state, state), False
     announced = seen.announced
     if announced is None or announced.state == "leaving":
         return "gone", False
@@ -120,7 +132,7 @@ def _announced(announced: AnnouncedHost) -> dict[str, Any]:
         "name": announced.public_name or None,
         "version": announced.version,
         "model": announced.manifest.hex(),
-        "blocks": [announced.start, announced.end],
+        "blocks": [announced.start, announced.end] if announced.end else None,
         "step_s": announced.step_s or None,
         "connection": relayed[announced.is_relayed],
         "cache_bytes_free": announced.cache_bytes_free,
@@ -141,8 +153,12 @@ def _reported(reported: TimedReport) -> dict[str, Any]:
         common["connection"] = _CONNECTIONS[report.reach.kind]
     if report.HasField("worker"):
         return common | {"job": report.worker.job.hex()}
+    if report.HasField("expert_peer"):
+        peer = report.expert_peer
+        return common | {"model": peer.manifest.hex(), "blocks": None, "dtype": peer.dtype, "step_s": None}
     host = report.host
     return common | {
+        "trunk": trunk_entry(report),
         "model": host.manifest.hex(),
         "blocks": [host.start, host.end],
         "dtype": host.dtype,

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from swarmnet.dashboard.events import MAX_EVENTS, model_events, peer_events
+from swarmnet.dashboard.experts import ExpertCoverage
 from swarmnet.dashboard.models import model_entry
 from swarmnet.dashboard.observations import JobObservation, PeerObservation, Snapshot
 from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry, rate_of, state_of
@@ -94,12 +95,20 @@ def _models(
     for seen in snapshot.peers:
         manifest = seen.newest.report.host.manifest.hex() if seen.newest else ""
         answered[manifest] += rate_of(seen, snapshot.now_s, lambda report: report.host.answered)
+    coverages = {model.manifest.hex(): ExpertCoverage(model.blocks) for model in snapshot.models}
+    for seen in snapshot.peers:
+        shown = peers.get(seen.peer)
+        if shown is not None and shown["state"] in {"online", "joining"} and shown["model"] in coverages:
+            is_online = shown["state"] == "online"
+            coverages[shown["model"]].add(seen, is_online=is_online)
     sessions: dict[str, int] = defaultdict(int)
     for edge in edges.values():
         if edge["target"] == CLIENT:
             sessions[edge["model"]] += edge["sessions"]
     return {
-        (key := model.manifest.hex()): model_entry(model, snapshot, hosts[key], answered[key], sessions[key])
+        (key := model.manifest.hex()): model_entry(
+            model, snapshot, hosts[key], answered[key], sessions[key], coverages[key]
+        )
         for model in snapshot.models
     }
 

@@ -58,7 +58,7 @@ DRAWN_ANEW = """new Promise(done => {
 })"""
 
 
-@pytest.mark.parametrize("kind", ["full", "broken", "empty"])
+@pytest.mark.parametrize("kind", ["full", "broken", "empty", "experts", "missing"])
 def test_axe_finds_no_violation_and_narrow_pages_do_not_scroll_sideways(
     browser: Browser, sites: Sites, kind: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_every_control_is_usable_by_keyboard(page: Page, sites: Sites) -> None:
         if peer["blocks"] and peer["blocks"][0] <= 124 < peer["blocks"][1]
     )
     expect(page.locator("#peers tbody:nth-of-type(2) tr")).to_have_count(hosts)
-    page.get_by_role("button", name="Only hosts of block 124. Show all peers").press("Enter")
+    page.get_by_role("button", name="Only peers with block 124. Show all peers").press("Enter")
 
     speed = page.get_by_role("columnheader", name="Speed")
     speed.get_by_role("button").press("Enter")
@@ -164,6 +164,30 @@ def test_every_control_is_usable_by_keyboard(page: Page, sites: Sites) -> None:
     assert page.evaluate("document.activeElement.closest('tr').ariaRowIndex") == rows.last.get_attribute(
         "aria-rowindex"
     )
+
+
+def test_the_map_of_experts_is_read_by_keyboard_and_pointer(page: Page, sites: Sites) -> None:
+    site = sites["missing"]
+    show(page, site.url)
+    expect(page.locator(".health h1")).to_have_text("Experts are missing: the model cannot answer")
+    spot = page.locator(".experts-map")
+    detail = page.locator(".experts .coverage-detail")
+    expect(detail).to_contain_text("experts missing, as blocks:experts")
+    spot.focus()
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    expect(detail).to_contain_text("Block 4, expert 1 · missing: hosts wait for a peer with it")
+    assert spot.get_attribute("aria-valuetext") == detail.text_content()
+    page.keyboard.press("PageDown")
+    expect(detail).to_contain_text("Block 4, expert 17 · 1 replica · load:")
+    page.keyboard.press("Enter")
+    expect(page.locator(".chip-button")).to_have_text("Block 4 ✕")
+    painted = "document.querySelector('.experts-map canvas').toDataURL()"
+    replicas = page.evaluate(painted)
+    page.get_by_role("button", name="Load").click()
+    assert page.evaluate(painted) != replicas
+    site.move(2.0)
+    expect(page.get_by_text("--experts")).to_be_visible()
 
 
 def test_names_with_scripts_stay_text(page: Page, sites: Sites) -> None:

@@ -21,6 +21,7 @@ from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import Role
+from tests.support.expert_lab import LAN, ExpertLab, load_experts_reference
 from tests.support.memory_directory import MemoryDirectory
 from tests.support.memory_network import LinkProfile
 from tests.support.private_swarm import PrivateSwarm, virtual_clock
@@ -180,6 +181,46 @@ def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
             assert feed.now.body["models"][lab.manifest.hex()]["token_s"]["p50"] > 0
 
     simulate(reference, scenario)
+
+
+def test_experts_on_peers_are_seen_and_missing_ones_are_advised(tmp_path: Any) -> None:
+    reference = load_experts_reference("mixtral", tmp_path)
+    (tmp_path / "history").mkdir()
+
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        starting = asyncio.create_task(experts.trunk("trunk", own=range(2)))
+        async with dashboard(lab, tmp_path / "history") as feed:
+
+            def model() -> Any:
+                return feed.now.body["models"].get(lab.manifest.hex())
+
+            await until(
+                feed, lambda _: bool(model() and model()["experts"] and model()["experts"]["missing"])
+            )
+            first = min(experts.blocks)
+            assert model()["experts"]["replicas"][str(first)] == "11xxxxxx"
+            assert "--experts" in model()["advice"]["command"]
+            assert not model()["healthy"]
+            await experts.peer("peer", experts.everywhere(range(2, 8)))
+            await starting
+            await until(feed, lambda _: bool(model()["healthy"] and model()["experts"]["single"]))
+            assert model()["experts"]["replicas"][str(first)] == "1" * 8
+            async with lab.client() as swarm, lab.chain(swarm) as chain:
+                await lab.generate(chain, PROMPT, 60)
+            peer_id = lab.peer_id("peer")
+            await until(feed, lambda body: body["peers"][peer_id]["experts"]["streams"] > 0)
+            entry = feed.now.body["peers"][peer_id]
+            assert (entry["role"], entry["state"], entry["blocks"]) == ("experts", "online", None)
+            trunk = feed.now.body["peers"][lab.peer_id("trunk")]["trunk"]
+            assert (trunk["peers"], trunk["missing"]) == (1, 0)
+            await lab.stop("peer")
+            lost_s = await until(feed, lambda body: body["peers"][peer_id]["state"] == "gone")
+            await until(feed, lambda _: bool(model()["experts"]["missing"]))
+            assert lost_s < SEEN_S
+            assert any("no peer has experts" in event["text"] for event in feed.now.body["events"])
+
+    simulate(reference, scenario, link=LAN)
 
 
 def announce(lab: Lab, name: str) -> None:

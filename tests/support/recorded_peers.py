@@ -10,7 +10,7 @@ from prometheus_client import Histogram
 from swarmnet.dashboard.observations import AnnouncedHost, JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.node_reports import BOUNDS_S, check
+from swarmnet_protocols.directory.node_reports import BOUNDS_S, check, describe_experts
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import report_pb2
@@ -44,6 +44,8 @@ class Host:
     firsts: Histogram = field(default_factory=lambda: node_histogram("firsts", "", BOUNDS_S))
     tokens: Histogram = field(default_factory=lambda: node_histogram("tokens", "", BOUNDS_S))
     flows: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    trunk: report_pb2.TrunkReport | None = None
+    """The experts of its blocks that peers compute."""
     died_s: float | None = None
     before: TimedReport | None = None
     newest: TimedReport | None = None
@@ -76,6 +78,9 @@ class Host:
                 for (up, down), flow in list(self.flows.items())[-64:]
             ],
         )
+        if self.trunk is not None:
+            self.trunk.rows = int(8 * self.positions)
+            host.trunk.CopyFrom(self.trunk)
         uptime_s = now_s - self.born_s
         node = report_pb2.NodeReport(
             version=self.version, public_name=self.name, uptime_s=uptime_s, host=host
@@ -129,6 +134,82 @@ class Chain:
         last.answered += count
         for _ in range(min(20, max(1, round(count)))):
             last.tokens.observe(rng.lognormvariate(math.log(1 / self.tokens_per_s), 0.35))
+
+
+NUM_EXPERTS = 256
+DENSE = 3
+"""Blocks before the first one with experts."""
+
+
+@dataclass
+class ExpertPeers:
+    """Peers that compute the experts of ``model``, each those of one residue in every block with experts, and in the first half also its neighbour's."""
+
+    model: CatalogModel
+    count: int
+    lost: frozenset[int] = frozenset()
+    """The numbers of the peers that are not there."""
+
+    @property
+    def blocks(self) -> range:
+        return range(DENSE, self.model.blocks)
+
+    def experts_of(self, number: int, block: int) -> list[int]:
+        """The experts of a block that a peer has."""
+        own = [number, (number + 1) % self.count] if block % 2 else [number]
+        return [expert for expert in range(NUM_EXPERTS) if expert % self.count in own]
+
+    def trunk(self) -> report_pb2.TrunkReport:
+        """The part about experts of the report of a host of all blocks that has no experts."""
+        there = [number for number in range(self.count) if number not in self.lost]
+        found = {
+            block: {*range(NUM_EXPERTS)}.difference(*(self.experts_of(number, block) for number in there))
+            for block in self.blocks
+        }
+        every = frozenset(range(NUM_EXPERTS))
+        return report_pb2.TrunkReport(
+            lacks=describe_experts(dict.fromkeys(self.blocks, every)),
+            missing=describe_experts({block: frozenset(each) for block, each in found.items() if each}),
+            round_trips_s=[0.0004 + 0.0001 * number for number in there],
+            failed=2,
+            hedged=17,
+        )
+
+    def observations(self, began_s: float, now_s: float) -> list[PeerObservation]:
+        """The observation of each peer."""
+        return [
+            self._observation(number, began_s, now_s)
+            for number in range(self.count)
+            if number not in self.lost
+        ]
+
+    def _observation(self, number: int, began_s: float, now_s: float) -> PeerObservation:
+        def report(at_s: float) -> TimedReport:
+            experts = {block: frozenset(self.experts_of(number, block)) for block in self.blocks}
+            rows = {
+                (block, expert): int((at_s - began_s + 900) * 3 / (1 + (expert * 7 + block) % 29))
+                for block, each in experts.items()
+                for expert in each
+            }
+            peer = report_pb2.ExpertPeerReport(
+                manifest=self.model.manifest,
+                model=self.model.name,
+                total_blocks=self.model.blocks,
+                state="online",
+                dtype="q8_0/bf16",
+                experts=describe_experts(experts, rows),
+                expert_streams=2,
+            )
+            node = report_pb2.NodeReport(
+                version="0.1.0", uptime_s=at_s - began_s + 900, public_name="", expert_peer=peer
+            )
+            check(node)
+            return TimedReport(node, at_s)
+
+        peer = Identity.from_seed(f"expert peer {number}".encode()).peer_id
+        return PeerObservation(
+            peer, began_s, newest=report(now_s), before=report(now_s - 2.0), delay_s=0.0004
+        )
 
 
 def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservation], list[PeerObservation]]:

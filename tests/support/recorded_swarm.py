@@ -36,9 +36,9 @@ from swarmnet_protocols.directory.node_reports import BOUNDS_S
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from tests.support.recorded_peers import SCRIPTS, Chain, Host, hash_of, loss_after, training
+from tests.support.recorded_peers import SCRIPTS, Chain, ExpertPeers, Host, hash_of, loss_after, training
 
-KINDS = ("full", "empty", "broken", "large")
+KINDS = ("full", "empty", "broken", "large", "experts", "missing")
 NAMES = (
     "attic",
     "Küche",
@@ -65,6 +65,8 @@ class Shape:
     workers: int = 0
     gap: tuple[int, int] | None = None
     """Blocks of the large model that have no host."""
+    expert_peers: int = 0
+    lost_expert_peers: int = 0
 
 
 SHAPES = {
@@ -72,6 +74,8 @@ SHAPES = {
     "empty": Shape(hosts=0),
     "broken": Shape(hosts=9, small_hosts=2, workers=1, gap=(57, 71)),
     "large": Shape(hosts=480, small_hosts=20, workers=12),
+    "experts": Shape(hosts=4, blocks=61, workers=1, expert_peers=40),
+    "missing": Shape(hosts=4, blocks=61, workers=1, expert_peers=40, lost_expert_peers=3),
 }
 
 
@@ -86,6 +90,10 @@ class RecordedSwarm:
         self._totals = Totals()
         self.large = CatalogModel(hash_of("large"), "meta-llama/Llama-3.1-405B-Instruct", self.shape.blocks)
         self.small = CatalogModel(hash_of("small"), "smollm2-135m-instruct", 30)
+        if self.shape.expert_peers:
+            self.large = CatalogModel(hash_of("experts"), "deepseek-ai/DeepSeek-V3", self.shape.blocks)
+        lost = frozenset(range(self.shape.lost_expert_peers))
+        self.experts = ExpertPeers(self.large, self.shape.expert_peers, lost)
         self.hosts: dict[PeerId, Host] = {}
         self._chains: list[Chain] = []
         self._numbers = iter(range(1_000_000))
@@ -95,7 +103,11 @@ class RecordedSwarm:
             self._join(self.small, age_s=self._rng.expovariate(1 / 20_000))
         for host, name in zip(self.hosts.values(), SCRIPTS, strict=False):
             host.name = name
-        for host, state in zip(list(self.hosts.values())[3:], ("leaving", "paused"), strict=False):
+        if self.shape.expert_peers:
+            for host in self.hosts.values():
+                host.span, host.trunk = (0, self.shape.blocks), self.experts.trunk()
+        others = list(self.hosts.values())[4 if self.shape.expert_peers else 3 :]
+        for host, state in zip(others, ("leaving", "paused"), strict=False):
             host.state = state
         for step in range(3):
             self._move(self._began_s - 6 + 2 * step, 2.0)
@@ -117,7 +129,11 @@ class RecordedSwarm:
                 for model in (self.large, self.small)
                 if any(host.model == model for host in self.hosts.values())
             ),
-            peers=[*(self._observation(host) for host in self.hosts.values()), *workers],
+            peers=[
+                *(self._observation(host) for host in self.hosts.values()),
+                *workers,
+                *self.experts.observations(self._began_s, now_s),
+            ],
             jobs=jobs,
             totals=dict(self._totals.models),
             peer_positions=dict(self._totals.peers),
@@ -189,6 +205,8 @@ class RecordedSwarm:
         for host in list(self.hosts.values()):
             if host.died_s is not None and now_s - host.died_s > 900:
                 del self.hosts[host.peer]
+            elif host.trunk is not None and host.trunk.missing:
+                host.state = "joining"
             elif host.state == "joining" and now_s - host.born_s > 12:
                 host.state = "online"
         alive = [host for host in self.hosts.values() if host.died_s is None]

@@ -43,6 +43,8 @@ class ExpertHost:
     """Seconds for one row through one expert, as the peer measured it; 0: not measured."""
     precision: str = ""
     public_name: str = ""
+    is_compatible: bool = True
+    """Whether it has this version of the protocol."""
 
 
 def experts_topic(manifest: bytes) -> str:
@@ -103,13 +105,21 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
         row_s=body.row_s,
         precision=body.precision if PRECISION.fullmatch(body.precision) else "",
         public_name=body.public_name[:64] if body.public_name.isprintable() else "",
+        is_compatible=body.protocol == PROTOCOL,
     )
 
 
 async def read_expert_hosts(directory: Directory, manifest: bytes) -> Sequence[ExpertHost]:
     """The peers with experts of a model that are online, in the order of their peer ids."""
-    found = (read_expert_host(record, manifest) for record in await directory.lookup(experts_topic(manifest)))
-    return sorted((each for each in found if each is not None and each.is_online), key=lambda each: each.peer)
+    found = (host for _, host in await read_expert_records(directory, manifest) if host.is_online)
+    return sorted(found, key=lambda each: each.peer)
+
+
+async def read_expert_records(directory: Directory, manifest: bytes) -> Sequence[tuple[Record, ExpertHost]]:
+    """All peers that announce experts of a model, in any state, with their records."""
+    records = await directory.lookup(experts_topic(manifest))
+    found = ((record, read_expert_host(record, manifest)) for record in records)
+    return [(record, host) for record, host in found if host is not None]
 
 
 def to_bits(experts: Collection[int]) -> bytes:

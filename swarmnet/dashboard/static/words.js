@@ -57,6 +57,12 @@ export function blockList(spans) {
 /** {kind: good | warn | bad, symbol, title, text} of one model. */
 export function health(model) {
   const gaps = runs(model.replicas, (n) => n === 0);
+  if (model.experts?.missing) {
+    return {
+      kind: "bad", symbol: "✕", title: "Experts are missing: the model cannot answer",
+      text: `Hosts of blocks wait for ${plural(model.experts.missing, "expert")} that no peer within their reach has${model.experts.missing_text.length > 60 ? "" : `: ${model.experts.missing_text} (blocks:experts)`}.`,
+    };
+  }
   const single = runs(model.replicas, (n) => n === 1);
   if (model.peers === 0 || gaps.length === 1 && gaps[0][1] - gaps[0][0] === model.blocks) {
     return { kind: "bad", symbol: "✕", title: "No host serves this model", text: "The model can answer once hosts serve all of its blocks." };
@@ -74,6 +80,12 @@ export function health(model) {
       text: single.length === 1 && single[0][1] - single[0][0] === 1
         ? `${capital(blockList(single))} has only one host: if it leaves, the model cannot answer.`
         : `${capital(blockList(single))} have one host each: if one of these hosts leaves, the model cannot answer.`,
+    };
+  }
+  if (model.experts?.single) {
+    return {
+      kind: "warn", symbol: "▲", title: "Complete, but without spare peers for experts",
+      text: `${plural(model.experts.single, "expert has", "experts have")} one peer: if it leaves, hosts answer only if they have room for its experts.`,
     };
   }
   const fewest = Math.min(...model.replicas);

@@ -5,6 +5,7 @@ import { modelName, plural, shortId } from "../format.js";
 import { health } from "../words.js";
 import { chains } from "../views/chains.js";
 import { coverage } from "../views/coverage.js";
+import { expertMap } from "../views/experts.js";
 import { headline } from "../views/headline.js";
 import { history } from "../views/history.js";
 import { advice, contributionList, eventFeed, jobList } from "../views/lists.js";
@@ -20,6 +21,7 @@ export function overviewPage() {
   const picture = chains();
   const table = peerTable();
   const bar = coverage({ onBlock: picture.highlight, onChosen: table.chooseBlock });
+  const experts = expertMap({ onChosen: table.chooseBlock });
   const charts = history();
   const next = advice();
   const feed = eventFeed();
@@ -29,7 +31,7 @@ export function overviewPage() {
   const emptyState = empty();
   const facts = h("span", { class: "quiet panel-note" });
 
-  const figure = panel("Blocks and chains", { id: "blocks", aside: [picture.button], note: facts }, bar.node, picture.node);
+  const figure = panel("Blocks and chains", { id: "blocks", aside: [picture.button], note: facts }, bar.node, experts.node, picture.node);
   const peers = panel("Peers", { id: "peers", aside: table.controls }, table.node);
   const model = h("div", { class: "model" }, top.node, figure);
   const node = h("div", { class: "overview" }, tabs, emptyState.node, model,
@@ -76,6 +78,7 @@ export function overviewPage() {
       setText(facts, `${modelName(shown.name)} · ${plural(shown.blocks, "block")}`);
       setAttribute(facts, "title", `${shown.name}, manifest ${shown.id}`);
       bar.update(shown, hosts.filter((peer) => peer.state === "online" && !peer.silent), modelName(shown.name));
+      experts.update(shown, modelName(shown.name));
       picture.update(shown, hosts, Object.values(state.flows).filter((flow) => flow.model === shown.id));
       charts.show(shown.id);
       next.update(shown.advice);

@@ -45,17 +45,19 @@ export function peerPage(id) {
     setText(title, peer.name || shortId(id));
     fillState(state, peer);
     const model = models?.[peer.model];
-    if (model) {
+    if (model && peer.blocks) {
       fillSpan(held, peer.blocks, model.blocks);
       setText(holds, `Blocks ${span(peer.blocks)} of 0:${model.blocks} of ${modelName(model.name)}. ${without(peer, model)}`);
-    } else if (!peer.blocks) setText(holds, peer.job ? "This peer trains, and hosts no blocks." : "This peer hosts no blocks.");
-    held.parentElement.hidden = !model;
+    } else if (peer.experts) setText(holds, `${plural(peer.experts.count, "expert")}: ${peer.experts.text} (blocks:experts).`);
+    else if (!peer.blocks) setText(holds, peer.job ? "This peer trains, and hosts no blocks." : "This peer hosts no blocks.");
+    held.parentElement.hidden = !model || !peer.blocks;
     facts.update([
       ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", linkOf(peer)],
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
       ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
       ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],
       ["Running for", peer.started_s ? duration(now_s - peer.started_s) : "–", dateTime(peer.started_s)], ["Tokens since start", count(peer.tokens)],
+      ...expertRows(peer),
       ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), dateTime(peer.last_seen_s)],
     ]);
   }
@@ -71,10 +73,23 @@ export function peerPage(id) {
   };
 }
 
+/** Facts about the experts that the peer computes for others, and about those that others compute for it. */
+function expertRows({ experts, trunk }) {
+  const own = experts ? [
+    ["Experts for other hosts", count(experts.count), experts.text], ["Rows for other hosts", `${number(experts.rows_per_s)} rows/s`], ["Streams of hosts", count(experts.streams)],
+  ] : [];
+  return trunk ? [
+    ...own, ["Experts on peers", count(trunk.lacks)], ["Peers that compute them", `${count(trunk.peers)}${trunk.far ? `, ${count(trunk.far)} too far` : ""}`],
+    ["Longest round trip", seconds(trunk.round_trip_s)], ["Missing experts", trunk.missing ? count(trunk.missing) : "none", trunk.missing_text || null], ["Rows asked of peers", count(trunk.rows)],
+    ["Requests failed, slow", `${count(trunk.failed)}, ${count(trunk.hedged)}`], ["Experts loaded for lack of a peer", count(trunk.loaded)],
+  ] : own;
+}
+
 /** What happens to the model if the peer leaves. */
 function without(peer, model) {
   if (peer.state === "leaving") return "The peer is leaving: its sessions move to other hosts.";
   if (peer.state === "incompatible") return "The peer runs another version of the protocol: peers of this version cannot use it.";
+  if (peer.trunk?.missing) return `It waits for experts that no peer within its reach has: ${peer.trunk.missing_text} (blocks:experts).`;
   if (peer.state !== "online" || peer.silent) return "The peer does not serve them at present.";
   const left = Math.min(...model.replicas.slice(...peer.blocks)) - 1;
   return left < 1 ? "Some of them have no other host: if this peer leaves, the model cannot answer." : `If this peer leaves, each of them still has ${plural(left, "other host")} or more.`;

@@ -65,7 +65,7 @@ export function chains() {
       setAttribute(rect, "height", high);
       setAttribute(text, "x", (x(a) + x(b)) / 2);
       setAttribute(text, "y", high / 2);
-      setText(text, fitting(`no host for ${span([a, b])}`, x(b) - x(a) - 8, "✕"));
+      setText(text, fitting(model.experts?.missing ? "hosts wait for experts" : `no host for ${span([a, b])}`, x(b) - x(a) - 8, "✕"));
     });
 
     clients.forEach((end, at) => {

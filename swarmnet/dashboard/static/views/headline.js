@@ -11,7 +11,7 @@ export function headline() {
   const text = h("p", { class: "health-text" });
   const state = h("div", { class: "health" }, symbol, h("div", {}, title, text));
   const speed = figure("Speed", "Tokens per second that the last hosts of all chains answer, from the reports of the hosts");
-  const peers = figure("Peers", "Peers that host blocks of this model");
+  const peers = figure("Peers", "Peers that host blocks or experts of this model");
   const sessions = figure("Sessions", "Open sessions of clients, and the most in the last 24 hours");
   const first = figure("First token", "Time from the prompt to the first token: the median (p50) and the 95th percentile (p95) of the last minutes");
   const each = figure("Each token", "Time from one token to the next: the median (p50) and the 95th percentile (p95) of the last minutes");

@@ -63,7 +63,7 @@ export function peerTable() {
   }
 
   function wanted(peer) {
-    if (block !== null && !(peer.blocks && peer.blocks[0] <= block && block < peer.blocks[1])) return false;
+    if (block !== null && ![...(peer.blocks ? [peer.blocks] : []), ...(peer.experts?.runs ?? [])].some(([start, end]) => start <= block && block < end)) return false;
     if (kind === "online" && (peer.state !== "online" || peer.silent)) return false;
     if (kind === "trouble" && !(peer.silent || peer.state === "gone" || peer.state === "paused")) return false;
     return !word || [peer.label, peer.id, peer.version, peer.dtype, peer.connection, peerState(peer).word].some((part) => String(part ?? "").toLowerCase().includes(word));
@@ -84,7 +84,7 @@ export function peerTable() {
     COLUMNS.forEach((column, at) => setAttribute(heads[at], "aria-sort", column === order.column ? (order.down ? "descending" : "ascending") : null));
     chip.hidden = block === null;
     setText(chip, block === null ? "" : `Block ${block} ✕`);
-    setAttribute(chip, "aria-label", `Only hosts of block ${block}. Show all peers`);
+    setAttribute(chip, "aria-label", `Only peers with block ${block}. Show all peers`);
     setText(total, rows.length === all.length ? plural(all.length, "peer") : `${count(rows.length)} of ${count(all.length)}`);
     none.hidden = rows.length > 0 || all.length === 0;
     setAttribute(table, "aria-rowcount", rows.length + 1);
@@ -157,10 +157,14 @@ function fill(node, peer, blocks, now_s) {
   setText(link.firstElementChild, peer.name ?? "");
   setText(link.lastElementChild, shortId(peer.id));
   fillState(state.firstElementChild, peer);
-  fillSpan(held.firstElementChild.firstElementChild, peer.blocks, blocks);
-  setText(held.lastElementChild, peer.blocks ? span(peer.blocks) : "trainer");
-  held.firstElementChild.hidden = !peer.blocks;
-  setText(speed, number(peer.tokens_per_s));
+  const runs = peer.experts?.runs;
+  const there = peer.blocks ?? (runs ? [runs[0][0], runs.at(-1)[1]] : null);
+  fillSpan(held.firstElementChild.firstElementChild, there, blocks);
+  held.firstElementChild.firstElementChild.classList.toggle("of-experts", !peer.blocks);
+  setText(held.lastElementChild, holds(peer));
+  setAttribute(held, "title", expertFacts(peer) || null);
+  held.firstElementChild.hidden = !there;
+  setText(speed, peer.role === "experts" ? "–" : number(peer.tokens_per_s));
   setText(delay, seconds(peer.delay_s));
   setText(queue, peer.blocks ? seconds(peer.queue_s) : "–");
   const free = peer.cache_bytes_limit > 0 ? peer.cache_bytes_free / peer.cache_bytes_limit : null;
@@ -173,6 +177,16 @@ function fill(node, peer, blocks, now_s) {
   setText(version, peer.version || "–");
   setText(uptime, peer.started_s ? duration(now_s - peer.started_s) : "–");
   setAttribute(uptime, "title", peer.started_s ? `since ${dateTime(peer.started_s)}` : null);
+}
+
+const holds = (peer) => (peer.blocks ? span(peer.blocks) : peer.experts ? plural(peer.experts.count, "expert") : peer.role === "experts" ? "no experts" : "trainer");
+
+/** The experts that a peer computes for others, and those that others compute for it; empty: none. */
+export function expertFacts(peer) {
+  const facts = [];
+  if (peer.experts) facts.push(`computes experts ${peer.experts.text} (blocks:experts) for other hosts: ${number(peer.experts.rows_per_s)} rows/s, ${plural(peer.experts.streams, "stream")}`);
+  if (peer.trunk) facts.push(`${plural(peer.trunk.peers, "peer")} compute ${plural(peer.trunk.lacks, "expert")} of its blocks${peer.trunk.missing ? `; ${count(peer.trunk.missing)} missing: ${peer.trunk.missing_text}` : ""}`);
+  return facts.join("; ");
 }
 
 /** Fills a `.state` node with symbol, word and colour. */
