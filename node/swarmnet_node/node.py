@@ -508,6 +508,7 @@ class Node:
             next_span=self.next.span if self.next else None,
             stays=not self._hosting.may_move,
             coordinate=self._own.coordinate,
+            missing_experts=self._dispatcher.missing() if self._dispatcher else {},
         )
         await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest, self._dependencies.transport.peer_id),

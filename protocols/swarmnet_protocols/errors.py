@@ -35,14 +35,27 @@ class NoRoute(Unreachable):
     """Some blocks of the model have no live host."""
 
     def __init__(
-        self, missing: Sequence[tuple[int, int]], *, hint: str = "", among_trusted: bool = False
+        self,
+        missing: Sequence[tuple[int, int]],
+        *,
+        hint: str = "",
+        among_trusted: bool = False,
+        missing_experts: str = "",
     ) -> None:
-        """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered."""
+        """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered.
+
+        ``missing_experts``: the routed experts for which hosts of these blocks wait, as ``block:experts``.
+        """
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
+        what = f"no trusted host serves blocks {spans}" if among_trusted else f"no host serves blocks {spans}"
+        if missing_experts:
+            what += f": hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
+            wanted = "auto" if missing_experts.endswith("…") else f"'{missing_experts}'"
+            hint = hint or f"host these experts: swarmnet join SWARM --experts {wanted}"
         if among_trusted:
             hint = hint or "name more hosts with --hosts, or start a trusted node for these blocks"
         super().__init__(
-            f"no trusted host serves blocks {spans}" if among_trusted else f"no host serves blocks {spans}",
+            what,
             hint=hint
             or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )

@@ -1,6 +1,7 @@
 """Routed experts on several peers give the tokens of one machine, whatever becomes of the peers."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.directory.node_reports import ask, experts_of
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
-from swarmnet_protocols.errors import MissingExperts, SwarmnetError
+from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource
@@ -207,6 +208,20 @@ def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
                 "joining",
                 6 * len(blocks),
             )
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_a_client_is_told_for_which_experts_hosts_wait(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        starting = asyncio.create_task(experts.trunk("trunk", own=range(2)))
+        await experts.peer("peer", experts.everywhere(range(2, 7)))
+        await asyncio.sleep(20)
+        with pytest.raises(NoRoute, match=r"hosts wait for experts 0-\d:7 \(block:experts\)") as raised:
+            await told(lab)
+        assert re.search(r"swarmnet join SWARM --experts '0-\d:7'", raised.value.hint)
+        starting.cancel()
 
     simulate(mixtral, scenario, link=LAN)
 

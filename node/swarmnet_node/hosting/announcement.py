@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, listed
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import Reach, ReachKind
@@ -26,6 +27,10 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
+
+
+MAX_EXPERTS_CHARS = 100
+"""Most characters of the missing experts in an announcement; more are cut."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Announcement:
     """Whether its owner has fixed its blocks."""
     coordinate: Coordinate | None = None
     """The node's network coordinate; None: not known yet."""
+    missing_experts: BlockExperts = field(default_factory=dict)
+    """The routed experts for which it waits."""
 
     def record(self, engine: "Engine | None") -> pb.HostRecord:
         """The record to publish. ``engine``: None before the blocks are loaded."""
@@ -71,6 +78,7 @@ class Announcement:
             next_end=self.next_span[1] if self.next_span else 0,
             stays=self.stays,
             coordinate=self.coordinate.numbers() if self.coordinate else (),
+            missing_experts=_shortened(format_experts(self.missing_experts)),
         )
 
 
@@ -91,6 +99,10 @@ async def keep_announced(
                 break
         with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
             await announce()
+
+
+def _shortened(experts: str) -> str:
+    return experts if len(experts) <= MAX_EXPERTS_CHARS else experts[:MAX_EXPERTS_CHARS] + "…"
 
 
 def _nat(reach: Reach) -> "pb.Nat":

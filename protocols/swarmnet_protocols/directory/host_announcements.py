@@ -25,6 +25,8 @@ MAX_ADDRESSES_BYTES = 2048
 MAX_STEP_S = 3600.0
 PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
 """Precisions that a host may announce."""
+MISSING_EXPERTS = re.compile(r"[0-9,:;-]{1,127}…?")
+"""Lists of experts that a host may announce."""
 PROTOCOL = 2
 """Version of session.proto that this release implements."""
 SHARDS = 16
@@ -75,6 +77,12 @@ class Announced:
     def is_incompatible(self) -> bool:
         """Whether the host speaks another version of the protocol, so that this peer cannot use it."""
         return self.body.protocol != PROTOCOL
+
+    @property
+    def missing_experts(self) -> str:
+        """The routed experts for which the host waits, as ``block:experts``, with ``…`` if there are more; empty: none."""
+        text = self.body.missing_experts
+        return text if MISSING_EXPERTS.fullmatch(text) else ""
 
 
 class HostSample:

@@ -104,6 +104,24 @@ def test_an_announced_precision_that_is_no_name_is_ignored(announced: str, read_
     assert host.precision == read_as
 
 
+@pytest.mark.parametrize(
+    ("announced", "read_as"),
+    [
+        ("0-3:4-7;5:1,2", "0-3:4-7;5:1,2"),
+        ("0:1…", "0:1…"),
+        ("", ""),
+        ("0:1'; reboot", ""),
+        ("0:" + "1," * 64, ""),
+        ("\u202e0:1", ""),
+    ],
+)
+def test_missing_experts_that_are_no_list_are_ignored(announced: str, read_as: str) -> None:
+    """Clients print them, within a command."""
+    found = read_whole(announcement(missing_experts=announced))
+    assert found is not None
+    assert found.missing_experts == read_as
+
+
 def test_a_host_with_many_addresses_is_found_by_the_first() -> None:
     many = [f"/ip4/203.0.113.{number}/tcp/4001" for number in range(100)]
     host = read(announcement(addresses=many))
