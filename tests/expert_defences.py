@@ -1,5 +1,6 @@
 """Defences of hosts and peers that share routed experts."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from swarmnet_node.experts import expert_dispatcher, expert_link
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertLink
 from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_protocols.directory import host_announcements, node_reports
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource, Scope
 from swarmnet_protocols.session import expert_rows
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.sim import test_experts
 from tests.support.expert_lab import load_experts_reference
 from tests.support.swarm_lab import Reference
+from tests.unit.directory import test_host_announcements
+from tests.unit.hosting import test_node_reports
 from tests.unit.session import test_expert_rows
 
 
@@ -58,6 +62,18 @@ def let_gradients_pass(patch: Patch) -> None:
 
 
 EXPERTS = (
+    Defence(
+        "lists of experts in reports are bounded before they are read",
+        replacing(node_reports, "_experts_checked", lambda _: []),
+        lambda _: test_node_reports.test_impossible_experts_are_refused("too many experts"),
+    ),
+    Defence(
+        "experts that a host names in a command of clients are numbers only",
+        replacing(host_announcements, "MISSING_EXPERTS", re.compile(".*")),
+        lambda _: test_host_announcements.test_missing_experts_that_are_no_list_are_ignored(
+            "0:1'; reboot", ""
+        ),
+    ),
     Defence(
         "a request for rows is bounded before it is computed",
         replacing(expert_rows, "max_pairs", lambda *_: 1 << 30),

@@ -44,12 +44,12 @@ class NoRoute(Unreachable):
     ) -> None:
         """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered.
 
-        ``missing_experts``: the routed experts for which hosts of these blocks wait, as ``block:experts``.
+        ``missing_experts``: the routed experts for which a host of some of these blocks waits, as ``block:experts``.
         """
         spans = ", ".join(f"{start}:{end}" for start, end in missing)
         what = f"no trusted host serves blocks {spans}" if among_trusted else f"no host serves blocks {spans}"
         if missing_experts:
-            what += f": hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
+            what += f"; hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
             wanted = "auto" if missing_experts.endswith("…") else f"'{missing_experts}'"
             hint = hint or f"host these experts: swarmnet join SWARM --experts {wanted}"
         if among_trusted:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, memory
+from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
@@ -22,6 +22,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
+from tests.support import memory_network
 from tests.support.memory_network import LinkProfile
 from tests.support.refusals import final_refusal
 from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
@@ -235,7 +236,7 @@ def test_a_peer_outside_the_roster_is_refused() -> None:
 
 def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of a member that waits for a round and reads no heartbeats is ended, and its reservation is released."""
-    monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 16)
+    monkeypatch.setattr(memory_network, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)
     target, idle = lab.peers
 

@@ -11,12 +11,13 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, Stream, Transport, memory
+from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support import memory_network
 from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
@@ -208,7 +209,7 @@ def test_a_client_that_does_not_read_the_result_loses_its_pass(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that reads nothing; one message fits into the buffers."""
-    monkeypatch.setattr(memory, "STREAM_BUFFER_BYTES", 1)
+    monkeypatch.setattr(memory_network, "STREAM_BUFFER_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))

@@ -229,14 +229,15 @@ class Swarm:
         hint = ""
         if not uncovered([each.info for each in self._announced.known if each.is_incompatible], missing[0]):
             hint = "hosts of these blocks run another version of swarmnet: install the version that they run"
-        waiting = [each for each in self._announced.known if each.missing_experts]
-        experts = ""
-        if not uncovered([each.info for each in waiting], missing[0]):
-            first = missing[0][0]
-            experts = next(
-                each.missing_experts for each in waiting if each.info.start <= first < each.info.end
-            )
-        return NoRoute(missing, hint=hint, among_trusted=bool(self._trust.hosts), missing_experts=experts)
+        trusted = self._trust.hosts
+        waiting = (
+            each.missing_experts
+            for each in self._announced.known
+            if each.missing_experts
+            and (not trusted or each.info.peer in trusted)
+            and any(each.info.start < end and start < each.info.end for start, end in missing)
+        )
+        return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether other hosts have all blocks of ``hop``."""
