@@ -15,10 +15,10 @@ from tests.bench.answering_process import AnsweringProcess, answer_all
 MODEL = "smollm2-135m-instruct"
 
 
-def generating(cache_dir: Path, threads: int, *swarm: str) -> AnsweringProcess:
+def generating(cache_dir: Path, threads: int, *swarm: str, model: str = MODEL) -> AnsweringProcess:
     """A process with plain transformers or, if ``swarm`` has a swarm file and bootstrap addresses, a client. Its requests are the
     arguments of ``timed_generate``."""
-    return AnsweringProcess(__name__, str(cache_dir), str(threads), *swarm)
+    return AnsweringProcess(__name__, str(cache_dir), str(threads), model, *swarm)
 
 
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(int(sys.argv[2]))
-    cache_dir, swarm = Path(sys.argv[1]), sys.argv[3:]
+    cache_dir, name, swarm = Path(sys.argv[1]), sys.argv[3], sys.argv[4:]
     with ExitStack() as stack:
         model: Any
         if swarm:
@@ -57,13 +57,13 @@ def main() -> None:
 
             model = stack.enter_context(
                 AutoSwarmModelForCausalLM.from_pretrained(
-                    MODEL, swarm=Path(swarm[0]), bootstrap=swarm[1:], cache_dir=cache_dir
+                    name, swarm=Path(swarm[0]), bootstrap=swarm[1:], cache_dir=cache_dir
                 )
             )
         else:
             from swarmnet_protocols.models import resolve
 
-            local = resolve(MODEL, cache_dir=cache_dir)
+            local = resolve(name, cache_dir=cache_dir)
             model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         answer_all(partial(timed_generate, model))
 

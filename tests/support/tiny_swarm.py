@@ -58,14 +58,19 @@ class TinySwarm:
         return status
 
 
-def load_tiny(directory: Path, **options: float) -> Reference:
-    """The tiny Llama of ``load_reference`` with a tokenizer whose words are ``w0`` to ``w96``."""
+def save_words(folder: Path) -> None:
+    """Write a tokenizer whose words are ``w0`` to ``w96``."""
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="w0", eos_token="w0", bos_token="w1"
     )
-    tokenizer.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(folder)
+
+
+def load_tiny(directory: Path, **options: float) -> Reference:
+    """The tiny Llama of ``load_reference`` with a tokenizer whose words are ``w0`` to ``w96``."""
+    save_words(directory / "model")
     return load_reference(directory / "model", directory / "cache", **options)
 
 

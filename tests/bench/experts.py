@@ -1,0 +1,184 @@
+"""A host whose routed experts are on three peers, against one node with the whole model and against transformers in one process.
+
+    python -m tests.bench.experts [--clients 8] [--tokens 48] [--rounds 3] [--delay-ms 1]
+
+The model has about 75 million random weights: 8 blocks of 32 experts, of which each token uses 4. Nodes and clients are processes; each peer has every third
+expert. With ``--delay-ms``, which needs root, the host and each peer are machines of a local network with that one-way delay. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.bench.answering_process import AnsweringProcess
+from tests.bench.generating_process import generating
+from tests.support.processes import RunProcess, Swarm
+from tests.support.wan import Uplink, wan
+
+BLOCKS, EXPERTS, PEERS = 8, 32, 3
+PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
+GOALS = {"loopback_over_one_node": 0.6, "clients_over_one": 2.0}
+
+
+def save_model(folder: Path) -> Path:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from tests.support.tiny_swarm import save_words
+
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=384,
+        intermediate_size=768,
+        moe_intermediate_size=256,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=EXPERTS,
+        num_experts_per_tok=4,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    save_words(folder)
+    return folder
+
+
+@contextmanager
+def experts_swarm(folder: Path, model: Path, places: Sequence[Any] = ()) -> Iterator[Swarm]:
+    """Three peers with a third of the experts each, and a host with none. ``places``: where each runs, the host last."""
+    lab = Swarm(folder, folder.parent / "cache", model=str(model))
+    try:
+        for peer in range(PEERS):
+            own = ",".join(str(expert) for expert in range(peer, EXPERTS, PEERS))
+            where = {"place": places[peer]} if places else {}
+            _ = lab.launch(f"peer{peer}", "--experts", f"all:{own}", **where).ready
+        where = {"place": places[PEERS]} if places else {}
+        options = ("--experts", "none", "--blocks", f"0:{BLOCKS}", "--client-share", "100")
+        _ = lab.launch("trunk", *options, **where).ready
+        yield lab
+    finally:
+        lab.close()
+
+
+@contextmanager
+def one_node(folder: Path, model: Path) -> Iterator[Swarm]:
+    lab = Swarm(folder, folder.parent / "cache", model=str(model))
+    try:
+        lab.start((0, BLOCKS))
+        yield lab
+    finally:
+        lab.close()
+
+
+def clients_of(lab: Swarm, count: int) -> list[AnsweringProcess]:
+    where = (str(lab.file), *lab.bootstrap)
+    clients = [generating(lab.cache_dir, 1, *where, model=lab.model) for _ in range(count)]
+    for client in clients:
+        client.wait_until_ready()
+    return clients
+
+
+def rate(client: AnsweringProcess, tokens: int) -> tuple[float, list[list[int]]]:
+    """Tokens per second after the first, and the tokens."""
+    told = client.ask(ids=[PROMPT], tokens=tokens)
+    return (tokens - 1) / (told["seconds"] - told["first_s"]), told["ids"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--delay-ms", type=float, help="of a local network, one way; needs root")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = save_model(folder / "model")
+        if arguments.delay_ms is None:
+            on_loopback(folder, model, arguments)
+        else:
+            on_a_local_network(folder, model, arguments)
+
+
+def on_loopback(folder: Path, model: Path, arguments: argparse.Namespace) -> None:
+    local = generating(folder / "cache", os.cpu_count() or 1, model=str(model))
+    local.wait_until_ready()
+    with one_node(folder / "one", model) as whole, experts_swarm(folder / "experts", model) as lab:
+        one, *others = clients_of(lab, arguments.clients)
+        [alone] = clients_of(whole, 1)
+        kinds = {"transformers": local, "one_node": alone, "experts": one}
+        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        answers: list[list[list[int]]] = []
+        for _ in range(arguments.rounds + 1):
+            for kind, client in kinds.items():
+                found, ids = rate(client, arguments.tokens)
+                rates[kind].append(found)
+                answers.append(ids)
+        clients = [one, *others]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            started = time.perf_counter()
+            answers += pool.map(
+                lambda client: client.ask(ids=[PROMPT], tokens=arguments.tokens)["ids"], clients
+            )
+            together = arguments.tokens * len(clients) / (time.perf_counter() - started)
+        for client in (local, alone, *clients):
+            client.close()
+    median = {kind: statistics.median(found[1:]) for kind, found in rates.items()}
+    report = {
+        "bench": "experts",
+        "tokens_per_s": {kind: round(found, 2) for kind, found in median.items()},
+        "over_one_node": round(median["experts"] / median["one_node"], 2),
+        "over_transformers": round(median["experts"] / median["transformers"], 2),
+        "clients": len(clients),
+        "clients_over_one": round(together / median["experts"], 2),
+        "equal_tokens": all(each == answers[0] for each in answers),
+        "goals": GOALS,
+    }
+    print(json.dumps(report), flush=True)
+
+
+def on_a_local_network(folder: Path, model: Path, arguments: argparse.Namespace) -> None:
+    """Milliseconds of a token more than on machines without a delay between them."""
+    times = {}
+    for delay_ms in (0.0, arguments.delay_ms):
+        uplink = Uplink(delay_ms / 2000, bytes_per_s=125_000_000)
+        with wan(*[uplink] * (PEERS + 1)) as hosts:
+            places = [host.place for host in hosts]
+            with experts_swarm(folder / f"lan{delay_ms:g}", model, places) as lab:
+                found = []
+                for _ in range(arguments.rounds):
+                    # The client is on the machine of the host: the delay is that of the experts alone.
+                    with RunProcess(
+                        lab, "w11 w12 w13", arguments.tokens, places[PEERS], "--no-speculate"
+                    ) as run:
+                        code, answer = run.finish()
+                    if code:
+                        raise RuntimeError(answer)
+                    left_s = answer["total_s"] - answer["first_token_s"]
+                    found.append(1000 * left_s / (len(answer["token_ids"]) - 1))
+                times[delay_ms] = statistics.median(found)
+    more_ms = times[arguments.delay_ms] - times[0.0]
+    report = {
+        "bench": "experts",
+        "delay_ms": arguments.delay_ms,
+        "token_ms": {str(delay): round(found, 2) for delay, found in times.items()},
+        "more_ms": round(more_ms, 2),
+        "goal_ms": 1 + 1.3 * arguments.delay_ms * 2 * BLOCKS,
+    }
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
