@@ -19,6 +19,7 @@ import torch
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.experts.expert_cache import ExpertCache
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
@@ -26,6 +27,7 @@ from swarmnet_node.experts.trunk import (
     ExpertLoader,
     ExpertOptions,
     describe_trunk,
+    open_cache,
     own_experts,
     trunk_status,
 )
@@ -146,6 +148,7 @@ class Node:
         self._host: Host | None = None
         self._expert_service: ExpertService | None = None
         self._dispatcher: ExpertDispatcher | None = None
+        self._expert_cache: ExpertCache | None = None
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -224,7 +227,13 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
             self._expert_service = ExpertService(own, executor, shared, dependencies.timing)
             await services.serve(EXPERTS, self._expert_service.handle)
-        if missing := {start + layer: experts for layer, experts in stage.missing_experts.items()}:
+        cached = options.cache.own if options.cache is not None else {}
+        missing = {
+            start + layer: experts - cached.get(start + layer, frozenset())
+            for layer, experts in stage.missing_experts.items()
+        }
+        elsewhere = None
+        if missing := {block: experts for block, experts in missing.items() if experts}:
             dispatcher = ExpertDispatcher(
                 dependencies.transport,
                 dependencies.directory,
@@ -237,8 +246,13 @@ class Node:
                 options.start_on_loop,
             )
             self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
-            stage.compute_experts_elsewhere(lambda layer: dispatcher.elsewhere(start + layer))
+            elsewhere = lambda layer: dispatcher.elsewhere(start + layer)  # noqa: E731 - for each layer
+            stage.compute_experts_elsewhere(elsewhere)
             await self._announce()  # its own experts: other hosts may wait for them
+        if options.cache is not None:
+            self._expert_cache = open_cache(stage, start, options.cache)
+            self._expert_cache.install(elsewhere)
+            self._contexts.callback(self._expert_cache.close)
 
     async def _measure_first(self, stage: Stage) -> float:
         """``_measure`` as soon as every expert that the stage lacks is within reach."""
@@ -257,6 +271,11 @@ class Node:
     @property
     def span(self) -> tuple[int, int]:
         return self.placed.span
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """The experts that it reads from disk when it needs them; None if it has all of its own in memory."""
+        return self._expert_cache
 
     @property
     def dispatcher(self) -> ExpertDispatcher | None:

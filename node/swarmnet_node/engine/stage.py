@@ -251,6 +251,17 @@ class Stage:
         }
         return {layer: experts for layer, experts in found.items() if experts}
 
+    def routed_blocks(self) -> dict[int, tuple[torch.nn.Module, ExpertsModule]]:
+        """By the number of the layer: the module that has router and experts, and the module of experts within it."""
+        paths = {
+            layer: path.rpartition(".")[0]
+            for path, _ in experts_modules(self._model)
+            for layer in [_layer_of(path)]
+        }
+        return {
+            layer: (self._model.get_submodule(path), self.experts[layer]) for layer, path in paths.items()
+        }
+
     def compute_experts_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
         """Have missing experts of a layer computed by what ``elsewhere`` returns for its number. Without this, a forward that needs one fails."""
         for layer in self.missing_experts:
@@ -579,7 +590,11 @@ def precision_of(model: LocalModel, quantized: Precision | None, dtype: torch.dt
 
 
 def _experts_of(model: Any) -> dict[int, ExpertsModule]:
-    return {int(path.split(".")[1]): module for path, module in experts_modules(model)}
+    return {_layer_of(path): module for path, module in experts_modules(model)}
+
+
+def _layer_of(path: str) -> int:
+    return int(path.split(".")[1])
 
 
 def _zeros(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
 from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S, ExpertDispatcher, StartOnLoop
 from swarmnet_node.owner.control import TrunkStatus
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts
@@ -21,6 +22,16 @@ LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
 
 
 @dataclass(frozen=True)
+class CacheOptions:
+    """Experts that a host of blocks reads from disk when it needs them: ``own`` of each block, ``capacity`` of them in memory."""
+
+    own: BlockExperts
+    reader: Callable[[int], ReadExperts]
+    """Returns what reads experts of a block."""
+    capacity: int
+
+
+@dataclass(frozen=True)
 class ExpertOptions:
     """Options of a host whose experts peers compute."""
 
@@ -30,6 +41,18 @@ class ExpertOptions:
     notice: Callable[[str], None] = lambda _: None
     """Receives messages for the owner, such as the experts that no peer has."""
     start_on_loop: StartOnLoop = start_on_loop
+    cache: CacheOptions | None = None
+
+
+def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
+    """A cache of experts for a stage that begins with block ``start``. It is not installed yet."""
+    blocks = stage.routed_blocks()
+    return ExpertCache(
+        blocks,
+        {layer: options.own.get(start + layer, frozenset()) for layer in blocks},
+        {layer: options.reader(start + layer) for layer in blocks},
+        options.capacity,
+    )
 
 
 def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:

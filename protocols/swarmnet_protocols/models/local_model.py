@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
+    from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
     from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
@@ -279,6 +280,28 @@ class LocalModel:
                 hint=f"its experts are 0 to {found.num_experts - 1}",
             )
         return module
+
+    def expert_reader(
+        self, block: int, *, device: "torch.device", quantized: "Precision | None" = None
+    ) -> "Callable[[Collection[int]], Mapping[str, ExpertMatrices]]":
+        """Reads the matrices of some routed experts of one block, by the name of the weight in the block's module: ``down_proj``.
+
+        For experts that are read again and again: what does not depend on them is prepared here. Raises ``ConfigError`` as ``load_experts``; reading
+        raises what fetching raises, and ``IntegrityError``.
+        """
+        from swarmnet_protocols.models.partial_model import build_experts
+
+        model: Any = build_experts(self.config, block).empty()
+        names = self._experts_tensors(block, model)
+        places = self._checkpoint.expert_places(names, block, model)
+
+        def read(experts: "Collection[int]") -> "Mapping[str, ExpertMatrices]":
+            wanted = [name for name in names if name in places and places[name].has(experts)]
+            form = WeightForm(device, packed=True, quantized=quantized, experts={block: experts})
+            found = self._state_dict(wanted, block, model, form)
+            return {name.rpartition(".")[2]: matrices for name, matrices in found.items()}
+
+        return read
 
     def expert_counts(self) -> dict[int, int]:
         """The number of routed experts of each block that has some."""

@@ -40,6 +40,8 @@ class ExpertsModule(Protocol):
 
     elsewhere: Elsewhere
     """Computes the experts that are not here. Set by :func:`compute_elsewhere`; without it, such an expert is an error."""
+    record_choice: Callable[[torch.Tensor], None]
+    """While it is set, experts are not computed: it gets their numbers [T, k], and the outputs are zeros. See :func:`chosen_experts`."""
     num_experts: int
     has_gate: bool
     has_bias: bool
@@ -87,6 +89,9 @@ def compute_experts(
     Experts are added in the order of their numbers, as in transformers' eager forward, also those that are computed elsewhere, while this
     machine computes its own. The id ``num_experts`` means no expert. Raises ``LookupError`` for an expert that is neither here nor elsewhere.
     """
+    if hasattr(module, "record_choice"):
+        module.record_choice(ids)
+        return torch.zeros_like(hidden)
     places = {
         expert: torch.where(ids == expert)
         for expert in sorted({*ids.flatten().tolist()})
@@ -129,6 +134,24 @@ def has_expert(module: ExpertsModule, expert: int) -> bool:
     """Whether the weights of an expert are on this machine."""
     weight = module.down_proj
     return not isinstance(weight, PackedExperts) or expert in weight.matrices
+
+
+def chosen_experts(parent: nn.Module, module: ExpertsModule, hidden: torch.Tensor) -> set[int]:
+    """The experts that the router of a block would choose for ``hidden``, the inputs of the module ``parent`` that has router and experts.
+
+    Only the experts are not computed. Raises ``TypeError`` if ``parent`` takes other inputs.
+    """
+    found: set[int] = set()
+
+    def record(ids: torch.Tensor) -> None:
+        found.update(expert for expert in ids.flatten().tolist() if expert < module.num_experts)
+
+    module.record_choice = record
+    try:
+        parent(hidden)
+    finally:
+        del module.record_choice
+    return found
 
 
 def add_experts(module: ExpertsModule, loaded: ExpertsModule) -> None:

@@ -45,6 +45,10 @@ class ExpertPlace:
         parts = own.removesuffix("_proj").split("_")
         return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
 
+    def has(self, wanted: Collection[int]) -> bool:
+        """Whether the tensor has one of these experts."""
+        return self.expert is None or self.expert in wanted
+
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
         """Each wanted expert in the tensor, and its slice of the first dimension. ``wanted`` None: all experts."""
         if self.expert is not None:

@@ -1,0 +1,85 @@
+"""A host whose memory holds some of its experts gives the outputs of one that holds all, and reads experts before they are needed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.experts.expert_cache import ExpertCache
+from swarmnet_node.experts.trunk import CacheOptions, open_cache
+from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.quantization.packed_experts import has_expert
+from tests.support.expert_lab import NUM_EXPERTS, save_experts
+
+CPU = torch.device("cpu")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "olmoe")
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> LocalModel:
+    return resolve(str(save_experts(request.param, tmp_path / "model")), cache_dir=tmp_path / "cache")
+
+
+def cached(model: LocalModel, capacity: int) -> tuple[Stage, ExpertCache]:
+    counts = model.expert_counts()
+    blocks = model.manifest.blocks
+    none: Any = {block: frozenset() for block in counts}
+    stage = Stage.load(model, 0, blocks, dtype=torch.float32, device=CPU, experts=none)
+    options = CacheOptions(
+        {block: frozenset(range(count)) for block, count in counts.items()},
+        lambda block: model.expert_reader(block, device=CPU),
+        capacity,
+    )
+    cache = open_cache(stage, 0, options)
+    cache.install()
+    return stage, cache
+
+
+def in_memory(stage: Stage) -> int:
+    return sum(
+        has_expert(module, expert) for module in stage.experts.values() for expert in range(NUM_EXPERTS)
+    )
+
+
+def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalModel) -> None:
+    whole = Stage.load(
+        model,
+        0,
+        model.manifest.blocks,
+        dtype=torch.float32,
+        device=CPU,
+        experts={block: range(count) for block, count in model.expert_counts().items()},
+    )
+    stage, cache = cached(model, NUM_EXPERTS)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [each.new_sequence() for each in (stage, whole)]
+    most = 0
+    for length in (7, 1, 1, 1, 5, 1):
+        inputs = torch.randn(length, stage.hidden_size, generator=generator)
+        [mine], [theirs] = (
+            each.forward([(sequence, inputs)])
+            for each, sequence in zip((stage, whole), sequences, strict=True)
+        )
+        assert torch.equal(mine, theirs)
+        most = max(most, in_memory(stage))
+    assert most <= 2 * NUM_EXPERTS
+    counters = cache.counters
+    assert counters.needed > counters.in_memory > 0
+    assert counters.predictable > 0
+    assert counters.predicted > 0
+    cache.close()
+
+
+def test_experts_used_long_ago_leave_memory_first(model: LocalModel) -> None:
+    stage, cache = cached(model, NUM_EXPERTS)
+    sequence = stage.new_sequence()
+    for _ in range(12):
+        stage.forward([(sequence, torch.randn(1, stage.hidden_size))])
+    module = stage.experts[max(stage.experts)]
+    used = [key for key in cache._used if key[0] == max(stage.experts)]
+    assert used
+    assert all(has_expert(module, expert) for _, expert in used)
+    assert in_memory(stage) == len(cache._used)
+    cache.close()
