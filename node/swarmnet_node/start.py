@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.expert_node import ExpertHosting
+    from swarmnet_node.experts.trunk import CacheOptions
     from swarmnet_node.hosting.host_limits import HostLimits
     from swarmnet_node.node import Hosting
     from swarmnet_node.supervisor import Supervisor
@@ -65,6 +66,8 @@ class NodeConfig:
     experts: str | None = None
     """Routed experts that the node hosts: as ``parse_experts`` takes them, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts nothing
     else; with them, peers compute those experts of its blocks that it does not have. None: all of its blocks."""
+    expert_memory_bytes: int | None = None
+    """Memory for the routed experts of its blocks; the others are on disk until they are needed. None: all are in memory."""
     max_expert_round_trip_s: float | None = None
     """Round trip at most to peers that compute experts. None: the default."""
     public_name: str = ""
@@ -200,6 +203,8 @@ class _Loaded:
     """The routed experts that the options name; empty: to be chosen. None: all of its blocks."""
     has_blocks: bool
     """Whether it hosts blocks, not only experts."""
+    cache: "CacheOptions | None" = None
+    """The experts of its blocks that are on disk until they are needed; None: all are in memory."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "_Loaded":
@@ -254,9 +259,12 @@ class _Loaded:
         )
         if not loaded.has_blocks:
             return loaded
+        if config.expert_memory_bytes is not None:
+            loaded = loaded._with_cache(config.expert_memory_bytes)
         loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
-            loaded = loaded._within(config.limits.max_ram_bytes, is_free=not config.num_blocks)
+            blocks_bytes = config.limits.max_ram_bytes - (config.expert_memory_bytes or 0)
+            loaded = loaded._within(blocks_bytes, is_free=not config.num_blocks)
         if loaded.blocks is None and loaded.num_blocks == total:
             loaded = replace(loaded, blocks=(0, total))
         if loaded.blocks is not None and not config.limits.are_conditional:
@@ -264,6 +272,31 @@ class _Loaded:
                 progress("loading blocks", 0, None)
             loaded.preloaded.append(loaded._load(*loaded.blocks))
         return loaded
+
+    def _with_cache(self, memory_bytes: int) -> "_Loaded":
+        """This model with the experts that the options name, or all, on disk until they are needed.
+
+        Raises ``ConfigError`` for a model without routed experts, ``OutOfResources`` if the memory does not hold the experts of one block.
+        """
+        from swarmnet_node.experts.trunk import CacheOptions
+        from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
+        counts = self.model.expert_counts()
+        if not counts:
+            raise ConfigError(f"{self.model.name} has no routed experts", hint="leave out --expert-memory")
+        own = self.experts
+        if own is None:
+            own = {block: frozenset(range(count)) for block, count in counts.items()}
+        one_bytes = expert_bytes(self._load_experts(min(counts), [0]))
+        capacity, least = memory_bytes // one_bytes, max(map(len, own.values()))
+        if capacity < least:
+            raise OutOfResources(
+                f"--expert-memory holds {capacity} experts, and a block has {least}",
+                hint=f"give it at least {-(-least * one_bytes >> 20)}MiB",
+            )
+        reader = partial(self.model.expert_reader, device=self.devices[0], quantized=self.quantized)
+        cache = CacheOptions(own, reader, capacity)
+        return replace(self, experts={block: frozenset() for block in counts}, cache=cache)
 
     def _placed(self, config: NodeConfig) -> "_Loaded":
         """This model with blocks that are fitted to the free memory of accelerators. Raises ``OutOfResources`` if the requested blocks do not fit."""
@@ -373,7 +406,10 @@ class _Loaded:
             experts=None
             if self.experts is None
             else ExpertOptions(
-                self._load_experts, config.max_expert_round_trip_s or MAX_ROUND_TRIP_S, notice
+                self._load_experts,
+                config.max_expert_round_trip_s or MAX_ROUND_TRIP_S,
+                notice,
+                cache=self.cache,
             ),
         )
 

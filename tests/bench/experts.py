@@ -1,6 +1,6 @@
 """A host whose routed experts are on three peers, against one node with the whole model and against transformers in one process.
 
-    python -m tests.bench.experts [--clients 8] [--tokens 48] [--rounds 3] [--delay-ms 1]
+    python -m tests.bench.experts [--clients 8] [--tokens 48] [--rounds 3] [--delay-ms 1 | --in-memory 0.25]
 
 The model has about 75 million random weights: 8 blocks of 32 experts, of which each token uses 4. Nodes and clients are processes; each peer has every third
 expert. With ``--delay-ms``, which needs root, the host and each peer are machines of a local network with that one-way delay. Prints JSON.
@@ -24,6 +24,8 @@ from tests.support.processes import RunProcess, Swarm
 from tests.support.wan import Uplink, wan
 
 BLOCKS, EXPERTS, PEERS = 8, 32, 3
+EXPERT_BYTES = 3 * 384 * 256 * 4
+"""Bytes of one expert in memory: the checkpoint has float32."""
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GOALS = {"loopback_over_one_node": 0.6, "clients_over_one": 2.0}
 
@@ -73,10 +75,10 @@ def experts_swarm(folder: Path, model: Path, places: Sequence[Any] = ()) -> Iter
 
 
 @contextmanager
-def one_node(folder: Path, model: Path) -> Iterator[Swarm]:
+def one_node(folder: Path, model: Path, *options: str) -> Iterator[Swarm]:
     lab = Swarm(folder, folder.parent / "cache", model=str(model))
     try:
-        lab.start((0, BLOCKS))
+        _ = lab.launch("whole", "--blocks", f"0:{BLOCKS}", *options).ready
         yield lab
     finally:
         lab.close()
@@ -101,12 +103,15 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-memory", type=float, help="share of the experts that one node has in memory")
     parser.add_argument("--delay-ms", type=float, help="of a local network, one way; needs root")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = save_model(folder / "model")
-        if arguments.delay_ms is None:
+        if arguments.in_memory is not None:
+            from_disk(folder, model, arguments)
+        elif arguments.delay_ms is None:
             on_loopback(folder, model, arguments)
         else:
             on_a_local_network(folder, model, arguments)
@@ -145,6 +150,35 @@ def on_loopback(folder: Path, model: Path, arguments: argparse.Namespace) -> Non
         "clients_over_one": round(together / median["experts"], 2),
         "equal_tokens": all(each == answers[0] for each in answers),
         "goals": GOALS,
+    }
+    print(json.dumps(report), flush=True)
+
+
+def from_disk(folder: Path, model: Path, arguments: argparse.Namespace) -> None:
+    """The rate of a node with some of its experts in memory, against that of one with all."""
+    memory = int(arguments.in_memory * EXPERTS * BLOCKS * EXPERT_BYTES)
+    with (
+        one_node(folder / "all", model) as everything,
+        one_node(folder / "some", model, "--expert-memory", str(memory)) as some,
+    ):
+        clients = {"all": clients_of(everything, 1)[0], "some": clients_of(some, 1)[0]}
+        rates: dict[str, list[float]] = {kind: [] for kind in clients}
+        answers = []
+        for _ in range(arguments.rounds + 1):
+            for kind, client in clients.items():
+                found, ids = rate(client, arguments.tokens)
+                rates[kind].append(found)
+                answers.append(ids)
+        for client in clients.values():
+            client.close()
+    median = {kind: statistics.median(found[1:]) for kind, found in rates.items()}
+    report = {
+        "bench": "experts",
+        "in_memory": arguments.in_memory,
+        "tokens_per_s": {kind: round(found, 2) for kind, found in median.items()},
+        "some_over_all": round(median["some"] / median["all"], 2),
+        "equal_tokens": all(each == answers[0] for each in answers),
+        "goal": 0.5,
     }
     print(json.dumps(report), flush=True)
 

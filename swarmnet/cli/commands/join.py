@@ -62,6 +62,15 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             show_default=False,
         ),
     ] = None,
+    expert_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-memory",
+            metavar="SIZE",
+            help="Memory for the routed experts of the blocks; the others are read from disk when a token needs them. Without it, all are in memory.",
+            show_default=False,
+        ),
+    ] = None,
     expert_delay: Annotated[
         float | None,
         typer.Option(
@@ -196,6 +205,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             blocks=span,
             num_blocks=num_blocks,
             experts=";".join(experts) if experts else None,
+            expert_memory_bytes=parse_size_bytes(expert_memory, option="--expert-memory")
+            if expert_memory is not None
+            else None,
             max_expert_round_trip_s=None if expert_delay is None else expert_delay / 1000,
             stay=stay,
             device=device,
