@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ import torch
 
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.experts.rearranging import Followed, accepted_drops, accepted_loads, follows
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
@@ -27,6 +28,7 @@ from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,
@@ -40,6 +42,8 @@ from swarmnet_protocols.wire import report_pb2
 
 _log = logging.getLogger(__name__)
 
+WITHDRAW_S = 10.0
+"""Seconds for which experts are computed that are announced no more: hosts read announcements every 5 s."""
 TRIAL_ROWS = 8
 """Number of rows with which the time of an expert is measured."""
 
@@ -59,6 +63,7 @@ class ExpertHosting:
     counts: Mapping[int, int] = field(default_factory=dict)
     """The number of experts of each block that has some."""
     capacity: int = 0
+    """Experts that it holds at most, if hosts may choose which; 0: ``experts`` stay."""
     swarm_name: str = ""
     public_name: str = ""
     version: str = "0"
@@ -85,6 +90,8 @@ class ExpertNode:
         self.experts: BlockExperts = hosting.experts or {}
         """The experts that it hosts; empty until they are chosen."""
         self._service: ExpertService | None = None
+        self._followed: Followed | None = None
+        self._rearranging: asyncio.Task[None] | None = None
         self._weight_bytes = 0
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
@@ -112,8 +119,17 @@ class ExpertNode:
             hosting.dtype,
             hosting.precision,
         )
-        service = ExpertService(modules, dependencies.executor, shared, dependencies.timing, row_s=row_s)
-        async with AsyncExitStack() as stack, Services.on(dependencies.transport) as services:
+        service = ExpertService(
+            modules,
+            dependencies.executor,
+            shared,
+            dependencies.timing,
+            row_s=row_s,
+            capacity=hosting.capacity,
+        )
+        if hosting.capacity:
+            service.on_rearrange = node._on_rearrange
+        async with Services.on(dependencies.transport) as services:
             await services.serve(EXPERTS, service.handle)
             if hosting.library is not None:
                 weights = WeightServer(hosting.library, lambda: service.streams > 0, dependencies.timing)
@@ -126,11 +142,10 @@ class ExpertNode:
             announcing = asyncio.create_task(node._keep_announcing(), name="announce")
             model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
             listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
-            stack.push_async_callback(cancel, announcing, listing, node._leaving)
             try:
                 yield node
             finally:
-                await cancel(announcing, listing, node._leaving)
+                await cancel(announcing, listing, node._leaving, node._rearranging)
                 if node._leaving is None:
                     node._state = pb.HOST_STATE_LEAVING
                     with contextlib.suppress(SwarmnetError, TimeoutError):
@@ -236,6 +251,38 @@ class ExpertNode:
                 times.append(now() - started)
         return min(times[1:]) / TRIAL_ROWS
 
+    # ---- other experts ----------------------------------------------------------------------------------
+
+    def _on_rearrange(self, host: PeerId, loads: BlockExperts, drops: BlockExperts) -> None:
+        now = asyncio.get_running_loop().time()
+        is_busy = self._rearranging is not None and not self._rearranging.done()
+        if follows(self._followed, host, now) and not is_busy:
+            self._followed = Followed(host, now)
+            self._rearranging = asyncio.create_task(self._rearrange(loads, drops))
+
+    async def _rearrange(self, loads: BlockExperts, drops: BlockExperts) -> None:
+        """Drop experts that other peers have, then load others. They are announced at once."""
+        hosting, service, loop = self._hosting, self._service, asyncio.get_running_loop()
+        if service is None:
+            return
+        try:
+            me = self._dependencies.transport.peer_id
+            hosts = await read_expert_hosts(self._dependencies.directory, hosting.manifest)
+            others = [host.experts for host in hosts if host.peer != me]
+            if accepted := accepted_drops(drops, service.experts, others):
+                service.withdraw(accepted)
+                self.experts = service.experts
+                await asyncio.sleep(WITHDRAW_S)
+                await service.drop()
+            wanted = accepted_loads(loads, service.experts, hosting.counts, hosting.capacity)
+            for block, experts in wanted.items():
+                loaded = await loop.run_in_executor(None, hosting.load, block, experts)
+                await service.add(block, loaded)
+        except SwarmnetError as error:
+            _log.warning("experts not changed: %s", error)
+        self.experts = service.experts
+        self._log("rearranged")
+
     def _log(self, event: str) -> None:
         fields = {
             "peer": self._dependencies.transport.peer_id,
@@ -246,8 +293,12 @@ class ExpertNode:
 
     async def _keep_announcing(self) -> NoReturn:
         dependencies = self._dependencies
+        # At once when a relay or a network has changed, or experts have come or gone.
         await keep_announced(
-            self._announce, dependencies.transport.addresses, dependencies.rng, dependencies.timing
+            self._announce,
+            lambda: (dependencies.transport.addresses(), self.experts),
+            dependencies.rng,
+            dependencies.timing,
         )
 
     async def _announce(self) -> None:

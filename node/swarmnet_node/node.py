@@ -22,6 +22,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import ExpertCache
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertModel
+from swarmnet_node.experts.expert_planner import ExpertPlanner
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import (
     ExpertLoader,
@@ -248,6 +249,12 @@ class Node:
             self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
             elsewhere = lambda layer: dispatcher.elsewhere(start + layer)  # noqa: E731 - for each layer
             stage.compute_experts_elsewhere(elsewhere)
+            planner = ExpertPlanner(dispatcher, dependencies.rng)
+            for hook in planner.watch({start + layer: module for layer, module in stage.experts.items()}):
+                self._contexts.callback(hook.remove)
+            self._contexts.push_async_callback(
+                cancel, asyncio.create_task(planner.run(), name="plan experts")
+            )
             await self._announce()  # its own experts: other hosts may wait for them
         if options.cache is not None:
             self._expert_cache = open_cache(stage, start, options.cache)

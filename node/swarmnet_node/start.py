@@ -447,7 +447,7 @@ class _Loaded:
             load=self._load_experts,
             experts=self.experts or None,
             counts=counts,
-            capacity=room // one_bytes,
+            capacity=0 if self.experts else min(room // one_bytes, sum(counts.values())),
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),

@@ -202,6 +202,12 @@ def outputs_seeds() -> list[bytes]:
     return [two(session_pb2.Computed(id=7, tensor=tensor).SerializeToString(), bytes(payload))]
 
 
+def read_rearrange(data: bytes) -> None:
+    wanted = parse(session_pb2.Rearrange, data)
+    for sets in (wanted.loads, wanted.drops):
+        expert_rows.decode_experts(sets)
+
+
 def read_experts(data: bytes) -> None:
     topic = expert_announcements.experts_topic(SWARM)
     record = records.Record(SWARM, topic, bytes(32), 1, NOW, data)
@@ -464,6 +470,9 @@ TARGETS: dict[str, Target] = {
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
     "rows for experts": Target(read_rows, rows_seeds, ("session.expert_rows.decode_rows",)),
     "outputs of experts": Target(read_outputs, outputs_seeds, ("session.expert_rows.decode_outputs",)),
+    "other experts": Target(
+        read_rearrange, examples(session_pb2.Rearrange), ("session.expert_rows.decode_experts",)
+    ),
     "announcement of experts": Target(
         read_experts,
         examples(records_pb2.ExpertsRecord),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.node_reports import ask, experts_of
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
@@ -18,6 +19,7 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import refusal_pb2, report_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
@@ -308,6 +310,44 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
         assert {each.host.peer for each in trunk.dispatcher.links if each.is_open} == {lab.peer_id("near")}
 
     simulate(mixtral, scenario, link=LinkProfile(delay_s=0.05))
+
+
+def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixtral: Reference) -> None:
+    """Peers whose owners let hosts choose follow the trunk; meanwhile answers go on."""
+
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        counts = experts.model.expert_counts()
+        for number in range(3):
+            await experts.choosing_peer(f"peer{number}", capacity=4 * len(counts))
+        trunk = await experts.trunk("trunk", own=())
+        dispatcher = trunk.dispatcher
+        assert dispatcher is not None
+        await asyncio.sleep(6)
+
+        def held() -> dict[PeerId, BlockExperts]:
+            return {link.host.peer: link.host.experts for link in dispatcher.links}
+
+        first = held()
+        seen = [first]
+        expected = mixtral.greedy(PROMPTS[3], 40)
+        for number in range(60):
+            assert not dispatcher.missing()
+            assert (await told(lab, PROMPTS[3], 40)).tokens == expected, number
+            await asyncio.sleep(10)
+            if held() != seen[-1]:
+                seen.append(held())
+        assert len(seen) > 3, "experts have not moved"
+        assert dispatcher.counters.failed == 0, "an expert was dropped while it was asked for"
+        loaded = [
+            len(after[peer].get(block, frozenset()) - before[peer].get(block, frozenset()))
+            for before, after in pairwise(seen)
+            for peer in after
+            for block in counts
+        ]
+        assert sum(loaded) <= 11 * most_moves(sum(counts.values()))
+
+    simulate(mixtral, scenario, link=LAN, limit_s=2000)
 
 
 async def call(

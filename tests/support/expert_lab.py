@@ -68,6 +68,11 @@ class ExpertLab:
         """A peer that computes ``experts``."""
         return await self.lab.start_experts(name, self.hosting(experts=experts))
 
+    async def choosing_peer(self, name: str, capacity: int) -> ExpertNode:
+        """A peer that chooses its experts, and lets hosts choose others."""
+        hosting = self.hosting(counts=self.model.expert_counts(), capacity=capacity)
+        return await self.lab.start_experts(name, hosting)
+
     def hosting(self, **options: Any) -> ExpertHosting:
         return ExpertHosting(
             model="tiny",

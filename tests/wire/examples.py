@@ -152,6 +152,12 @@ def session_messages() -> Iterator[Protobuf]:
             experts=[pb.ExpertRows(expert=0, rows=[0, 4]), pb.ExpertRows(expert=130, rows=[2])],
         )
     )
+    yield pb.ExpertsRequest(
+        rearrange=pb.Rearrange(
+            loads=[pb.ExpertSet(block=3, experts=b"\xff\x01")],
+            drops=[pb.ExpertSet(block=3, experts=b"\x00\x02"), pb.ExpertSet(block=300, experts=b"\x80")],
+        )
+    )
     yield pb.ExpertsReply(attached=pb.Attached())
     yield pb.ExpertsReply(computed=pb.Computed(id=300, tensor=_TENSOR))
     yield pb.ExpertsReply(heartbeat=pb.Heartbeat())
@@ -208,6 +214,7 @@ def record_messages() -> Iterator[Protobuf]:
         public_name="attic",
         precision="q4_1",
         row_s=0.00048828125,
+        capacity=300,
     )
 
 

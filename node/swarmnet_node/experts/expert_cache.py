@@ -29,6 +29,7 @@ from swarmnet_protocols.quantization.packed_experts import (
     PackedExperts,
     chosen_experts,
     compute_elsewhere,
+    drop_experts,
     has_expert,
 )
 
@@ -168,9 +169,7 @@ class ExpertCache:
         for key in [key for key in self._used if key not in kept][: max(0, len(self._used) - self._capacity)]:
             del self._used[key]
             layer, expert = key
-            for weight in vars(self._blocks[layer][1]).values():
-                if isinstance(weight, PackedExperts):
-                    weight.matrices.pop(expert, None)
+            drop_experts(self._blocks[layer][1], [expert])
 
     def _predict(self, layer: int, _parent: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Begin to read the experts that the next layer will probably need. ``inputs`` are those of this layer's router."""

@@ -10,13 +10,19 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_protocols.directory.expert_announcements import ExpertHost
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, Transport
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.session.expert_rows import ExpertRows, TrunkStream, decode_outputs, encode_rows
+from swarmnet_protocols.session.expert_rows import (
+    ExpertRows,
+    TrunkStream,
+    decode_outputs,
+    encode_experts,
+    encode_rows,
+)
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -226,6 +232,12 @@ class ExpertLink:
         row_s = max(0.0, clock() - sent_at - self.round_trip_s) / request.pairs
         self.row_s += SMOOTHING * (row_s - self.row_s)
         return outputs
+
+    async def rearrange(self, loads: BlockExperts, drops: BlockExperts) -> None:
+        """Ask the peer to hold other experts. Raises what sending raises."""
+        if self._stream is not None:
+            message = pb.Rearrange(loads=encode_experts(loads), drops=encode_experts(drops))
+            await self._stream.send(pb.ExpertsRequest(rearrange=message))
 
     async def _send(self, stream: TrunkStream, request: ExpertRows) -> Outputs:
         self._number += 1

@@ -8,7 +8,7 @@ each other would deadlock.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 import torch
@@ -21,16 +21,18 @@ from swarmnet_protocols.directory.expert_announcements import BlockExperts, Expe
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import Stream, Transport
+from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,
+    add_experts,
     compute_expert,
     device_of,
+    drop_experts,
     has_expert,
 )
-from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, decode_rows
+from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, decode_experts, decode_rows
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2
@@ -48,13 +50,18 @@ class ExpertService:
         timing: Timing,
         *,
         row_s: float = 0.0,
+        capacity: int = 0,
     ) -> None:
         """``executor``: one thread that no forward of blocks uses. ``row_s``: as in ``ExpertHost``."""
-        self._modules = modules
+        self._modules = dict(modules)
+        self._withdrawn: BlockExperts = {}
         self._executor = executor
         self._model = model
         self._timing = timing
         self._row_s = row_s
+        self._capacity = capacity
+        self.on_rearrange: Callable[[PeerId, BlockExperts, BlockExperts], None] = lambda *_: None
+        """Called when a host asks for loads and drops of experts."""
         self._is_leaving = False
         self.rows_of: Counter[tuple[int, int]] = Counter()
         """Rows that each (block, expert) has computed since the start."""
@@ -71,11 +78,32 @@ class ExpertService:
 
     @property
     def experts(self) -> BlockExperts:
-        """The experts that are here."""
-        return {
+        """The experts that are announced."""
+        found = {
             block: frozenset(each for each in range(module.num_experts) if has_expert(module, each))
+            - self._withdrawn.get(block, frozenset())
             for block, module in self._modules.items()
         }
+        return {block: experts for block, experts in found.items() if experts}
+
+    async def add(self, block: int, loaded: ExpertsModule) -> None:
+        """Compute the experts of a module of this block, too."""
+        loop = asyncio.get_running_loop()
+        if block in self._modules:
+            await loop.run_in_executor(self._executor, add_experts, self._modules[block], loaded)
+        else:
+            self._modules[block] = loaded
+
+    def withdraw(self, experts: BlockExperts) -> None:
+        """Announce some experts no more, but compute them until ``drop``."""
+        self._withdrawn = experts
+
+    async def drop(self) -> None:
+        """Compute the withdrawn experts no more."""
+        withdrawn, loop = self._withdrawn, asyncio.get_running_loop()
+        for block, experts in withdrawn.items():
+            await loop.run_in_executor(self._executor, drop_experts, self._modules[block], experts)
+        self._withdrawn = {}
 
     async def announce(
         self,
@@ -96,6 +124,7 @@ class ExpertService:
             row_s=self._row_s,
             precision=self._model.precision,
             public_name=public_name,
+            capacity=self._capacity,
         )
         await announce_experts(
             directory, host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
@@ -175,6 +204,10 @@ class ExpertService:
         loop = asyncio.get_running_loop()
         while True:
             request, payload = await stream.receive()
+            if request.HasField("rearrange"):
+                loads = decode_experts(request.rearrange.loads)
+                self.on_rearrange(stream.peer, loads, decode_experts(request.rearrange.drops))
+                continue
             if not request.HasField("rows"):
                 raise ProtocolViolation("a second Attach on one stream")
             rows = decode_rows(request.rows, payload, hidden_size=self._model.hidden_size)

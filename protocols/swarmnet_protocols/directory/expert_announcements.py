@@ -45,6 +45,8 @@ class ExpertHost:
     public_name: str = ""
     is_compatible: bool = True
     """Whether it has this version of the protocol."""
+    capacity: int = 0
+    """Experts that it holds at most, if hosts may choose which; 0: its owner has chosen them."""
 
 
 def experts_topic(manifest: bytes) -> str:
@@ -75,6 +77,7 @@ async def announce_experts(
         public_name=host.public_name,
         precision=host.precision,
         row_s=host.row_s,
+        capacity=host.capacity,
     )
     await directory.publish(experts_topic(manifest), record.SerializeToString(), lifetime_s=lifetime_s)
 
@@ -92,7 +95,7 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
         and 0 < len(numbers) <= MAX_EXPERT_BLOCKS
         and numbers == sorted({*numbers})
         and numbers[-1] < MAX_BLOCKS
-        and all(0 < len(each.experts) <= MAX_EXPERTS // 8 for each in body.blocks)
+        and all(is_bits(each.experts) for each in body.blocks)
         and 0 <= body.row_s <= MAX_STEP_S
         and math.isfinite(body.row_s)
     ):
@@ -104,6 +107,7 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
         is_online=body.state == pb.HOST_STATE_ONLINE and body.protocol == PROTOCOL,
         row_s=body.row_s,
         precision=body.precision if PRECISION.fullmatch(body.precision) else "",
+        capacity=min(body.capacity, MAX_BLOCKS * MAX_EXPERTS),
         public_name=body.public_name[:64] if body.public_name.isprintable() else "",
         is_compatible=body.protocol == PROTOCOL,
     )
@@ -120,6 +124,11 @@ async def read_expert_records(directory: Directory, manifest: bytes) -> Sequence
     records = await directory.lookup(experts_topic(manifest))
     found = ((record, read_expert_host(record, manifest)) for record in records)
     return [(record, host) for record, host in found if host is not None]
+
+
+def is_bits(bits: bytes) -> bool:
+    """Whether ``bits`` can be a set of experts of a block."""
+    return 0 < len(bits) <= MAX_EXPERTS // 8
 
 
 def to_bits(experts: Collection[int]) -> bytes:

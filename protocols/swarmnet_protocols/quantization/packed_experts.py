@@ -7,7 +7,7 @@ weights are replaced by one packed matrix for each expert: for all experts, or f
 Shapes: T rows of hidden size D, k experts of each row.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -160,6 +160,14 @@ def add_experts(module: ExpertsModule, loaded: ExpertsModule) -> None:
         if isinstance(more := getattr(loaded, name, None), PackedExperts):
             own: PackedExperts = getattr(module, name)
             own.matrices.update(more.matrices)
+
+
+def drop_experts(module: ExpertsModule, experts: Collection[int]) -> None:
+    """Remove experts from a module whose weights are ``PackedExperts``."""
+    for name in _WEIGHTS:
+        if isinstance(weight := getattr(module, name, None), PackedExperts):
+            for expert in experts:
+                weight.matrices.pop(expert, None)
 
 
 def device_of(module: ExpertsModule) -> torch.device:

@@ -6,11 +6,18 @@ rows of each expert. The peer answers with the outputs of each expert for its ro
 Shapes: n rows of hidden size D; an expert computes some of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from swarmnet_protocols.directory.expert_announcements import (
+    MAX_EXPERT_BLOCKS,
+    BlockExperts,
+    from_bits,
+    is_bits,
+    to_bits,
+)
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import EXPERTS
@@ -119,3 +126,20 @@ def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, n
     if not torch.isfinite(tensor).all():
         raise ProtocolViolation("outputs of experts that are not finite")
     return request.outputs(tensor)
+
+
+def encode_experts(experts: BlockExperts) -> list[pb.ExpertSet]:
+    """Experts of some blocks, for ``Rearrange``."""
+    return [pb.ExpertSet(block=block, experts=to_bits(experts[block])) for block in sorted(experts)]
+
+
+def decode_experts(sets: Sequence[pb.ExpertSet]) -> BlockExperts:
+    """The inverse of ``encode_experts``. Raises ``ProtocolViolation`` for blocks that are not ascending, or more than announcements have."""
+    blocks = [each.block for each in sets]
+    if (
+        blocks != sorted({*blocks})
+        or len(blocks) > MAX_EXPERT_BLOCKS
+        or not all(is_bits(each.experts) for each in sets)
+    ):
+        raise ProtocolViolation("no sets of experts")
+    return {each.block: from_bits(each.experts) for each in sets}

@@ -94,7 +94,7 @@ class HostRecord(_message.Message):
     def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ..., next_start: _Optional[int] = ..., next_end: _Optional[int] = ..., stays: _Optional[bool] = ..., missing_experts: _Optional[str] = ...) -> None: ...
 
 class ExpertsRecord(_message.Message):
-    __slots__ = ("manifest", "state", "protocol", "blocks", "addresses", "version", "public_name", "precision", "row_s")
+    __slots__ = ("manifest", "state", "protocol", "blocks", "addresses", "version", "public_name", "precision", "row_s", "capacity")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class ExpertsRecord(_message.Message):
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     ROW_S_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     state: HostState
     protocol: int
@@ -113,7 +114,8 @@ class ExpertsRecord(_message.Message):
     public_name: str
     precision: str
     row_s: float
-    def __init__(self, manifest: _Optional[bytes] = ..., state: _Optional[_Union[HostState, str]] = ..., protocol: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., public_name: _Optional[str] = ..., precision: _Optional[str] = ..., row_s: _Optional[float] = ...) -> None: ...
+    capacity: int
+    def __init__(self, manifest: _Optional[bytes] = ..., state: _Optional[_Union[HostState, str]] = ..., protocol: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., public_name: _Optional[str] = ..., precision: _Optional[str] = ..., row_s: _Optional[float] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class BlockExperts(_message.Message):
     __slots__ = ("block", "experts")

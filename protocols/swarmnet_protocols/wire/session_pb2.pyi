@@ -355,12 +355,30 @@ class Stored(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertsRequest(_message.Message):
-    __slots__ = ("attach", "rows")
+    __slots__ = ("attach", "rows", "rearrange")
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    REARRANGE_FIELD_NUMBER: _ClassVar[int]
     attach: Attach
     rows: Rows
-    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ...) -> None: ...
+    rearrange: Rearrange
+    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., rearrange: _Optional[_Union[Rearrange, _Mapping]] = ...) -> None: ...
+
+class Rearrange(_message.Message):
+    __slots__ = ("loads", "drops")
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    DROPS_FIELD_NUMBER: _ClassVar[int]
+    loads: _containers.RepeatedCompositeFieldContainer[ExpertSet]
+    drops: _containers.RepeatedCompositeFieldContainer[ExpertSet]
+    def __init__(self, loads: _Optional[_Iterable[_Union[ExpertSet, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[ExpertSet, _Mapping]]] = ...) -> None: ...
+
+class ExpertSet(_message.Message):
+    __slots__ = ("block", "experts")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    experts: bytes
+    def __init__(self, block: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("swarm", "manifest")

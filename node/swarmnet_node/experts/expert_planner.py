@@ -1,0 +1,150 @@
+"""Moves experts between the peers of a trunk, so that its rows travel less and no peer is much busier than others.
+
+The trunk counts which experts its routers choose (``routing/expert_counts.py``). From time to time it computes where they should be
+(``routing/expert_placement.py``), and asks peers whose owners let hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
+before another drops them.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+from swarmnet_node.experts.expert_link import ExpertLink
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.quantization.packed_experts import ExpertsModule
+from swarmnet_protocols.routing.expert_counts import ExpertCounts
+from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer
+from swarmnet_protocols.routing.expert_moves import Moves, most_moves, next_moves
+from swarmnet_protocols.routing.expert_placement import place
+
+_log = logging.getLogger(__name__)
+
+PLAN_S = 60.0
+"""Seconds between two plans."""
+MIN_ROWS = 64
+"""Rows of each block that are counted before experts move."""
+MAX_ROWS = 4096
+"""Newest rows of each block that are counted in one plan."""
+
+
+class ExpertPlanner:
+    """Plans for the experts that the trunk of ``dispatcher`` lacks."""
+
+    def __init__(self, dispatcher: ExpertDispatcher, rng: random.Random) -> None:
+        self._dispatcher = dispatcher
+        self._rng = rng
+        self._missing = {block: sorted(dispatcher.wanted[block]) for block in sorted(dispatcher.wanted)}
+        """The experts of each block that are placed: counts number them from 0."""
+        sizes = {len(experts) for experts in self._missing.values()}
+        self._counts = ExpertCounts(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
+        self._rows: dict[int, deque[torch.Tensor]] = {
+            block: deque(maxlen=MAX_ROWS) for block in self._missing
+        }
+
+    def watch(self, modules: Mapping[int, ExpertsModule]) -> list[Any]:
+        """Count what the routers of ``modules``, by block, choose. Returns what removes the hooks."""
+        hooks = []
+        for block in self._missing:
+            module: Any = modules[block]
+            hooks.append(module.register_forward_pre_hook(partial(self._note, block)))
+        return hooks
+
+    def _note(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        """On the torch thread: the inputs of a module of experts, the numbers of the experts [T, k], and their weights."""
+        if not hasattr(module, "record_choice"):
+            self._rows[block].append(inputs[1][-MAX_ROWS:])
+
+    async def run(self) -> NoReturn:
+        """Plan again and again, and ask peers for the next moves."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PLAN_S * self._rng.uniform(0.9, 1.1))
+            links = {link.host.peer: link for link in self._dispatcher.links if link.is_open}
+            if self._counts is None or not links or not all(link.host.capacity for link in links.values()):
+                continue  # experts of peers whose owners have chosen them stay where they are
+            moves = await loop.run_in_executor(None, self.plan, list(links.values()))
+            if moves.loads or moves.drops:
+                _log.info("experts move: %d loads, %d drops", len(moves.loads), len(moves.drops))
+            for peer, link in links.items():
+                loads, drops = _of(peer, moves.loads), _of(peer, moves.drops)
+                if loads or drops:
+                    try:
+                        await link.rearrange(loads, drops)
+                    except SwarmnetError as error:
+                        _log.info("experts not moved: %s", error)
+
+    def plan(self, links: Sequence[ExpertLink]) -> Moves:
+        """The next moves. Takes seconds for large models: not for the event loop."""
+        self._count()
+        counts = self._counts
+        if counts is None or counts.rows.sum() < MIN_ROWS * counts.blocks:
+            return Moves()
+        present = {link.host.peer: self._numbered(link) for link in links}
+        peers = []
+        for link in links:
+            others = sum(map(len, link.host.experts.values())) - len(present[link.host.peer])
+            speed = 1 / link.row_s if link.row_s > 0 else 1.0
+            peers.append(ExpertPeer(link.host.peer, max(0, link.host.capacity - others), speed))
+        most = most_moves(counts.blocks * counts.experts, PLAN_S / 60)
+        try:
+            wanted = place(counts, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most)
+        except ValueError as error:  # not enough memory for every expert
+            _log.info("experts are not placed: %s", error)
+            return Moves()
+        return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most))
+
+    def _count(self) -> None:
+        """Add the rows since the last plan to the counts."""
+        counts = self._counts
+        if counts is None:
+            return
+        counts.decay(PLAN_S)
+        for at, (block, experts) in enumerate(self._missing.items()):
+            rows, self._rows[block] = self._rows[block], deque(maxlen=MAX_ROWS)
+            if not rows:
+                continue
+            chosen = torch.cat(list(rows))[-MAX_ROWS:].cpu().numpy()
+            number = np.full(int(max(chosen.max(), experts[-1])) + 1, -1)
+            number[experts] = np.arange(len(experts))
+            numbered = number[chosen]
+            whole = numbered[(numbered >= 0).all(axis=1)]  # rows of which the trunk computes nothing itself
+            if len(whole):
+                counts.add(whole[:, None, :], at)
+
+    def _numbered(self, link: ExpertLink) -> frozenset[Expert]:
+        """The experts of a peer as counts number them."""
+        return frozenset(
+            (at, number)
+            for at, (block, experts) in enumerate(self._missing.items())
+            for number, expert in enumerate(experts)
+            if link.has(block, expert)
+        )
+
+    def _named(self, moves: Moves) -> Moves:
+        """The inverse of ``_numbered``."""
+        blocks = list(self._missing)
+
+        def named(each: tuple[tuple[PeerId, Expert], ...]) -> tuple[tuple[PeerId, Expert], ...]:
+            return tuple(
+                (peer, (blocks[at], self._missing[blocks[at]][number])) for peer, (at, number) in each
+            )
+
+        return Moves(named(moves.loads), named(moves.drops))
+
+
+def _of(peer: PeerId, moves: Sequence[tuple[PeerId, Expert]]) -> dict[int, frozenset[int]]:
+    """The experts of one peer, by block."""
+    mine = [expert for other, expert in moves if other == peer]
+    return {
+        block: frozenset(number for at, number in mine if at == block)
+        for block in sorted({at for at, _ in mine})
+    }
