@@ -111,6 +111,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.perplexity --tokens 8192
 	$(BIN)/python -m tests.bench.weight_memory
 	$(BIN)/python -m tests.bench.fetching
+	$(BIN)/python -m tests.bench.experts
 	$(BIN)/python -m tests.bench.gpu
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway

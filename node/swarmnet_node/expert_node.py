@@ -274,7 +274,7 @@ class ExpertNode:
                 self.experts = service.experts
                 await asyncio.sleep(WITHDRAW_S)
                 await service.drop()
-            wanted = accepted_loads(loads, service.experts, hosting.counts, hosting.capacity)
+            wanted = accepted_loads(loads, service.experts, others, hosting.counts, hosting.capacity)
             for block, experts in wanted.items():
                 loaded = await loop.run_in_executor(None, hosting.load, block, experts)
                 await service.add(block, loaded)

@@ -229,6 +229,24 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("from two peers of the same rate", "x bound", "", key("ratio", case="two peers")),
             Headline("from the hub and two peers", "x bound", "", key("ratio", case="the hub and two peers")),
         ],
+        "experts": [
+            Headline(
+                "decode with all experts on three peers, loopback",
+                "x one node with all",
+                "at least 0.6",
+                key("over_one_node"),
+            ),
+            Headline("eight clients of it", "x one", "at least 2", key("clients_over_one", clients=8)),
+            Headline(
+                "a token more on a local network of 1 ms one way", "ms", "at most 21.8", key("more_ms")
+            ),
+            Headline(
+                "decode with a quarter of the experts in memory",
+                "x all in memory",
+                "at least 0.5",
+                key("some_over_all", in_memory=0.25),
+            ),
+        ],
         "gpu": [
             Headline(
                 "one stream on a GPU",

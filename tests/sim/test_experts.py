@@ -320,6 +320,7 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixt
         counts = experts.model.expert_counts()
         for number in range(3):
             await experts.choosing_peer(f"peer{number}", capacity=4 * len(counts))
+            await asyncio.sleep(1.0)  # it is announced: the next one chooses others
         trunk = await experts.trunk("trunk", own=())
         dispatcher = trunk.dispatcher
         assert dispatcher is not None
@@ -331,7 +332,7 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixt
         first = held()
         seen = [first]
         expected = mixtral.greedy(PROMPTS[3], 40)
-        for number in range(60):
+        for number in range(40):
             assert not dispatcher.missing()
             assert (await told(lab, PROMPTS[3], 40)).tokens == expected, number
             await asyncio.sleep(10)
@@ -348,6 +349,20 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixt
         assert sum(loaded) <= 11 * most_moves(sum(counts.values()))
 
     simulate(mixtral, scenario, link=LAN, limit_s=2000)
+
+
+def test_peers_that_have_chosen_the_same_experts_share_them_out(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        capacity = 5 * len(experts.model.expert_counts())
+        peers = [await experts.choosing_peer(f"peer{number}", capacity) for number in range(2)]
+        assert peers[0].experts == peers[1].experts, "they chose before they saw each other"
+        started = asyncio.get_running_loop().time()
+        await experts.trunk("trunk", own=())  # it serves as soon as every expert is there
+        assert asyncio.get_running_loop().time() - started < 300
+        assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
+
+    simulate(mixtral, scenario, link=LAN, limit_s=400)
 
 
 async def call(

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 PLAN_S = 60.0
 """Seconds between two plans."""
+GAP_S = 10.0
+"""Seconds to the next plan while experts are missing."""
 MIN_ROWS = 64
 """Rows of each block that are counted before experts move."""
 MAX_ROWS = 4096
@@ -67,7 +69,9 @@ class ExpertPlanner:
         """Plan again and again, and ask peers for the next moves."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(PLAN_S * self._rng.uniform(0.9, 1.1))
+            # Experts without a peer are not waited for: peers that joined at once may have chosen the same ones.
+            every_s = GAP_S if self._dispatcher.missing() else PLAN_S
+            await asyncio.sleep(every_s * self._rng.uniform(0.9, 1.1))
             links = {link.host.peer: link for link in self._dispatcher.links if link.is_open}
             if self._counts is None or not links or not all(link.host.capacity for link in links.values()):
                 continue  # experts of peers whose owners have chosen them stay where they are
@@ -86,7 +90,8 @@ class ExpertPlanner:
         """The next moves. Takes seconds for large models: not for the event loop."""
         self._count()
         counts = self._counts
-        if counts is None or counts.rows.sum() < MIN_ROWS * counts.blocks:
+        has_rows = counts is not None and counts.rows.sum() >= MIN_ROWS * counts.blocks
+        if counts is None or not (has_rows or self._dispatcher.missing()):
             return Moves()
         present = {link.host.peer: self._numbered(link) for link in links}
         peers = []

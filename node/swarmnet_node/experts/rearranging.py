@@ -30,30 +30,40 @@ def follows(last: Followed | None, host: PeerId, now: float) -> bool:
 
 def accepted_drops(drops: BlockExperts, held: BlockExperts, others: Iterable[BlockExperts]) -> BlockExperts:
     """The experts that a peer drops: those that one of ``others``, the experts of other peers that are online, has."""
-    covered: dict[int, set[int]] = {}
-    for each in others:
-        for block, experts in each.items():
-            covered.setdefault(block, set()).update(experts)
+    covered = _covered(others)
     found = {
-        block: experts & held.get(block, frozenset()) & covered.get(block, set())
+        block: frozenset(each for each in experts if (block, each) in covered) & held.get(block, frozenset())
         for block, experts in drops.items()
     }
     return {block: experts for block, experts in found.items() if experts}
 
 
 def accepted_loads(
-    loads: BlockExperts, held: BlockExperts, counts: Mapping[int, int], capacity: int
+    loads: BlockExperts,
+    held: BlockExperts,
+    others: Iterable[BlockExperts],
+    counts: Mapping[int, int],
+    capacity: int,
 ) -> BlockExperts:
-    """The experts that a peer loads: as many as there is room beside ``held``, and as the moves of a minute.
+    """The experts that a peer loads while there is room beside ``held``: those that no other peer has, and as many others as move in a minute.
 
     ``counts``: the number of experts of each block of the model that has some.
     """
-    room = min(capacity - sum(map(len, held.values())), most_moves(sum(counts.values())))
-    found: dict[int, frozenset[int]] = {}
-    for block in sorted(loads):
-        own = held.get(block, frozenset())
-        new = sorted(each for each in loads[block] if each < counts.get(block, 0) and each not in own)
-        if taken := new[: max(0, room)]:
-            found[block] = frozenset(taken)
-            room -= len(taken)
-    return found
+    covered = _covered(others)
+    room, most = capacity - sum(map(len, held.values())), most_moves(sum(counts.values()))
+    wanted = [
+        (block, expert)
+        for block in sorted(loads)
+        for expert in sorted(loads[block] - held.get(block, frozenset()))
+        if expert < counts.get(block, 0)
+    ]
+    gaps = [each for each in wanted if each not in covered]
+    taken = [*gaps, *[each for each in wanted if each in covered][:most]][: max(0, room)]
+    return {
+        block: frozenset(expert for at, expert in taken if at == block)
+        for block in sorted({block for block, _ in taken})
+    }
+
+
+def _covered(others: Iterable[BlockExperts]) -> set[tuple[int, int]]:
+    return {(block, expert) for each in others for block in each for expert in each[block]}

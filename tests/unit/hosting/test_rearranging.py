@@ -41,9 +41,16 @@ def test_only_experts_that_another_peer_has_are_dropped() -> None:
 
 def test_experts_are_loaded_while_there_is_room_and_few_at_once() -> None:
     held = {0: frozenset({0, 1})}
-    assert accepted_loads({0: frozenset({1, 2, 3})}, held, COUNTS, 3) == {0: {2}}
-    assert accepted_loads({0: frozenset({2})}, held, COUNTS, 2) == {}
     many = {block: frozenset(range(32)) for block in range(8)}
-    assert sum(map(len, accepted_loads(many, held, COUNTS, 200).values())) == 12  # 5 % of 256
+    assert accepted_loads({0: frozenset({1, 2, 3})}, held, [many], COUNTS, 3) == {0: {2}}
+    assert accepted_loads({0: frozenset({2})}, held, [many], COUNTS, 2) == {}
+    assert sum(map(len, accepted_loads(many, held, [many], COUNTS, 200).values())) == 12  # 5 % of 256
     unknown = {0: frozenset({32}), 9: frozenset({0})}
-    assert accepted_loads(unknown, held, COUNTS, 200) == {}
+    assert accepted_loads(unknown, held, [], COUNTS, 200) == {}
+
+
+def test_experts_that_no_other_peer_has_are_loaded_at_once() -> None:
+    many = {block: frozenset(range(32)) for block in range(8)}
+    loaded = accepted_loads(many, {}, [{0: frozenset(range(32))}], COUNTS, 250)
+    assert sum(map(len, loaded.values())) == 7 * 32 + 12
+    assert sum(map(len, accepted_loads(many, {}, [], COUNTS, 100).values())) == 100
