@@ -115,7 +115,7 @@ class Hosting:
     library: Library | None = None
     """The weights that this machine serves to members; None: none."""
     experts: ExpertOptions | None = None
-    """How the node has experts computed that its blocks lack, and computes others for other hosts; None: it has them all, for itself."""
+    """Options for the experts that peers compute for the node, and it for other hosts; None: the node has all experts of its blocks."""
 
     @property
     def is_chosen(self) -> bool:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 FREE_MEMORY_SHARE = 0.5
-"""Share of the free memory that experts take at most, unless the owner limits the memory."""
+"""Largest share of the free memory for experts, unless the owner limits the memory."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class NodeConfig:
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
     experts: str | None = None
-    """Routed experts that the node hosts: as ``parse_experts`` takes them, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts nothing
-    else; with them, peers compute those experts of its blocks that it does not have. None: all of its blocks."""
+    """Routed experts that the node hosts: text for ``parse_experts``, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts only experts;
+    with them, peers compute the experts of its blocks that it lacks. None: all experts of its blocks."""
     expert_memory_bytes: int | None = None
     """Memory for the routed experts of its blocks; the others are on disk until they are needed. None: all are in memory."""
     max_expert_round_trip_s: float | None = None
-    """Round trip at most to peers that compute experts. None: the default."""
+    """Longest round trip in seconds to peers that compute experts. None: ``MAX_ROUND_TRIP_S``."""
     public_name: str = ""
     limits: Limits = field(default_factory=Limits)
 

@@ -63,7 +63,7 @@ class NoRoute(Unreachable):
 
 
 class MissingExperts(Unreachable):
-    """Routed experts of a block are on no peer that its hosts reach."""
+    """No peer within reach of a block's hosts has some of its routed experts."""
 
 
 class OutOfResources(SwarmnetError):

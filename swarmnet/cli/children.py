@@ -1,4 +1,4 @@
-"""Processes of a demo: swarmnet commands that print events as JSON, and end with it."""
+"""Processes of a demo: swarmnet commands that print events as JSON, and end with the demo."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ _STDERR_TAIL_CHARS = 2000
 
 @dataclass(frozen=True)
 class Child:
-    """A swarmnet process that prints events."""
+    """A swarmnet command that runs with ``--json``."""
 
     name: str
     process: Process
@@ -44,7 +44,7 @@ class Child:
         raise self.failure()
 
     async def fail_at_end(self) -> NoReturn:
-        """Raise ``SwarmnetError`` when it has ended."""
+        """Wait for the end of the process, then raise ``SwarmnetError``."""
         await self.process.wait()
         raise self.failure()
 
@@ -57,7 +57,7 @@ async def spawn(directory: Path, running: list[Process], name: str, arguments: S
     """Start a swarmnet command with ``--json``; its stderr goes to a file in ``directory``. It is added to ``running``."""
     log = directory / f"{name}.log"
     with log.open("wb") as stderr:
-        # Nodes and gateways stop when their stdin ends, so they do not outlive a demo that is killed.
+        # Nodes and gateways stop at the end of their stdin, so they also stop if the demo is killed.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
             stdin=PIPE,
@@ -72,7 +72,7 @@ async def spawn(directory: Path, running: list[Process], name: str, arguments: S
 
 @asynccontextmanager
 async def processes() -> AsyncIterator[list[Process]]:
-    """A list of processes; those that still run when the context ends are killed."""
+    """An empty list of processes; those added are terminated when the context ends, and killed ``_STOP_TIMEOUT_S`` later."""
     running: list[Process] = []
     try:
         yield running
@@ -94,7 +94,7 @@ async def processes() -> AsyncIterator[list[Process]]:
 
 @asynccontextmanager
 async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
-    """Raise ``DeadlineExceeded`` if the context takes longer: ``what`` within that time."""
+    """Raise ``DeadlineExceeded`` if the context takes longer. ``what``: the beginning of its message, such as "no answer came"."""
     try:
         async with asyncio.timeout(seconds):
             yield

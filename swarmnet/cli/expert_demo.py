@@ -1,4 +1,4 @@
-"""``swarmnet demo --experts``: a host has routed experts computed by three peers, one of which is killed in the middle of an answer.
+"""``swarmnet demo --experts``: three peers compute the routed experts of a host, and one of them is killed in the middle of an answer.
 
 The model is tiny and random, so its text means nothing: the demo compares its tokens with those of the same model in one process.
 """
@@ -23,7 +23,7 @@ TOKENS = 32
 KILLED_AFTER = 10
 """Tokens of the answer after which a peer is killed."""
 PEERS = {"peer-1": "all:0-21", "peer-2": "all:11-31", "peer-3": "all:0-10,22-31"}
-"""The experts of each peer: each expert is on two."""
+"""The experts of each peer. Each expert is on two peers."""
 _START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 120.0
 
@@ -90,7 +90,7 @@ def _of(directory: Path) -> list[str]:
 
 
 async def _ask(directory: Path, running: list[Process], nodes: _Nodes, *, as_json: bool) -> dict[str, Any]:
-    """The answer, in the middle of which a peer is killed."""
+    """Ask the model, and kill a peer in the middle of the answer; returns the answer."""
     swarm = str(directory / swarm_file.FILE_NAME)
     where = ["--swarm", swarm, "--bootstrap", nodes.address]
     how = ["--raw", "--stream", "--no-speculate", "-n", str(TOKENS)]

@@ -237,9 +237,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 key("over_one_node"),
             ),
             Headline("eight clients of it", "x one", "at least 2", key("clients_over_one", clients=8)),
-            Headline(
-                "a token more on a local network of 1 ms one way", "ms", "at most 21.8", key("more_ms")
-            ),
+            Headline("a token more on a local network of 1 ms one way", "ms", "at most 21.8", key("more_ms")),
             Headline(
                 "decode with a quarter of the experts in memory",
                 "x all in memory",

@@ -109,7 +109,7 @@ class Stage:
         self.precision = precision
         self._check_ends()
         self.experts = _experts_of(model)
-        """The modules of routed experts, by the number of the layer, counted from the first."""
+        """The modules of routed experts, by the number of the layer in the stage."""
         for module in self.experts.values():
             compute_elsewhere(module, _zeros)  # trials compare ways to compute the same layers
         self.widths = LayerWidths.of(model.config)
@@ -244,7 +244,7 @@ class Stage:
 
     @property
     def missing_experts(self) -> dict[int, set[int]]:
-        """The experts that this stage does not have, by the number of the layer; layers that have all are left out."""
+        """The experts that this stage lacks, by the number of the layer; layers that have all experts are omitted."""
         found = {
             layer: {each for each in range(module.num_experts) if not has_expert(module, each)}
             for layer, module in self.experts.items()
@@ -263,12 +263,12 @@ class Stage:
         }
 
     def compute_experts_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
-        """Have missing experts of a layer computed by what ``elsewhere`` returns for its number. Without this, a forward that needs one fails."""
+        """Compute the missing experts of each layer by ``elsewhere(layer)``. Without it, a forward that needs a missing expert fails."""
         for layer in self.missing_experts:
             compute_elsewhere(self.experts[layer], elsewhere(layer))
 
     def add_experts(self, layer: int, loaded: ExpertsModule) -> None:
-        """Compute those experts here from now on that a module of the same layer has. May be called from another thread."""
+        """Add the experts of ``loaded``, a module of the same layer, to the stage. May be called from another thread."""
         add_experts(self.experts[layer], loaded)
         self.weight_bytes = weight_bytes(self._model)
 

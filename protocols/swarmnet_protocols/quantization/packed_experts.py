@@ -31,8 +31,8 @@ ExpertMatrices = Mapping[int, Matrix]
 Outputs = Mapping[int, torch.Tensor]
 """The outputs [n, D] of some experts for their rows, not weighted, by the numbers of the experts."""
 Elsewhere = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], Callable[[], Outputs]]
-"""Has experts computed on other machines. Called with hidden states [T, D] and the indexes of the rows of each expert; the function that it
-returns waits for the outputs."""
+"""Starts the computation of experts on other machines, from hidden states [T, D] and the indexes of the rows of each expert; returns a function
+that waits for the outputs."""
 
 
 class ExpertsModule(Protocol):
@@ -180,13 +180,13 @@ def device_of(module: ExpertsModule) -> torch.device:
 
 
 def expert_bytes(module: ExpertsModule) -> int:
-    """Bytes of the matrices of one expert of those that are on this machine, about; 0 if there is none, or if they are merged."""
+    """Mean bytes of the matrices of an expert on this machine; 0 if there is none, or if they are merged."""
     found = [each for name in _WEIGHTS if isinstance(each := getattr(module, name, None), PackedExperts)]
     return sum(each.nbytes // max(1, len(each.matrices)) for each in found)
 
 
 def compute_elsewhere(module: ExpertsModule, elsewhere: Elsewhere | None) -> None:
-    """Have the experts that are not here computed by ``elsewhere``; None: they are an error again."""
+    """Compute the experts that are not here by ``elsewhere``; None: a forward that needs one raises an error."""
     if elsewhere is not None:
         module.elsewhere = elsewhere
     elif hasattr(module, "elsewhere"):
