@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import expert_placement
-from swarmnet_protocols.routing.expert_counts import HALF_LIFE_S, MAX_COUNTS, ExpertCounts
 from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
 from swarmnet_protocols.routing.expert_moves import MOVES_A_MINUTE, Moves, most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
+from swarmnet_protocols.routing.expert_use import HALF_LIFE_S, MAX_COUNTS, ExpertUse
 
 BLOCKS, EXPERTS, CHOSEN = 3, 6, 2
 
@@ -40,10 +40,10 @@ def skewed_rows(seed: int, rows: int, blocks: int, experts: int) -> NDArray[np.i
     return found
 
 
-def counts_of(rows: NDArray[np.int64], experts: int = EXPERTS) -> ExpertCounts:
-    counts = ExpertCounts(rows.shape[1], experts)
-    counts.add(rows)
-    return counts
+def use_of(rows: NDArray[np.int64], experts: int = EXPERTS) -> ExpertUse:
+    use = ExpertUse(rows.shape[1], experts)
+    use.add(rows)
+    return use
 
 
 def dispatched(placement: Placement, peers: Sequence[ExpertPeer], rows: NDArray[np.int64]) -> Dispatch:
@@ -74,7 +74,7 @@ def test_placements_are_near_the_best_of_all(
     for seed in range(6):
         rows = skewed_rows(seed, 30, 1, experts)
         mine = dispatched(
-            place(counts_of(rows, experts), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
+            place(use_of(rows, experts), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
         )
         every = [dispatched(each, peers, rows) for each in possible]
         best = min(
@@ -88,25 +88,25 @@ def test_placements_are_near_the_best_of_all(
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[ExpertCounts, list[ExpertPeer]]:
+def groups(draw: st.DrawFn) -> tuple[ExpertUse, list[ExpertPeer]]:
     every = BLOCKS * EXPERTS
     rooms = draw(st.lists(st.integers(0, every + 3), min_size=1, max_size=5))
     if sum(min(room, every) for room in rooms) < every:
         rooms[0] = every
     trunk = draw(st.one_of(st.none(), st.integers(0, len(rooms) - 1)))
     rows = skewed_rows(draw(st.integers(0, 1000)), draw(st.integers(0, 12)), BLOCKS, EXPERTS)
-    return counts_of(rows), peers_of(rooms, trunk)
+    return use_of(rows), peers_of(rooms, trunk)
 
 
 @settings(deadline=None, max_examples=20)
 @given(groups())
-def test_every_expert_has_a_holder_within_its_memory(group: tuple[ExpertCounts, list[ExpertPeer]]) -> None:
-    counts, peers = group
-    placement = place(counts, peers, expert_bytes=1, rng=random.Random(0))
+def test_every_expert_has_a_holder_within_its_memory(group: tuple[ExpertUse, list[ExpertPeer]]) -> None:
+    use, peers = group
+    placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
     held = set().union(*placement.values())
     assert held == set(itertools.product(range(BLOCKS), range(EXPERTS)))
     assert all(len(placement[peer.peer]) <= peer.memory_bytes for peer in peers)
-    assert place(counts, peers, expert_bytes=1, rng=random.Random(0), present=placement) == placement, (
+    assert place(use, peers, expert_bytes=1, rng=random.Random(0), present=placement) == placement, (
         "nothing is left to improve"
     )
 
@@ -114,36 +114,55 @@ def test_every_expert_has_a_holder_within_its_memory(group: tuple[ExpertCounts, 
 @settings(deadline=None, max_examples=20)
 @given(groups(), st.integers(0, 1000), st.integers(0, 4))
 def test_a_changed_placement_loads_no_more_than_it_may(
-    group: tuple[ExpertCounts, list[ExpertPeer]], seed: int, most: int
+    group: tuple[ExpertUse, list[ExpertPeer]], seed: int, most: int
 ) -> None:
-    counts, peers = group
-    present = place(counts, peers, expert_bytes=1, rng=random.Random(0))
-    other = counts_of(skewed_rows(seed, 12, BLOCKS, EXPERTS))
+    use, peers = group
+    present = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    other = use_of(skewed_rows(seed, 12, BLOCKS, EXPERTS))
     wanted = place(other, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most)
     assert sum(len(wanted[peer] - present[peer]) for peer in wanted) <= most
 
 
 def test_memory_for_fewer_experts_than_there_are_is_an_error() -> None:
-    counts = counts_of(skewed_rows(0, 4, BLOCKS, EXPERTS))
+    use = use_of(skewed_rows(0, 4, BLOCKS, EXPERTS))
     with pytest.raises(ValueError, match="memory for 17 of 18 experts"):
-        place(counts, peers_of([9, 8]), expert_bytes=1, rng=random.Random(0))
+        place(use, peers_of([9, 8]), expert_bytes=1, rng=random.Random(0))
     peers = [ExpertPeer(PeerId(name), 18, trunk_of=range(2)) for name in "ab"]
     with pytest.raises(ValueError, match="block 0 has two trunks"):
-        place(counts, peers, expert_bytes=1, rng=random.Random(0))
+        place(use, peers, expert_bytes=1, rng=random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "rows_per_s"), [(-1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan), (1, math.inf)]
+)
+def test_numbers_that_are_none_of_a_peer_are_refused(memory_bytes: int, rows_per_s: float) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        ExpertPeer(PeerId("peer"), memory_bytes, rows_per_s)
+
+
+@settings(deadline=None, max_examples=20)
+@given(groups(), st.randoms(use_true_random=False))
+def test_the_order_of_peers_does_not_matter(
+    group: tuple[ExpertUse, list[ExpertPeer]], rng: random.Random
+) -> None:
+    use, peers = group
+    shuffled = rng.sample(peers, len(peers))
+    placements = [place(use, each, expert_bytes=1, rng=random.Random(0)) for each in (peers, shuffled)]
+    assert placements[0] == placements[1]
 
 
 def test_memory_that_is_left_gives_most_experts_a_second_holder() -> None:
     """Apart from those of the trunk: without it, no peer asks for them."""
     peers = peers_of([18, 18, 18])
-    counts = counts_of(skewed_rows(1, 40, BLOCKS, EXPERTS))
-    trunk, one, other = place(counts, peers, expert_bytes=1, rng=random.Random(0)).values()
+    use = use_of(skewed_rows(1, 40, BLOCKS, EXPERTS))
+    trunk, one, other = place(use, peers, expert_bytes=1, rng=random.Random(0)).values()
     assert len((one & other) - trunk) >= 0.6 * len((one | other) - trunk)
 
 
 def test_a_faster_peer_computes_more() -> None:
     rows = skewed_rows(2, 60, BLOCKS, EXPERTS)
     peers = [ExpertPeer(PeerId(name), 18, rows_per_s=speed) for name, speed in (("a", 3.0), ("b", 1.0))]
-    dispatch = dispatched(place(counts_of(rows), peers, expert_bytes=1, rng=random.Random(0)), peers, rows)
+    dispatch = dispatched(place(use_of(rows), peers, expert_bytes=1, rng=random.Random(0)), peers, rows)
     assert dispatch.busiest <= 1.2
 
 
@@ -196,11 +215,11 @@ def test_moves_arrive_within_memory_and_leave_no_gap(rooms: list[int], most: int
 
 def test_experts_without_a_holder_are_loaded_at_once() -> None:
     peers = peers_of([12, 12, 12])
-    counts = counts_of(skewed_rows(3, 40, BLOCKS, EXPERTS))
-    present = place(counts, peers, expert_bytes=1, rng=random.Random(0))
+    use = use_of(skewed_rows(3, 40, BLOCKS, EXPERTS))
+    present = place(use, peers, expert_bytes=1, rng=random.Random(0))
     left = {peer.peer: present[peer.peer] for peer in peers[:2]}
     lost = set().union(*present.values()) - set().union(*left.values())
-    wanted = place(counts, peers[:2], expert_bytes=1, rng=random.Random(0), present=left, most_loads=0)
+    wanted = place(use, peers[:2], expert_bytes=1, rng=random.Random(0), present=left, most_loads=0)
     assert lost, "an expert was on the third peer alone"
     moves = next_moves(left, wanted, peers[:2], expert_bytes=1, most=1)
     assert {expert for _, expert in moves.loads} >= lost
@@ -227,7 +246,7 @@ def test_five_experts_of_a_hundred_move_a_minute() -> None:
     assert most_moves(10_000) <= MOVES_A_MINUTE * 10_000
 
 
-# ---- dispatch and counts ----------------------------------------------------------------------------------
+# ---- dispatch and use ----------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
@@ -270,41 +289,41 @@ def test_equal_holders_share_the_rows() -> None:
 @given(st.integers(0, 1000), st.integers(0, BLOCKS - 1), st.integers(0, 9))
 def test_counts_are_those_of_the_rows(seed: int, first: int, rows: int) -> None:
     chosen = skewed_rows(seed, rows, BLOCKS - first, EXPERTS)
-    counts = ExpertCounts(BLOCKS, EXPERTS)
-    counts.add(chosen, first)
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(chosen, first)
     for block, expert, other in itertools.product(range(BLOCKS), range(EXPERTS), range(EXPERTS)):
 
         def chose(at: int, which: int) -> list[bool]:
             return [first <= at and which in row[at - first] for row in chosen.tolist()]
 
         here, there = chose(block, expert), chose(block, other)
-        assert counts.rows[block, expert] == sum(here)
+        assert use.rows[block, expert] == sum(here)
         if expert != other:
-            assert counts.together[block, expert, other] == sum(map(min, here, there))
+            assert use.together[block, expert, other] == sum(map(min, here, there))
         if block + 1 < BLOCKS:
-            assert counts.following[block, expert, other] == sum(map(min, here, chose(block + 1, other)))
-    assert not counts.together.diagonal(axis1=1, axis2=2).any()
+            assert use.following[block, expert, other] == sum(map(min, here, chose(block + 1, other)))
+    assert not use.together.diagonal(axis1=1, axis2=2).any()
 
 
 def test_counts_halve_and_new_rows_weigh_more() -> None:
-    counts = counts_of(np.array([[[0, 1]] * BLOCKS]))
-    counts.decay(HALF_LIFE_S)
-    counts.add(np.array([[[1, 2]] * BLOCKS]))
-    assert counts.rows[0].tolist() == [0.5, 1.5, 1, 0, 0, 0]
-    assert counts.together[0, 0, 1] == 0.5
-    assert counts.following[0, 0, 1] == 0.5
+    use = use_of(np.array([[[0, 1]] * BLOCKS]))
+    use.decay(HALF_LIFE_S)
+    use.add(np.array([[[1, 2]] * BLOCKS]))
+    assert use.rows[0].tolist() == [0.5, 1.5, 1, 0, 0, 0]
+    assert use.together[0, 0, 1] == 0.5
+    assert use.following[0, 0, 1] == 0.5
 
 
 @pytest.mark.parametrize("chosen", [[[[0, EXPERTS]]], [[[-1, 0]]], [[[0, 1]] * (BLOCKS + 1)], [[0, 1]]])
 def test_rows_of_another_model_are_refused(chosen: list[object]) -> None:
-    counts = ExpertCounts(BLOCKS, EXPERTS)
+    use = ExpertUse(BLOCKS, EXPERTS)
     with pytest.raises(ValueError, match=r"choices|expert"):
-        counts.add(np.array(chosen))
-    assert not counts.rows.any()
+        use.add(np.array(chosen))
+    assert not use.rows.any()
 
 
 def test_counts_are_bounded() -> None:
     side = math.isqrt(MAX_COUNTS // 2)
     for blocks, experts in ((1, side + 1), (0, 4), (4, 0), (MAX_COUNTS, 1)):
         with pytest.raises(ValueError, match="counts of"):
-            ExpertCounts(blocks, experts)
+            ExpertUse(blocks, experts)

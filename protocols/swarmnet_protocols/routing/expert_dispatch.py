@@ -10,6 +10,7 @@ takes longest, so the second measure is
     busiest = sum over blocks of the longest time of a peer / sum over blocks of the mean time, if all peers took equally long
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,20 @@ Placement = Mapping[PeerId, frozenset[Expert]]
 
 @dataclass(frozen=True)
 class ExpertPeer:
-    """A peer that holds experts in ``memory_bytes``, and computes ``rows_per_s`` rows of one expert."""
+    """A peer that holds experts in ``memory_bytes``, and computes ``rows_per_s`` rows of one expert.
+
+    Raises ``ValueError`` unless these are numbers of a peer: they may be announced.
+    """
 
     peer: PeerId
     memory_bytes: int
     rows_per_s: float = 1.0
     trunk_of: range = range(0)
     """The blocks of which it is the trunk; their rows reach it without a message."""
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 0 or not 0.0 < self.rows_per_s < math.inf:
+            raise ValueError(f"{self.memory_bytes} bytes, {self.rows_per_s} rows/s")
 
 
 class Dispatch:

@@ -1,4 +1,4 @@
-"""The experts of each peer: a pure function of counts, peers, the present placement and a random source.
+"""The experts of each peer: a pure function of their use, the peers, the present placement and a random source.
 
 ``expert_dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest peer of a block. Each block is placed
 separately, because its rows begin and end at its trunk. Let w_i be the share of rows that chose expert i, T_ij that of rows that chose i and j, and
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarmnet_protocols.routing.expert_counts import ExpertCounts
 from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_use import ExpertUse
 
 SPARE = 0.05
 """Share of its memory that a peer keeps free, so that it can load an expert before it drops another."""
@@ -47,7 +47,7 @@ Copies = tuple[tuple[int, int], ...]
 
 
 def place(
-    counts: ExpertCounts,
+    use: ExpertUse,
     peers: Sequence[ExpertPeer],
     *,
     expert_bytes: int,
@@ -61,23 +61,24 @@ def place(
     dropped or given to others, and then at most ``most_loads`` experts are given to peers that do not hold them, those first that
     lower the cost most. Raises ``ValueError`` if the peers together have no memory for every expert, or a block has two trunks.
     """
-    rooms = _rooms(counts, peers, expert_bytes)
-    quotas = _quotas(rooms, counts.blocks, counts.experts)
+    peers = sorted(peers, key=lambda peer: peer.peer)
+    rooms = _rooms(use, peers, expert_bytes)
+    quotas = _quotas(rooms, use.blocks, use.experts)
     speeds = np.array([peer.rows_per_s for peer in peers])
     blocks = []
-    for block in range(counts.blocks):
+    for block in range(use.blocks):
         trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
         if len(trunks) > 1:
             raise ValueError(f"block {block} has two trunks")
-        hold = np.zeros((counts.experts, len(peers)), bool)
+        hold = np.zeros((use.experts, len(peers)), bool)
         for number, peer in enumerate(peers):
             for of_block, expert in (present or {}).get(peer.peer, ()):
                 if of_block == block:
                     hold[expert, number] = True
         blocks.append(
             _Block(
-                counts.rows[block].astype(np.float64),
-                counts.together[block].astype(np.float64),
+                use.rows[block].astype(np.float64),
+                use.together[block].astype(np.float64),
                 quotas[block],
                 speeds,
                 trunks[0] if trunks else None,
@@ -100,9 +101,9 @@ def place(
     }
 
 
-def _rooms(counts: ExpertCounts, peers: Sequence[ExpertPeer], expert_bytes: int) -> list[int]:
+def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer], expert_bytes: int) -> list[int]:
     """Experts that each peer may hold."""
-    every = counts.blocks * counts.experts
+    every = use.blocks * use.experts
     most = [min(peer.memory_bytes // expert_bytes, every) for peer in peers]
     if sum(most) < every:
         raise ValueError(f"the peers have memory for {sum(most)} of {every} experts")

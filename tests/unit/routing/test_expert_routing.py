@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.expert_counts import ExpertCounts
 from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
 from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
+from swarmnet_protocols.routing.expert_use import ExpertUse
 
 TRACE = Path(__file__).parents[2] / "data" / "expert_routing.npz"
 WINDOW = 256
@@ -75,10 +75,10 @@ def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
     subject: str, peers: int, has_trunk: bool
 ) -> None:
     counted, measured = recorded(subject)
-    counts = ExpertCounts(BLOCKS, EXPERTS)
-    counts.add(counted)
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(counted)
     those = group(1.5, peers=peers, has_trunk=has_trunk)
-    placement = place(counts, those, expert_bytes=1, rng=random.Random(0))
+    placement = place(use, those, expert_bytes=1, rng=random.Random(0))
     messages, busiest = measure(placement, those, measured)
     assert messages <= FEWER
     assert busiest <= BUSIEST
@@ -88,10 +88,10 @@ def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
 def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
     """Less than what more memory saves: experts that are often chosen together are not in one place for every row."""
     counted, measured = recorded("code")
-    counts = ExpertCounts(BLOCKS, EXPERTS)
-    counts.add(counted)
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(counted)
     those = group(room)
-    messages, busiest = measure(place(counts, those, expert_bytes=1, rng=random.Random(0)), those, measured)
+    messages, busiest = measure(place(use, those, expert_bytes=1, rng=random.Random(0)), those, measured)
     assert messages <= 0.8
     assert busiest <= BUSIEST
 
@@ -113,9 +113,9 @@ def after(
 def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     """From code to prose of a model whose experts have other numbers. It takes seconds: eleven placements of 256 experts."""
     peers = group(1.5)
-    counts = ExpertCounts(BLOCKS, EXPERTS)
-    counts.add(recorded("code")[0])
-    present: Placement = place(counts, peers, expert_bytes=1, rng=random.Random(0))
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(recorded("code")[0])
+    present: Placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
     wanted = present
     counted, measured = (renumbered(rows) for rows in recorded("prose"))
     messages, busiest = measure(present, peers, measured)
@@ -123,14 +123,12 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     most = most_moves(EVERY)
     assert most <= 0.05 * EVERY
     for minute in range(10):
-        counts.decay(60.0)
-        counts.add(np.take(counted, range(minute * A_MINUTE, (minute + 1) * A_MINUTE), 0, mode="wrap"))
+        use.decay(60.0)
+        use.add(np.take(counted, range(minute * A_MINUTE, (minute + 1) * A_MINUTE), 0, mode="wrap"))
         moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
         if after(present, drops=moves.drops) == wanted:
             present = wanted
-            wanted = place(
-                counts, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
-            )
+            wanted = place(use, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most)
             moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
         assert len(moves.loads) <= most
         present = after(present, drops=moves.drops)

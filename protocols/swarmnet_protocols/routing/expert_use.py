@@ -1,4 +1,4 @@
-"""Counts of the experts that rows choose: alone, together and one after the other, with a half-life.
+"""The use of experts: counts of the rows that choose them, alone, together and one after the other, with a half-life.
 
 A row is one position of one sequence in one block. Its router chooses k of the E experts of the block.
 """
@@ -12,7 +12,7 @@ MAX_COUNTS = 1 << 25
 """Most counts of a model, 128 MiB. DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
 
 
-class ExpertCounts:
+class ExpertUse:
     """Counts of the rows of a model with ``blocks`` blocks of ``experts`` experts each."""
 
     def __init__(self, blocks: int, experts: int) -> None:
