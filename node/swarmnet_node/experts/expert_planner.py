@@ -1,6 +1,6 @@
 """Moves experts between the peers of a trunk, so that its rows travel less and no peer is much busier than others.
 
-The trunk counts which experts its routers choose (``routing/expert_counts.py``). From time to time it computes where they should be
+The trunk counts which experts its routers choose (``routing.expert_use.py``). From time to time it computes where they should be
 (``routing/expert_placement.py``), and asks peers whose owners let hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
 before another drops them.
 """
@@ -21,10 +21,10 @@ from swarmnet_node.experts.expert_link import ExpertLink
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule
-from swarmnet_protocols.routing.expert_counts import ExpertCounts
 from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer
 from swarmnet_protocols.routing.expert_moves import Moves, most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
+from swarmnet_protocols.routing.expert_use import ExpertUse
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ExpertPlanner:
         self._missing = {block: sorted(dispatcher.wanted[block]) for block in sorted(dispatcher.wanted)}
         """The experts of each block that are placed: counts number them from 0."""
         sizes = {len(experts) for experts in self._missing.values()}
-        self._counts = ExpertCounts(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
+        self._counts = ExpertUse(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
         self._rows: dict[int, deque[torch.Tensor]] = {
             block: deque(maxlen=MAX_ROWS) for block in self._missing
         }
