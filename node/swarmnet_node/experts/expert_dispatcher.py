@@ -132,6 +132,7 @@ class ExpertDispatcher:
         self._computing: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._changes = 0
+        self._is_closed = False
         self._has_looked = False
         """Whether the directory has been read."""
 
@@ -142,6 +143,7 @@ class ExpertDispatcher:
         try:
             yield self
         finally:
+            self._is_closed = True
             await cancel(finding, *self._computing, *self._keeping.values())
 
     @property
@@ -192,15 +194,17 @@ class ExpertDispatcher:
     async def _compute_here(
         self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]
     ) -> Outputs:
-        """``compute`` in a task that ends with the context."""
-        computing = asyncio.create_task(self.compute(block, hidden, rows))
-        self._computing.add(computing)
+        """``compute``, which ends with the context."""
+        task = asyncio.current_task()
+        if task is None or self._is_closed:
+            raise Unreachable("this host has stopped")
+        self._computing.add(task)
         try:
-            return await computing
+            return await self.compute(block, hidden, rows)
         except asyncio.CancelledError:
             raise Unreachable("this host has stopped") from None
         finally:
-            self._computing.discard(computing)
+            self._computing.discard(task)
 
     async def compute(self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Outputs:
         """The outputs of experts of a block. ``rows``: for each expert, the indexes of its rows of ``hidden`` [T, D].
@@ -235,7 +239,8 @@ class ExpertDispatcher:
                 if orphans & left and self._loop.time() >= give_up_at:
                     raise self._missing({block: frozenset(orphans & left)})
         finally:
-            await cancel(*(ask.answer for ask in asks))
+            if asks:
+                await cancel(*(ask.answer for ask in asks))
         return found
 
     def _ask(
@@ -287,16 +292,25 @@ class ExpertDispatcher:
         return is_loaded
 
     async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
-        """Wait until an answer is there, a peer is late, a link has changed since ``seen``, or it is time to give up."""
-        late = [ask.late_at for ask in asks if not ask.is_hedged and ask.late_at > self._loop.time()]
+        """Wait until there is something to do: all answers are there or one of them is an error, a peer is late, or it is time to give up.
+
+        If experts are waited for that no peer is asked for (``give_up_at`` is finite), also until a link has changed since ``seen``; if a peer is
+        late, until any answer is there.
+        """
+        now = self._loop.time()
+        late = [ask.late_at for ask in asks if not ask.is_hedged and ask.late_at > now]
         until = min([give_up_at, *late])
-        change = asyncio.create_task(self._change(seen))
-        timeout_s = None if math.isinf(until) else max(0.0, until - self._loop.time())
+        waited_for: list[asyncio.Task[Any]] = [ask.answer for ask in asks]
+        change = None
+        if not math.isinf(give_up_at):
+            change = asyncio.create_task(self._change(seen))
+            waited_for.append(change)
+        is_any = change is not None or any(ask.is_hedged for ask in asks)
+        # Usually all answers come at nearly the same time: each return to the forward costs more than waiting for the last one.
+        when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
         try:
             await asyncio.wait(
-                [change, *(ask.answer for ask in asks)],
-                timeout=timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                waited_for, timeout=None if math.isinf(until) else max(0.0, until - now), return_when=when
             )
         finally:
             await cancel(change)

@@ -75,6 +75,8 @@ def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor
 
 def _request(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> ExpertRows:
     """A request with those rows of ``hidden`` that some expert computes."""
+    if len(hidden) == 1:  # a step of one sequence
+        return ExpertRows(block, hidden, rows)
     used = torch.unique(torch.cat(list(rows.values())))
     return ExpertRows(
         block,
