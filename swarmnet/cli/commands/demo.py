@@ -92,7 +92,7 @@ def demo(
             if experts:
                 from swarmnet.cli.expert_demo import show_experts
 
-                asyncio.run(show_experts(Path(directory), as_json=as_json))
+                asyncio.run(show_experts(Path(directory), cache_dir or default_cache_dir(), as_json=as_json))
                 return
             asyncio.run(_demo(_Demo(Path(directory), cache_dir or default_cache_dir(), as_json, keep), nodes))
         except asyncio.CancelledError:
