@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import load_valid
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.slots import NEW_S
@@ -25,6 +26,7 @@ from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import IncompatibleVersion
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.models import EXPERTS_MODEL
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.endpoint import MAX_LINGERING
@@ -32,7 +34,7 @@ from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
-from swarmnet_protocols.net.protocol_ids import INFERENCE, LINK, PASS, PING, SESSION
+from swarmnet_protocols.net.protocol_ids import EXPERTS, INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session.passes import MAX_POSITIONS
@@ -236,6 +238,25 @@ def test_an_oversized_frame_is_refused_before_it_is_read(
         await send_oversized(transport, victim.peer, protocol, sizes)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
+
+
+def test_a_peer_with_experts_survives_garbage_and_oversized_frames(tmp_path: Path) -> None:
+    lab = Swarm(tmp_path / "lab", default_cache_dir(), model=EXPERTS_MODEL)
+    try:
+        node = lab.launch("peer", "--experts", "0:0-3")
+        peer, addresses = PeerId(node.ready["peer_id"]), node.ready["addresses"]
+
+        async def scenario(transport: P2pdTransport) -> None:
+            await send_garbage(transport, peer, EXPERTS)
+            for sizes in ((1 << 31, 0), (0, 1 << 31)):
+                await send_oversized(transport, peer, EXPERTS, sizes)
+
+        before = psutil.Process(node.pid).memory_info().rss
+        run_stranger(addresses, scenario, tmp_path)
+        assert psutil.Process(node.pid).memory_info().rss - before < GROWTH_BYTES
+        assert node.status.state == "online"
+    finally:
+        lab.close()
 
 
 def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: Path) -> None:

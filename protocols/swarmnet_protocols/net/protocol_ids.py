@@ -122,8 +122,8 @@ REVOCATIONS = ProtocolSpec(
 HANDSHAKE = ProtocolSpec("/swarmnet/handshake/2", max_header_bytes=4096, max_payload_bytes=320 << 10)
 ADMISSION = ProtocolSpec("/swarmnet/admission/2", max_header_bytes=128 << 10)
 
-INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS, EXPERTS)
-"""Served by nodes, besides ``REPORT``."""
+INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
+"""Served by hosts of blocks, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
@@ -134,6 +134,7 @@ REACHABILITY = (PROBE, RELAY, PUNCH)
 """How peers that cannot be dialled are reached."""
 ALL: tuple[ProtocolSpec, ...] = (
     *INFERENCE,
+    EXPERTS,
     REPORT,
     *REACHABILITY,
     *TRAINING,
