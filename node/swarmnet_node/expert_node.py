@@ -103,9 +103,7 @@ class ExpertNode:
         """A node that serves while the context is open. Raises what loading raises."""
         node = cls(dependencies, hosting)
         if not node.experts:
-            hosts = await read_expert_hosts(dependencies.directory, hosting.manifest)
-            others = [host.experts for host in hosts if host.peer != dependencies.transport.peer_id]
-            node.experts = choose_experts(hosting.counts, others, hosting.capacity)
+            node.experts = choose_experts(hosting.counts, await node._others(), hosting.capacity)
         loop = asyncio.get_running_loop()
         modules = await loop.run_in_executor(dependencies.executor, node._load)
         row_s = await loop.run_in_executor(dependencies.executor, node._measure, modules)
@@ -204,7 +202,7 @@ class ExpertNode:
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
     async def rest(self) -> NoReturn:
-        """Announce, until cancelled, that the node is paused. Not for a node inside ``run``."""
+        """Wait until cancelled: the last announcement said that the node has left. Not for a node inside ``run``."""
         self._state = pb.HOST_STATE_PAUSED
         self._log("paused")
         await asyncio.Future()
@@ -266,13 +264,14 @@ class ExpertNode:
         if service is None:
             return
         try:
-            me = self._dependencies.transport.peer_id
-            hosts = await read_expert_hosts(self._dependencies.directory, hosting.manifest)
-            others = [host.experts for host in hosts if host.peer != me]
+            others = await self._others()
             if accepted := accepted_drops(drops, service.experts, others):
                 service.withdraw(accepted)
                 self.experts = service.experts
                 await asyncio.sleep(WITHDRAW_S)
+                # Others may have left meanwhile, or have withdrawn the same experts.
+                others = await self._others()
+                service.withdraw(accepted_drops(accepted, accepted, others))
                 await service.drop()
             wanted = accepted_loads(loads, service.experts, others, hosting.counts, hosting.capacity)
             for block, experts in wanted.items():
@@ -280,8 +279,15 @@ class ExpertNode:
                 await service.add(block, loaded)
         except SwarmnetError as error:
             _log.warning("experts not changed: %s", error)
+        finally:
+            service.withdraw({})
         self.experts = service.experts
         self._log("rearranged")
+
+    async def _others(self) -> list[BlockExperts]:
+        """The experts of each other peer that is online."""
+        hosts = await read_expert_hosts(self._dependencies.directory, self._hosting.manifest)
+        return [host.experts for host in hosts if host.peer != self._dependencies.transport.peer_id]
 
     def _log(self, event: str) -> None:
         fields = {

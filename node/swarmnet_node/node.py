@@ -54,6 +54,7 @@ from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
 from swarmnet_protocols.routing.throughput import Claim
@@ -216,6 +217,7 @@ class Node:
                             await node._announce()
                 # A late status request must not keep the blocks in memory.
                 node._engine = node._host = node._expert_service = node._dispatcher = None
+                node._expert_cache = None
 
     async def _share_experts(self, stage: Stage, services: "Services", options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
@@ -233,7 +235,6 @@ class Node:
             start + layer: experts - cached.get(start + layer, frozenset())
             for layer, experts in stage.missing_experts.items()
         }
-        elsewhere = None
         if missing := {block: experts for block, experts in missing.items() if experts}:
             dispatcher = ExpertDispatcher(
                 dependencies.transport,
@@ -247,7 +248,10 @@ class Node:
                 options.start_on_loop,
             )
             self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
-            elsewhere = lambda layer: dispatcher.elsewhere(start + layer)  # noqa: E731 - for each layer
+
+            def elsewhere(layer: int) -> Elsewhere:
+                return dispatcher.elsewhere(start + layer)
+
             stage.compute_experts_elsewhere(elsewhere)
             planner = ExpertPlanner(dispatcher, dependencies.rng)
             for hook in planner.watch({start + layer: module for layer, module in stage.experts.items()}):
@@ -258,7 +262,7 @@ class Node:
             await self._announce()  # its own experts: other hosts may wait for them
         if options.cache is not None:
             self._expert_cache = open_cache(stage, start, options.cache)
-            self._expert_cache.install(elsewhere)
+            self._expert_cache.install(elsewhere if missing else None)
             self._contexts.callback(self._expert_cache.close)
 
     async def _measure_first(self, stage: Stage) -> float:

@@ -1,6 +1,6 @@
 """The routed experts of a host whose memory does not hold all of them: those used last are in memory, the others are read from disk in time.
 
-An expert that a forward needs and that is not in memory is read while the forward waits. So that it seldom waits, the experts of the next block are
+An expert that a forward needs and that is not in memory is read while the forward waits. So that it waits less often, the experts of the next block are
 predicted from the hidden states of this one: the next block's own router is applied to them, a block too early. Between two blocks the residual stream changes
 little, so that most of its choices are those that it makes a block later (pre-gating; Eliseev and Mazur, 2023, section 3.2). What is predicted is read by another
 thread while this block computes.
@@ -111,7 +111,9 @@ class ExpertCache:
         self._hooks.close()
         for layer in self._blocks:
             compute_elsewhere(self._blocks[layer][1], None)
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(
+            wait=False, cancel_futures=True
+        )  # a reading that fetches from peers needs the event loop
 
     def _elsewhere(self, layer: int, otherwise: Elsewhere | None) -> Elsewhere:
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
@@ -153,7 +155,12 @@ class ExpertCache:
         if hasattr(module, "record_choice"):
             return  # a prediction
         for key in [key for key, reading in self._reading.items() if reading.done()]:
-            self._put(*key)
+            if self._reading[key].exception() is None:
+                self._put(*key)
+            else:
+                del self._reading[
+                    key
+                ]  # a prediction that cannot be read fails no forward: it is read again if it is needed
         needed = {*inputs[1].flatten().tolist()} & self._own[layer]
         present = {expert for expert in needed if has_expert(module, expert)}
         for expert in present:

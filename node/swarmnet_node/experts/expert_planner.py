@@ -1,6 +1,6 @@
 """Moves experts between the peers of a trunk, so that its rows travel less and no peer is much busier than others.
 
-The trunk counts which experts its routers choose (``routing.expert_use.py``). From time to time it computes where they should be
+The trunk counts which experts its routers choose (``routing/expert_use.py``). From time to time it computes where they should be
 (``routing/expert_placement.py``), and asks peers whose owners let hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
 before another drops them.
 """
@@ -34,8 +34,10 @@ GAP_S = 10.0
 """Seconds to the next plan while experts are missing."""
 MIN_ROWS = 64
 """Rows of each block that are counted before experts move."""
-MAX_ROWS = 4096
-"""Newest rows of each block that are counted in one plan."""
+FORWARD_ROWS = 16
+"""Rows of one forward and block that are counted at most: a prompt has hundreds, which are alike."""
+MAX_FORWARDS = 256
+"""Forwards of each block that are counted in one plan at most, the newest ones."""
 
 
 class ExpertPlanner:
@@ -49,7 +51,7 @@ class ExpertPlanner:
         sizes = {len(experts) for experts in self._missing.values()}
         self._counts = ExpertUse(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
         self._rows: dict[int, deque[torch.Tensor]] = {
-            block: deque(maxlen=MAX_ROWS) for block in self._missing
+            block: deque(maxlen=MAX_FORWARDS) for block in self._missing
         }
 
     def watch(self, modules: Mapping[int, ExpertsModule]) -> list[Any]:
@@ -63,7 +65,7 @@ class ExpertPlanner:
     def _note(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         """On the torch thread: the inputs of a module of experts, the numbers of the experts [T, k], and their weights."""
         if not hasattr(module, "record_choice"):
-            self._rows[block].append(inputs[1][-MAX_ROWS:])
+            self._rows[block].append(inputs[1][-FORWARD_ROWS:].to("cpu", copy=True))
 
     async def run(self) -> NoReturn:
         """Plan again and again, and ask peers for the next moves."""
@@ -75,7 +77,7 @@ class ExpertPlanner:
             links = {link.host.peer: link for link in self._dispatcher.links if link.is_open}
             if self._counts is None or not links or not all(link.host.capacity for link in links.values()):
                 continue  # experts of peers whose owners have chosen them stay where they are
-            moves = await loop.run_in_executor(None, self.plan, list(links.values()))
+            moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
             if moves.loads or moves.drops:
                 _log.info("experts move: %d loads, %d drops", len(moves.loads), len(moves.drops))
             for peer, link in links.items():
@@ -86,9 +88,9 @@ class ExpertPlanner:
                     except SwarmnetError as error:
                         _log.info("experts not moved: %s", error)
 
-    def plan(self, links: Sequence[ExpertLink]) -> Moves:
-        """The next moves. Takes seconds for large models: not for the event loop."""
-        self._count()
+    def plan(self, links: Sequence[ExpertLink], since_s: float) -> Moves:
+        """The next moves, ``since_s`` after the last ones. Takes seconds for large models: not for the event loop."""
+        self._count(since_s)
         counts = self._counts
         has_rows = counts is not None and counts.rows.sum() >= MIN_ROWS * counts.blocks
         if counts is None or not (has_rows or self._dispatcher.missing()):
@@ -107,17 +109,18 @@ class ExpertPlanner:
             return Moves()
         return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most))
 
-    def _count(self) -> None:
-        """Add the rows since the last plan to the counts."""
+    def _count(self, since_s: float) -> None:
+        """Add the rows since the last plan, ``since_s`` ago, to the counts."""
         counts = self._counts
         if counts is None:
             return
-        counts.decay(PLAN_S)
+        counts.decay(since_s)
         for at, (block, experts) in enumerate(self._missing.items()):
-            rows, self._rows[block] = self._rows[block], deque(maxlen=MAX_ROWS)
+            waiting = self._rows[block]  # to which the torch thread appends meanwhile
+            rows = [waiting.popleft() for _ in range(len(waiting))]
             if not rows:
                 continue
-            chosen = torch.cat(list(rows))[-MAX_ROWS:].cpu().numpy()
+            chosen = torch.cat(rows).numpy()
             number = np.full(int(max(chosen.max(), experts[-1])) + 1, -1)
             number[experts] = np.arange(len(experts))
             numbered = number[chosen]
