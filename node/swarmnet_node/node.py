@@ -19,7 +19,7 @@ import torch
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_cache import ExpertCache
+from swarmnet_node.experts.expert_cache import CacheCounters, ExpertCache
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_planner import ExpertPlanner
@@ -306,6 +306,7 @@ class Node:
     def status(self) -> NodeStatus:
         """The status of the node."""
         engine, host, service = self._engine, self._host, self._expert_service
+        cached = self._expert_cache.counters if self._expert_cache else CacheCounters()
         return NodeStatus(
             peer_id=self._dependencies.transport.peer_id,
             state=pb.HostState.Name(self._announced_state).removeprefix("HOST_STATE_").lower(),
@@ -333,6 +334,9 @@ class Node:
             experts=format_experts(service.experts) if service else "",
             expert_rows=service.rows if service else 0,
             expert_streams=service.streams if service else 0,
+            experts_needed=cached.needed,
+            expert_hit_rate=cached.hit_rate,
+            expert_prediction_rate=cached.prediction_rate,
             trunk=trunk_status(self._dispatcher) if self._dispatcher else None,
         )
 

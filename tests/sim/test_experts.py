@@ -351,6 +351,20 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixt
     simulate(mixtral, scenario, link=LAN, limit_s=2000)
 
 
+def test_a_host_with_few_experts_in_memory_gives_the_same_tokens_and_reports_its_hits(
+    mixtral: Reference,
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        node = await ExpertLab(lab).trunk("trunk", own=(), in_memory=8)
+        assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
+        status = node.status()
+        assert status.experts_needed > 0
+        assert 0 < status.expert_hit_rate < 1
+        assert status.expert_prediction_rate > 0
+
+    simulate(mixtral, scenario, link=LAN)
+
+
 def test_peers_that_have_chosen_the_same_experts_share_them_out(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)

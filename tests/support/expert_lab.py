@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
-from swarmnet_node.experts.trunk import ExpertOptions
+from swarmnet_node.experts.trunk import CacheOptions, ExpertOptions
 from swarmnet_node.node import Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.models import LocalModel, resolve
@@ -92,9 +93,10 @@ class ExpertLab:
         blocks: tuple[int, int] | None = None,
         *,
         has_room: bool = False,
+        in_memory: int | None = None,
         **options: Any,
     ) -> Node:
-        """A host of blocks that has the experts ``own`` of each."""
+        """A host of blocks that has the experts ``own`` of each; with ``in_memory``, so many of all experts, and reads the others from disk."""
         executor = WaitingExecutor()
 
         def load(start: int, end: int) -> Stage:
@@ -103,6 +105,9 @@ class ExpertLab:
             return Stage.load(self.model, start, end, dtype=torch.float32, device=cpu, experts=wanted)
 
         hosting = self.lab.hosting(blocks or (0, self.model.manifest.blocks), has_room=lambda _: has_room)
+        if in_memory is not None:
+            reader = partial(self.model.expert_reader, device=torch.device("cpu"))
+            options["cache"] = CacheOptions(self.everywhere(range(NUM_EXPERTS)), reader, in_memory)
         sharing = ExpertOptions(self.load, start_on_loop=executor.start_on_loop, **options)
         return await self.lab.start(name, replace(hosting, load=load, experts=sharing), executor)
 

@@ -86,6 +86,12 @@ class NodeStatus:
     expert_rows: int = 0
     """Rows that these experts have computed since its start."""
     expert_streams: int = 0
+    experts_needed: int = 0
+    """Experts that forwards needed, with ``join --expert-memory``; an expert counts once for a block of a forward."""
+    expert_hit_rate: float = 0.0
+    """Share of these that were in memory."""
+    expert_prediction_rate: float = 0.0
+    """Share of those in predicted blocks that were predicted."""
     trunk: TrunkStatus | None = None
     """The experts of its blocks that peers compute; None if it has them all."""
     moving_to: tuple[int, ...] = ()

@@ -95,6 +95,10 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
         rows = f"{counted(node.expert_rows, 'row')}, {counted(node.expert_streams, 'open stream')}"
         found["experts"] = f"{node.experts} (blocks:experts)"
         found["for other hosts"] = rows
+    if node.experts_needed:
+        found["experts on disk"] = (
+            f"{node.expert_hit_rate:.0%} of those needed were in memory, {node.expert_prediction_rate:.0%} predicted"
+        )
     if (trunk := node.trunk) is not None:
         times = [f"{1000 * each:.1f}" for each in trunk.round_trips_s]
         peers = counted(len(times), "peer") + (f", round trips {', '.join(times)} ms" if times else "")
