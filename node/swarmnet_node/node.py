@@ -49,7 +49,6 @@ from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
@@ -81,7 +80,6 @@ class Dependencies:
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
     """Clock for the times of forwards. The loop's own clock stands still while the loop is blocked."""
-    core_lock: CoreLock = NO_CORE_LOCK
     """Lock for computing, where nodes share the cores of a machine."""
     clock: Clock = wall_clock
     """Clock by which records expire."""
@@ -486,7 +484,6 @@ class Node:
                 self._dependencies.executor,
                 self._dependencies.transport.resources,
                 max_cache_bytes=self._hosting.max_cache_bytes,
-                core_lock=self._dependencies.core_lock,
                 stopwatch=self._dependencies.stopwatch,
             )
         )

@@ -135,7 +135,6 @@ async def start(
         from swarmnet_node.supervisor import Supervisor
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
-        from swarmnet_protocols.machine.core_lock import open_core_lock
         from swarmnet_protocols.machine.devices import limit_memory
         from swarmnet_protocols.machine.threads import compute_on, use_cores
 
@@ -150,8 +149,6 @@ async def start(
             random.Random(),
             warning=lambda: watch.warning() or directory.warning(),
         )
-        if loaded.devices[0].type == "cpu":
-            dependencies = replace(dependencies, core_lock=stack.enter_context(open_core_lock()))
 
         def limit_computing(limits: Limits) -> None:
             use_cores(executor, limits.cores or every_core)

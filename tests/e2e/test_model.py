@@ -1,12 +1,9 @@
 """The public model is a transformers model: ``generate`` and ``forward`` give the same results locally and on a swarm."""
 
-import fcntl
 import signal
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from transformers import (
 )
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.core_lock import FileCoreLock
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import padded
@@ -66,42 +62,6 @@ def test_generate_gives_what_transformers_gives(
 ) -> None:
     expected = generate(tiny.reference.model, prompts, **options)
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_computes_between_forwards_of_nodes(
-    tiny: TinySwarm, is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client holds the core lock from an output until the next step; with a streamer, which may be slow, only while it computes lm_head."""
-    shared: list[tuple[str, bool]] = []
-
-    def look(part: str, *_: object) -> None:
-        with (tmp_path / "t" / "cores").open() as cores:
-            try:
-                fcntl.flock(cores, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shared.append((part, False))
-            except BlockingIOError:
-                shared.append((part, True))
-
-    def choose(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        look("choice")
-        return scores
-
-    streamer = SimpleNamespace(put=lambda _: None, end=lambda: None) if is_streamed else None
-    parts = {"embedding": tiny.model.get_input_embeddings(), "head": tiny.model.get_output_embeddings()}
-    with FileCoreLock.open(tmp_path / "t") as core_lock:
-        monkeypatch.setattr(tiny.model, "core_lock", core_lock)
-        hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
-        generate(tiny.model, PROMPTS[:1], max_new_tokens=2, logits_processor=[choose], streamer=streamer)
-        for hook in hooks:
-            hook.remove()
-        look("end")
-    step = [
-        ("embedding", False),
-        ("head", True),
-        ("choice", not is_streamed),
-    ]  # embedded again by the chain, which logs ids
-    assert shared == [("embedding", False), *step, ("embedding", not is_streamed), *step, ("end", False)]
 
 
 def test_another_seed_gives_another_sample(tiny: TinySwarm) -> None:

@@ -38,7 +38,6 @@ from swarmnet_client.swarm.swarm import Swarm, Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
-from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock, open_core_lock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import embed
 
@@ -62,7 +61,6 @@ class _Call:
     unpadded: Unpadded | None
     is_alone: bool
     is_training: bool
-    head: ExitStack
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, n, D] through all blocks."""
@@ -80,12 +78,8 @@ class _Call:
                 self.model.blocks, hidden_states, self.new.columns, self.client_adapter.tensors()
             )
         inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
-        between = self.model._between
-        if between is not None:
-            between.close()
         output = self.cache.extend(inputs, self.new, self.client_adapter)
         self.model.blocks.report = self.cache.report
-        (self.head if between is None else between).enter_context(self.model.core_lock.briefly())
         return output.to(hidden_states)
 
 
@@ -99,14 +93,10 @@ class SwarmModel:
     _runtime: Runtime
     _session: SwarmCache | None
     _generating: SwarmCache | None
-    _between: ExitStack | None
-    """While ``generate`` runs: holds the core lock from a step's outputs to the next step."""
     _step_times: StepTimes
     """Times of decode steps, from which the length of drafts follows."""
     _draft_model: DraftModel | None
     _closing: ExitStack
-    core_lock: CoreLock
-    """Held while lm_head is computed: nodes on this machine use the same cores."""
 
     def run(self, work: Any) -> Any:
         """Run a coroutine on the client's event loop and wait for it."""
@@ -199,12 +189,10 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None
     model._generating = None
-    model._between = None
     model._step_times = StepTimes()
     model._draft_model = None
     model._closing = ExitStack()
     model._closing.callback(runtime.close)
-    model.core_lock = NO_CORE_LOCK
     wrapped: SwarmModel = model
     return wrapped
 
@@ -233,8 +221,6 @@ def load(
         if options.draft:
             model._draft_model = DraftModel.load(local, options)
             model._closing.callback(model._draft_model.close)
-        if options.device.type == "cpu":
-            model.core_lock = model._closing.enter_context(open_core_lock())
         return model
     except BaseException:
         runtime.close()
@@ -292,7 +278,6 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 unpadded=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
                 is_alone=is_alone,
                 is_training=is_training,
-                head=stack,
             )
             output = architecture.forward(
                 self,
@@ -343,9 +328,6 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             cache.recheck_adapter()
             self._generating = cache
             stack.callback(setattr, self, "_generating", None)
-            if kwargs.get("streamer") is None:  # a streamer may take its time
-                self._between = stack.enter_context(ExitStack())
-                stack.callback(setattr, self, "_between", None)
             config = {"generation_config": args[0]} if args else {}
             if speculate and may_speculate(self, ids, config | kwargs) and not _is_prompted(self):
                 kwargs["custom_generate"] = SpeculativeDecoding(

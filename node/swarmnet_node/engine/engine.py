@@ -9,8 +9,7 @@ Work comes in two kinds:
    or when sessions have had priority for long enough.
 
 Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor graphs need locks. The loop
-decides on the asyncio thread and hands over one computation at a time. Nodes that share a machine take turns at its cores
-(``core_lock``).
+decides on the asyncio thread and hands over one computation at a time.
 
 Memory: the bytes of each sequence's KV cache count in a scope of its client, from :meth:`Engine.register` to
 :meth:`Engine.release`. Saved autograd graphs use what caches leave free, and make room for them.
@@ -37,8 +36,6 @@ from swarmnet_node.engine.scheduler import Waiting, batching_delay_s, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, CoreLock
-from swarmnet_protocols.machine.threads import on_half_the_cores
 from swarmnet_protocols.net.limits.resources import (
     RETRY_S,
     Reservation,
@@ -138,7 +135,6 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        core_lock: CoreLock,
         stopwatch: Callable[[], float],
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
@@ -157,7 +153,6 @@ class Engine:
         self._resources = resources
         self._system = resources.system
         self._executor = executor
-        self._core_lock = core_lock
         self.stopwatch = stopwatch
         self._steps: list[_StepWork] = []
         self._passes: deque[_PassWork] = deque()
@@ -178,12 +173,11 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        core_lock: CoreLock = NO_CORE_LOCK,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """An engine whose loop runs as long as the context; the KV caches of all clients take at most ``max_cache_bytes``.
 
-        ``executor`` has one thread, the torch thread. Each forward holds ``core_lock``; passes run beside those of other nodes.
+        ``executor`` has one thread, the torch thread.
         ``stopwatch`` returns seconds, by which forwards are timed.
         """
         engine = cls(
@@ -191,7 +185,6 @@ class Engine:
             executor,
             resources,
             max_cache_bytes=max_cache_bytes,
-            core_lock=core_lock,
             stopwatch=stopwatch,
         )
         loop = asyncio.create_task(engine._loop(), name="engine")
@@ -331,17 +324,14 @@ class Engine:
                 self._wake.clear()
                 await self._wake.wait()
             if self._is_pass_next():
-                async with self._core_lock.shared() as are_others:
-                    if self._is_pass_next():
-                        work = self._passes[0]
-                        await self._run_pass(work, are_others=are_others)
-                        self._last_pass_at = asyncio.get_running_loop().time()
-                        self._remove_pass(work)
+                work = self._passes[0]
+                await self._run_pass(work)
+                self._last_pass_at = asyncio.get_running_loop().time()
+                self._remove_pass(work)
                 continue
-            async with self._core_lock.exclusive():
-                await self._wait_for_more()
-                if self._steps:  # clients may have left meanwhile
-                    await self._forward()
+            await self._wait_for_more()
+            if self._steps:  # clients may have left meanwhile
+                await self._forward()
 
     async def _wait_for_more(self) -> None:
         """Wait, at most as long as a forward takes, for sequences that are expected soon, so that they join the next forward."""
@@ -392,15 +382,12 @@ class Engine:
             if part.work.computed == len(part.work.inputs):
                 self._finish(part.work)
 
-    async def _run_pass(self, work: _PassWork, *, are_others: bool) -> None:
+    async def _run_pass(self, work: _PassWork) -> None:
         if work.done.done():
             return
         started = self.stopwatch()
         try:
-            compute = work.prepare()
-            # Nodes that compute on all cores at the same time wait for each other's threads in every product. On half the cores,
-            # each is more than half as fast.
-            result = await self._call(partial(on_half_the_cores, compute) if are_others else compute)
+            result = await self._call(work.prepare())
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return

@@ -1,8 +1,7 @@
 """Computes routed experts for other hosts, whose routers have chosen them.
 
 Requests of all hosts are computed in the order of arrival, and nothing of them is kept. A host waits for the answer in the middle of a forward, so
-requests do not take the core lock, and in a process that also hosts blocks they run on another thread. Otherwise two hosts that compute experts for
-each other would deadlock.
+in a process that also hosts blocks requests run on another thread. Otherwise two hosts that compute experts for each other would deadlock.
 """
 
 import asyncio

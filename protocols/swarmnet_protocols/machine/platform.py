@@ -44,7 +44,7 @@ else:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file until ``unlock``, its close, or the end of the process; ``shared``: beside others that share it.
+    """Lock an open file until its close or the end of the process; ``shared``: beside others that share it.
 
     Raises ``BlockingIOError`` if the lock is held, unless ``wait``, and ``OSError`` on a file system without locks.
     """
@@ -56,15 +56,6 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
     else:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
-
-
-def unlock(descriptor: int) -> None:
-    """Release a lock that is held alone, or on a system with flock(2)."""
-    if sys.platform == "win32":
-        os.lseek(descriptor, LOCK_START, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, LOCK_BYTES)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 if sys.platform == "win32":

@@ -5,13 +5,9 @@ operations, and decoding takes nearly twice as long from then on (23 ms instead 
 """
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 
 def stay_serial() -> int:
@@ -40,13 +36,3 @@ async def compute_on(computing: Executor, *serial: Executor, threads: int | None
 def use_cores(computing: Executor, threads: int) -> None:
     """Make the thread of ``computing`` use ``threads`` cores from its next operation on."""
     computing.submit(torch.set_num_threads, threads)
-
-
-def on_half_the_cores(work: Callable[[], T]) -> T:
-    """Call ``work`` in this thread with half its cores, but at least one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // 2))
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(threads)

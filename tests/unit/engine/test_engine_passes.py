@@ -5,7 +5,6 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,7 +16,6 @@ from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, MAX_BATCH_TOKENS, Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
-from swarmnet_protocols.machine.core_lock import NoCoreLock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
@@ -266,33 +264,6 @@ def test_sessions_overtake_a_pass_for_a_limited_time(forward_s: float) -> None:
                 await reading
 
     run(main())
-
-
-class Crowded(NoCoreLock):
-    """The core lock of a node that shares its cores with others."""
-
-    def shared(self) -> AbstractAsyncContextManager[bool]:
-        return nullcontext(True)
-
-
-@pytest.mark.parametrize(("core_lock", "threads"), [(NoCoreLock(), 4), (Crowded(), 2)])
-def test_a_pass_uses_half_the_cores_while_other_nodes_compute(core_lock: NoCoreLock, threads: int) -> None:
-    async def main() -> None:
-        stage = cast(Stage, Doubling())
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as executor:
-            before = await loop.run_in_executor(executor, torch.get_num_threads)
-            await loop.run_in_executor(executor, torch.set_num_threads, 4)
-            try:
-                async with Engine.run(
-                    stage, executor, ResourceManager(), max_cache_bytes=0, core_lock=core_lock
-                ) as engine:
-                    assert await engine.compute_pass(lambda: torch.get_num_threads, 1) == threads
-                    assert await engine.run_on_torch_thread(torch.get_num_threads) == 4
-            finally:
-                await loop.run_in_executor(executor, torch.set_num_threads, before)
-
-    asyncio.run(main())
 
 
 def test_a_full_device_is_reported_and_its_graphs_are_dropped() -> None:

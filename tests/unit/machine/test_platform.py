@@ -64,11 +64,11 @@ HOLD = (
     WINDOWS
     + """
 become_windows()
-from swarmnet_protocols.machine.platform import lock, unlock
+from swarmnet_protocols.machine.platform import lock
 descriptor = os.open(sys.argv[1], os.O_RDWR)
 for how in sys.argv[2:]:
     try:
-        unlock(descriptor) if how == "unlock" else lock(descriptor, shared=how == "shared", wait=how == "wait")
+        lock(descriptor, shared=how == "shared", wait=how == "wait")
         print(how, flush=True)
     except BlockingIOError:
         print("held", flush=True)
@@ -82,7 +82,6 @@ become_windows()
 from pathlib import Path
 from swarmnet.paths import locked_data_dir
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.core_lock import NO_CORE_LOCK, open_core_lock
 from swarmnet_protocols.machine.files import scratch_folder, write_whole
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.machine.platform import folder_descriptor, sync
@@ -99,8 +98,6 @@ with scratch_folder(folder) as scratch:
     (scratch / "file").touch()
 os.close(folder_descriptor(folder))
 sync(folder)
-with open_core_lock(folder) as lock:
-    assert lock is NO_CORE_LOCK
 print(*sorted(path.name for path in folder.iterdir()))
 """
 )
@@ -169,16 +166,6 @@ def test_windows_locks_of_bytes_are_exclusive_or_shared(
         with process(HOLD, path, "wait") as waiting:
             holder.kill()  # its locks end with it
             assert line(waiting) == "wait"
-
-
-def test_windows_locks_of_bytes_are_released(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    with process(HOLD, path, "alone", "unlock") as holder:
-        assert [line(holder), line(holder)] == ["alone", "unlock"]
-        with process(HOLD, path, "alone") as other:
-            assert line(other) == "alone"
-    assert path.read_bytes() == b""
 
 
 def test_keys_folders_and_locks_work_without_modes_and_owners(tmp_path: Path) -> None:
