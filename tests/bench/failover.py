@@ -33,6 +33,8 @@ TOKENS_PER_LOOK, LOOKS = 3, 4
 """Tokens between two looks are more than one, because a node may compute the next token ahead of a look."""
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
 """Goals for the stall without the replay."""
+PLAIN = "--no-speculate"
+"""The text repeats: with drafts an answer ends before a host can be cut off."""
 
 
 def faulted(
@@ -74,7 +76,7 @@ def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
 
 def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int], float]:
     """The longest stall of a run whose middle hop is cut off once the answer has begun, its tokens, and the seconds of its first token."""
-    with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
+    with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client, PLAIN) as run:
         run.wait("token")
         used = computing(run, (node for name, node in lab.swarm.nodes.items() if name.startswith("10-20")))
         lab.hosts[used].cut()
@@ -121,7 +123,7 @@ def on_loopback(folder: Path, arguments: argparse.Namespace) -> None:
 def on_emulated_links(folder: Path, arguments: argparse.Namespace) -> None:
     prompt = "Once upon a time " * (arguments.prompt_tokens // 4)
     with wan_swarm(folder / "wan", folder / "cache", Uplink(delay_s=0.0025), *SPANS) as lab:
-        with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client) as run:
+        with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client, PLAIN) as run:
             _, undisturbed = run.finish()
         cuts = [cut_off(lab, prompt) for _ in range(arguments.runs)]
         first_s = [undisturbed["first_token_s"], *(seconds for *_, seconds in cuts)]
