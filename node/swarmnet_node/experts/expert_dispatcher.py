@@ -6,7 +6,7 @@ the host computes its own experts. Its torch thread then waits for the outputs.
 
 Experts keep nothing between two requests, so that any peer with the same expert may answer:
 
-1. Each expert goes to the peer that is expected to answer first (:func:`assign`).
+1. Each row goes to as few peers as possible, of those that are not much slower than others with the same expert (``routing/expert_dispatch.py``).
 2. A peer that fails, or sends wrong outputs, is replaced by another one at once.
 3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged requests: Dean and Barroso 2013).
 4. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
@@ -18,7 +18,6 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from swarmnet_protocols.machine.aio import cancel, start_on_loop
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere, Outputs
+from swarmnet_protocols.routing.expert_dispatch import divide
 from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
@@ -55,30 +55,18 @@ MISSING_REFRESH_S = 1.0
 HEDGE_S = 0.15
 """Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which another peer is asked too."""
 HEDGE_FACTOR = 3
+SLOW_FACTOR, SLOW_S = 2.0, 0.002
+"""A peer whose answers take longer than this many times the fastest one's, and so many seconds more, is asked only for experts that no faster one has."""
+WORK_LEFT = 0.9
+"""Share of a peer's work for a block that counts in the next forward, when peers are chosen of which each would do."""
 MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
 """Loads experts of a block into the host's own memory, on any thread; returns whether it had room."""
-
-
-def assign(
-    pairs: Mapping[int, int], holders: Mapping[int, Sequence[PeerId]], seconds: Callable[[PeerId, int], float]
-) -> dict[PeerId, list[int]]:
-    """The experts that each peer is asked for. Each expert goes to the peer that is expected to finish first, with all that it is asked for.
-
-    ``pairs``: rows of each expert. ``holders``: peers that have it, at least one. ``seconds(peer, rows)``: time in which the peer computes so many
-    rows. Experts that fewer peers have are assigned first, and of those the ones with more rows.
-    """
-    asked: dict[PeerId, list[int]] = {}
-    load: Counter[PeerId] = Counter()
-    for expert in sorted(pairs, key=lambda each: (len(holders[each]), -pairs[each], each)):
-        rows = pairs[expert]
-        peer = min(holders[expert], key=lambda each: seconds(each, load[each] + rows))
-        asked.setdefault(peer, []).append(expert)
-        load[peer] += rows
-    return asked
+Pair = tuple[int, int]
+"""A row of a forward, and an expert that its router has chosen for it."""
 
 
 @dataclass
@@ -89,6 +77,8 @@ class DispatchCounters:
     """Blocks of forwards for which peers were asked."""
     rows: int = 0
     """Rows that peers were asked for; a row counts once for each of its experts."""
+    sent: int = 0
+    """Rows that were sent to peers; a row counts once for each peer."""
     failed: int = 0
     """Requests that failed: another peer was asked instead, or the host loaded the experts."""
     hedged: int = 0
@@ -102,7 +92,9 @@ class _Ask:
     """A request to one peer, in as many messages as it needs."""
 
     link: ExpertLink
-    experts: Collection[int]
+    pairs: frozenset[Pair]
+    rows: Mapping[int, list[int]]
+    """The rows of each expert, ascending."""
     answer: "asyncio.Task[Outputs]"
     late_at: float
     """Time of the loop from which on another peer is asked, too."""
@@ -132,6 +124,8 @@ class ExpertDispatcher:
         self._computing: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._changes = 0
+        self._work: dict[int, dict[PeerId, float]] = {}
+        """Seconds of work that each peer has had lately, by block."""
         self._is_closed = False
         self._has_looked = False
         """Whether the directory has been read."""
@@ -213,19 +207,27 @@ class ExpertDispatcher:
         reach has and the host has no memory for.
         """
         self.counters.blocks += 1
-        found: dict[int, torch.Tensor] = {}
+        self._work[block] = {
+            peer: WORK_LEFT * seconds
+            for peer, seconds in self._work.get(block, {}).items()
+            if peer in self._links
+        }
+        found: dict[int, _Parts] = {expert: _Parts() for expert in rows}
         asks: list[_Ask] = []
         failed: set[PeerId] = set()
-        left = {*rows}
+        left: set[Pair] = {(row, expert) for expert in rows for row in rows[expert].tolist()}
         give_up_at = math.inf
         try:
             while left:
                 seen = self._changes
-                self._ask(block, hidden, {each: rows[each] for each in sorted(left)}, asks, failed)
-                orphans = left - {expert for ask in asks for expert in ask.experts}
+                self._ask(block, hidden, left, asks, failed)
+                orphans = left.difference(*(ask.pairs for ask in asks))
                 if orphans:
-                    if await self._loaded(block, orphans):
-                        left -= orphans
+                    experts = {expert for _, expert in orphans}
+                    if await self._loaded(block, experts):
+                        left = {pair for pair in left if pair[1] not in experts}
+                        for expert in experts:  # the host computes all of their rows
+                            del found[expert]
                         continue
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
                 await self._progress(asks, give_up_at, seen)
@@ -233,51 +235,71 @@ class ExpertDispatcher:
                     asks.remove(ask)
                     if (outputs := self._outputs_of(ask)) is None:
                         failed.add(ask.link.host.peer)
-                    else:
-                        found.update({each: outputs[each] for each in ask.experts if each in left})
-                        left -= {*ask.experts}
+                    elif not left.isdisjoint(ask.pairs):
+                        for expert in found.keys() & outputs.keys():
+                            found[expert].add(ask.rows[expert], outputs[expert])
+                        left -= ask.pairs
                 if orphans & left and self._loop.time() >= give_up_at:
-                    raise self._missing({block: frozenset(orphans & left)})
+                    raise self._missing({block: frozenset(expert for _, expert in orphans & left)})
         finally:
             if asks:
                 await cancel(*(ask.answer for ask in asks))
-        return found
+        return {expert: parts.outputs(rows[expert].tolist()) for expert, parts in found.items()}
 
     def _ask(
         self,
         block: int,
         hidden: torch.Tensor,
-        rows: Mapping[int, torch.Tensor],
+        left: Collection[Pair],
         asks: list[_Ask],
         failed: Collection[PeerId],
     ) -> None:
-        """Ask peers for those experts that none is asked for, or only peers that are late."""
+        """Ask peers for those rows of experts that none is asked for, or only peers that are late."""
         now = self._loop.time()
-        holders: dict[int, list[PeerId]] = {}
-        for expert in rows:
-            present = [ask for ask in asks if expert in ask.experts]
-            if all(now >= ask.late_at for ask in present):
-                busy = {ask.link.host.peer for ask in present}
-                free = [
-                    each for each in self._holders(block, expert) if each not in failed and each not in busy
-                ]
-                if free:
-                    holders[expert] = [each for each in free if not self._links[each].is_avoided(now)] or free
-                    for ask in present:
-                        if not ask.is_hedged:
-                            ask.is_hedged = True
-                            ask.link.note_late(now)
-                            self.counters.hedged += 1
-        pairs = {expert: len(rows[expert]) for expert in holders}
-        seconds = {peer: self._links[peer].seconds_for for each in holders.values() for peer in each}
-        for peer, experts in assign(pairs, holders, lambda peer, rows: seconds[peer](rows)).items():
+        usual: dict[int, list[PeerId]] = {}
+        holders: dict[int, dict[int, list[PeerId]]] = {}
+        late: set[_Ask] = set()
+        for row, expert in sorted(left):
+            if expert not in usual:
+                usual[expert] = self._holders(block, expert, failed)
+            free, present = usual[expert], [ask for ask in asks if (row, expert) in ask.pairs]
+            if any(now < ask.late_at for ask in present):
+                continue
+            if present:
+                free = self._holders(block, expert, {*failed, *(ask.link.host.peer for ask in present)})
+            if free:
+                holders.setdefault(row, {})[expert] = free
+                late.update(present)
+        for ask in late:
+            if not ask.is_hedged:
+                ask.is_hedged = True
+                ask.link.note_late(now)
+                self.counters.hedged += 1
+        for peer, mine in self._divided(block, holders).items():
             link = self._links[peer]
-            mine = {expert: rows[expert] for expert in experts}
-            count = sum(pairs[expert] for expert in experts)
-            self.counters.rows += count
-            late_at = now + HEDGE_S + HEDGE_FACTOR * link.seconds_for(count)
-            answer = asyncio.create_task(_ask_all(link, split_rows(block, hidden, mine)))
-            asks.append(_Ask(link, experts, answer, late_at))
+            indexes = {expert: torch.tensor(each) for expert, each in mine.items()}
+            pairs = frozenset((row, expert) for expert, each in mine.items() for row in each)
+            self.counters.rows += len(pairs)
+            self.counters.sent += len({row for row, _ in pairs})
+            late_at = now + HEDGE_S + HEDGE_FACTOR * link.seconds_for(len(pairs))
+            answer = asyncio.create_task(_ask_all(link, split_rows(block, hidden, indexes)))
+            asks.append(_Ask(link, pairs, mine, answer, late_at))
+
+    def _divided(
+        self, block: int, holders: Mapping[int, Mapping[int, list[PeerId]]]
+    ) -> dict[PeerId, dict[int, list[int]]]:
+        """The rows of each expert that each peer is asked for. ``holders``: by row and expert."""
+        work = self._work[block]
+        asked: dict[PeerId, dict[int, list[int]]] = {}
+        for row, those in holders.items():
+            for peer, experts in divide(those, work, self._row_s).items():
+                mine = asked.setdefault(peer, {})
+                for expert in experts:
+                    mine.setdefault(expert, []).append(row)
+        return asked
+
+    def _row_s(self, peer: PeerId) -> float:
+        return self._links[peer].row_s
 
     async def _loaded(self, block: int, experts: set[int]) -> bool:
         """Have the host load experts that no peer has. False if it has no room, or cannot fetch them."""
@@ -339,9 +361,19 @@ class ExpertDispatcher:
             f"no peer within reach has experts {self._describe(experts)}",
         )
 
-    def _holders(self, block: int, expert: int) -> list[PeerId]:
-        """Peers within reach that have an expert."""
-        return [peer for peer, link in self._links.items() if link.is_open and link.has(block, expert)]
+    def _holders(self, block: int, expert: int, without: Collection[PeerId] = ()) -> list[PeerId]:
+        """The peers of those within reach that may be asked for an expert: none that was late or is much slower, if there are others."""
+        links = [
+            link
+            for peer, link in self._links.items()
+            if link.is_open and link.has(block, expert) and peer not in without
+        ]
+        if len(links) > 1:
+            now = self._loop.time()
+            links = [link for link in links if not link.is_avoided(now)] or links
+            slow_s = SLOW_FACTOR * min(link.seconds_for(1) for link in links) + SLOW_S
+            links = [link for link in links if link.seconds_for(1) <= slow_s]
+        return [link.host.peer for link in links]
 
     def _note_change(self) -> None:
         self._changes += 1
@@ -390,6 +422,26 @@ class ExpertDispatcher:
         return has_same_weights and any(
             experts & self.wanted.get(block, set()) for block, experts in host.experts.items()
         )
+
+
+class _Parts:
+    """The outputs of one expert, as its rows arrive from peers."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._outputs: list[torch.Tensor] = []
+
+    def add(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
+        self._rows += rows
+        self._outputs.append(outputs)
+
+    def outputs(self, rows: Sequence[int]) -> torch.Tensor:
+        """The outputs of ``rows``, in this order. If two peers have computed a row, the second answer counts."""
+        together = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs)
+        if self._rows == rows:
+            return together
+        places = {row: place for place, row in enumerate(self._rows)}
+        return together[[places[row] for row in rows]]
 
 
 async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:

@@ -1,6 +1,6 @@
-"""The peers that compute the experts of rows: a pure function of a placement, with the two measures of its cost.
+"""The peers that compute the experts of rows: a pure function of who holds them, with the two measures of its cost.
 
-The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
+Trunks divide the rows of a forward by :func:`divide`, and placements are measured by the same function (:class:`Dispatch`). The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
 
     messages = the number of (row, block, peer other than the trunk of the block) that compute an expert of the row
 
@@ -11,8 +11,9 @@ takes longest, so the second measure is
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swarmnet_protocols.net import PeerId
 
@@ -20,6 +21,33 @@ Expert = tuple[int, int]
 """The block of an expert, and its number in the block."""
 Placement = Mapping[PeerId, frozenset[Expert]]
 """The experts that each peer holds."""
+P = TypeVar("P")
+"""A peer: its ID, or its place in a list."""
+
+
+def divide(
+    holders: Mapping[int, Sequence[P]], seconds: MutableMapping[P, float], row_s: Callable[[P], float]
+) -> dict[P, list[int]]:
+    """The experts of one row that each peer computes. ``holders``: the peers that hold each of the row's experts.
+
+    The peer that holds most of them computes those, then the one that holds most of the rest, and so on; ties go to the peer with the fewest
+    ``seconds`` of work, to which its share is added: ``row_s`` is its time for one row of one expert. Raises ``LookupError`` for an expert
+    without a holder.
+    """
+    shares: dict[P, list[int]] = {}
+    rest = list(holders)
+    while rest:
+        held: dict[P, list[int]] = {}
+        for expert in rest:
+            if not holders[expert]:
+                raise LookupError(f"no peer holds expert {expert}")
+            for peer in holders[expert]:
+                held.setdefault(peer, []).append(expert)
+        best = min(held, key=lambda peer: (-len(held[peer]), seconds.get(peer, 0.0)))
+        shares[best] = held[best]
+        seconds[best] = seconds.get(best, 0.0) + len(held[best]) * row_s(best)
+        rest = [expert for expert in rest if expert not in held[best]]
+    return shares
 
 
 @dataclass(frozen=True)
@@ -50,8 +78,8 @@ class Dispatch:
         for number, peer in enumerate(peers):
             for expert in placement.get(peer.peer, ()):
                 self._holders.setdefault(expert, []).append(number)
-        self.seconds = [[0.0] * len(peers) for _ in range(blocks)]
-        """Seconds that each peer computes, by block."""
+        self.seconds = [dict.fromkeys(range(len(peers)), 0.0) for _ in range(blocks)]
+        """Seconds that each peer computes, by block and its place among the peers."""
         self.messages = 0
 
     @property
@@ -59,37 +87,22 @@ class Dispatch:
         """The second measure of the module docstring; 1 without rows."""
         speed = sum(peer.rows_per_s for peer in self._peers)
         ideal = sum(
-            sum(s * peer.rows_per_s for s, peer in zip(each, self._peers, strict=True)) / speed
+            sum(s * self._peers[number].rows_per_s for number, s in each.items()) / speed
             for each in self.seconds
         )
-        return sum(map(max, self.seconds)) / ideal if ideal else 1.0
+        return sum(max(each.values()) for each in self.seconds) / ideal if ideal else 1.0
 
     def add(self, block: int, experts: Sequence[int]) -> dict[int, list[int]]:
         """The experts of one row that each peer computes, by the peer's place among the peers.
 
-        The trunk computes the experts that it holds. The peer that holds most of the rest computes those, and so on; ties go to the peer that has
-        computed for the shortest time. Raises ``LookupError`` for an expert that no peer holds.
+        The trunk computes the experts that it holds; the rest is divided by :func:`divide`. Raises ``LookupError`` for an expert that no peer holds.
         """
-        seconds = self.seconds[block]
-        shares: dict[int, list[int]] = {}
-        rest = list(experts)
-        while rest:
-            held: dict[int, list[int]] = {}
-            for expert in rest:
-                if (block, expert) not in self._holders:
-                    raise LookupError(f"no peer holds expert {expert} of block {block}")
-                for number in self._holders[block, expert]:
-                    held.setdefault(number, []).append(expert)
-            best = min(
-                held,
-                key=lambda number: (
-                    block not in self._peers[number].trunk_of,
-                    -len(held[number]),
-                    seconds[number],
-                ),
-            )
-            shares[best] = held[best]
-            seconds[best] += len(held[best]) / self._peers[best].rows_per_s
-            self.messages += block not in self._peers[best].trunk_of
-            rest = [expert for expert in rest if expert not in held[best]]
+        holders = {expert: self._holders.get((block, expert), []) for expert in experts}
+        trunks = {number for number, peer in enumerate(self._peers) if block in peer.trunk_of}
+        holders = {
+            expert: [number for number in those if number in trunks] or those
+            for expert, those in holders.items()
+        }
+        shares = divide(holders, self.seconds[block], lambda number: 1 / self._peers[number].rows_per_s)
+        self.messages += len(shares.keys() - trunks)
         return shares

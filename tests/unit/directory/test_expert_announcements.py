@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.experts.expert_dispatcher import assign
 from swarmnet_protocols.directory import expert_announcements
 from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
@@ -19,7 +18,6 @@ from swarmnet_protocols.directory.expert_announcements import (
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.expert_choice import choose_experts
 from swarmnet_protocols.wire import records_pb2 as pb
 
@@ -122,19 +120,3 @@ def test_a_joining_peer_takes_the_experts_with_the_fewest_replicas() -> None:
     assert choose_experts(counts, [first, second], 3) == {0: {0, 1}, 1: {0}}
     assert choose_experts(counts, [second, second, first], 99) == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}
     assert choose_experts(counts, [], 0) == {}
-
-
-A, B = PeerId("a"), PeerId("b")
-
-
-def test_experts_are_asked_for_where_they_are_expected_first() -> None:
-    near = {A: 0.001, B: 0.004}
-
-    def seconds(peer: PeerId, rows: int) -> float:
-        return near[peer] + 0.001 * rows
-
-    assert assign({0: 1}, {0: [B, A]}, seconds) == {A: [0]}
-    # What only one peer has counts first; then the other peer is no later.
-    assert assign({0: 1, 1: 8}, {0: [A, B], 1: [A]}, seconds) == {A: [1], B: [0]}
-    spread = assign(dict.fromkeys(range(8), 4), {expert: [A, B] for expert in range(8)}, seconds)
-    assert {peer: len(experts) for peer, experts in spread.items()} == {A: 4, B: 4}
