@@ -63,6 +63,27 @@ def test_experts_over_peers_give_the_tokens_of_one_machine(reference: Reference,
     simulate(reference, scenario, link=LAN)
 
 
+def test_replicas_compute_different_rows_of_one_expert(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        for number, own in enumerate([*spread(2), *spread(3)]):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        trunk = await experts.trunk("trunk", own=())
+        await asyncio.sleep(1.0)
+        peers = {lab.peer_id(f"peer{number}") for number in range(5)}
+        hit = lab.once(rows_to(peers, 1), hurt(lab, "crash"))
+        async with lab.client() as swarm:
+            answers = await asyncio.gather(*(answer(lab, swarm, prompt) for prompt in PROMPTS))
+        assert hit, "the fault was never injected"
+        assert answers == [mixtral.greedy(prompt, TOKENS) for prompt in PROMPTS]
+        assert trunk.dispatcher is not None
+        assert trunk.dispatcher.counters.failed > 0
+        # Two experts of a row, of eight: both are on one peer more often than not.
+        assert trunk.dispatcher.counters.sent < 0.75 * trunk.dispatcher.counters.rows
+
+    simulate(mixtral, scenario, link=LAN)
+
+
 LONG = 12
 """Tokens of an answer during which a peer fails."""
 STALL_S = {"crash": 0.5, "hang": 3.0, "isolate": 3.0, "slow": 0.6}

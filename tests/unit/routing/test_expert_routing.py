@@ -1,18 +1,28 @@
 """On the routing of a trained model, placements of experts send fewer rows to other peers, evenly, also after the subject has changed."""
 
+import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.quantization.packed_experts import Outputs
 from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
 from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
 from swarmnet_protocols.routing.expert_use import ExpertUse
+from swarmnet_protocols.session.expert_rows import ExpertRows
 
 TRACE = Path(__file__).parents[2] / "data" / "expert_routing.npz"
 WINDOW = 256
@@ -137,4 +147,67 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
         assert all(len(present[peer.peer]) <= peer.memory_bytes for peer in peers)
     messages, busiest = measure(present, peers, measured)
     assert messages <= FEWER
+    assert busiest <= BUSIEST
+
+
+@dataclass
+class CountingLink:
+    """In place of a stream to a peer with ``placed`` experts. Experts multiply rows by their number."""
+
+    placed: frozenset[Expert]
+    host: Any
+    row_s: float = 1e-4
+    pairs: Counter[int] = field(default_factory=Counter)
+    """Rows of experts that it has computed, by block."""
+    is_open = True
+    fault = ""
+
+    def has(self, block: int, expert: int) -> bool:
+        return (block, expert) in self.placed
+
+    def is_avoided(self, _now: float) -> bool:
+        return False
+
+    def seconds_for(self, pairs: int) -> float:
+        return 0.001 + pairs * self.row_s
+
+    async def ask(self, request: ExpertRows) -> Outputs:
+        self.pairs[request.block] += request.pairs
+        return {expert: request.values[rows] * expert for expert, rows in request.rows.items()}
+
+
+async def dispatched(
+    placement: Placement, peers: Sequence[ExpertPeer], rows: Rows, together: int
+) -> tuple[int, float]:
+    """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward, and the time of the busiest peer in means."""
+    trunk: Any = ExpertDispatcher(
+        *(Mock(),) * 3,
+        {block: {*range(EXPERTS)} for block in range(BLOCKS)},
+        *(Mock(),) * 2,
+        random.Random(0),
+    )
+    links = [CountingLink(placement[each.peer], SimpleNamespace(peer=each.peer)) for each in peers]
+    trunk._links = {link.host.peer: link for link in links}
+    for first in range(0, len(rows), together):
+        hidden = torch.arange(1.0, 1.0 + len(rows[first : first + together]))[:, None]
+        for block in range(BLOCKS):
+            ids = torch.tensor(rows[first : first + together, block])
+            chosen = {expert: torch.where(ids == expert)[0] for expert in ids.unique().tolist()}
+            outputs = await trunk.compute(block, hidden, chosen)
+            assert all(torch.equal(outputs[each], hidden[chosen[each]] * each) for each in chosen)
+    longest = sum(max(link.pairs[block] for link in links) for block in range(BLOCKS))
+    return trunk.counters.sent, longest * len(links) / sum(link.pairs.total() for link in links)
+
+
+@pytest.mark.parametrize("subject", ["code", "prose"])
+@pytest.mark.parametrize("together", [1, 8, 64])
+def test_the_dispatcher_of_a_trunk_saves_what_the_placement_promises(subject: str, together: int) -> None:
+    counted, measured = recorded(subject)
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(counted)
+    peers = group(1.5, has_trunk=False)
+    placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    sent, busiest = asyncio.run(dispatched(placement, peers, measured, together))
+    usual, _ = asyncio.run(dispatched(contiguous(peers), peers, measured, together))
+    assert sent <= FEWER * usual
     assert busiest <= BUSIEST
