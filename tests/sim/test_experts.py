@@ -63,7 +63,7 @@ def test_experts_over_peers_give_the_tokens_of_one_machine(reference: Reference,
     simulate(reference, scenario, link=LAN)
 
 
-def test_replicas_compute_different_rows_of_one_expert(mixtral: Reference) -> None:
+def test_replicas_answer_for_a_peer_that_has_rows_of_many_sessions(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         for number, own in enumerate([*spread(2), *spread(3)]):
@@ -78,8 +78,6 @@ def test_replicas_compute_different_rows_of_one_expert(mixtral: Reference) -> No
         assert answers == [mixtral.greedy(prompt, TOKENS) for prompt in PROMPTS]
         assert trunk.dispatcher is not None
         assert trunk.dispatcher.counters.failed > 0
-        # Two experts of a row, of eight: both are on one peer more often than not.
-        assert trunk.dispatcher.counters.sent < 0.75 * trunk.dispatcher.counters.rows
 
     simulate(mixtral, scenario, link=LAN)
 
