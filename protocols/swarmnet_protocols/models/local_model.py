@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, 
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
+    OpenedFiles,
     WeightForm,
     hash_pieces,
     sha256_of,
@@ -151,11 +153,12 @@ class LocalModel:
         """Fetch what is missing of these tensors, or of ``slices`` of them. Hash the files that contain them, and those without tensors, once each."""
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
-        weights = self._checkpoint.holders(self._checkpoint.tensor_names)
         partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces, slices)}
         wanted = self._checkpoint.holders(tensors) - partial
-        for file in self.manifest.files:
-            if file.name not in self._checked and (file.name in wanted or file.name not in weights):
+        unchecked = [file for file in self.manifest.files if file.name not in self._checked]
+        weights = self._checkpoint.holders(self._checkpoint.tensor_names) if unchecked else set()
+        for file in unchecked:
+            if file.name in wanted or file.name not in weights:
                 self._check_file(file, self._progress)
 
     def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
@@ -205,7 +208,10 @@ class LocalModel:
         if form.experts:
             from swarmnet_protocols.models.checkpoints.expert_weights import wanted_slices
 
-            places = self._checkpoint.expert_places(names, first_block, model)
+            places = form.places
+            if places is None:
+                places = self._checkpoint.expert_places(names, first_block, model)
+                form = replace(form, places=places)
             slices = wanted_slices(places, self._checkpoint.naming.block_of, form.experts)
         self._check(names, slices)
         return self._checkpoint.state_dict(names, first_block, model, form)
@@ -294,10 +300,19 @@ class LocalModel:
         model: Any = build_experts(self.config, block).empty()
         names = self._experts_tensors(block, model)
         places = self._checkpoint.expert_places(names, block, model)
+        opened: OpenedFiles = {}
 
         def read(experts: "Collection[int]") -> "Mapping[str, ExpertMatrices]":
-            wanted = [name for name in names if name in places and places[name].has(experts)]
-            form = WeightForm(device, packed=True, quantized=quantized, experts={block: experts})
+            own = {name: place for name, place in places.items() if place.has(experts)}
+            wanted = list(own)
+            form = WeightForm(
+                device,
+                packed=True,
+                quantized=quantized,
+                experts={block: experts},
+                places=own,
+                opened=opened,
+            )
             found = self._state_dict(wanted, block, model, form)
             return {name.rpartition(".")[2]: matrices for name, matrices in found.items()}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 
 from swarmnet_node.engine.stage import Stage
@@ -11,6 +12,7 @@ from swarmnet_node.experts.expert_cache import ExpertCache
 from swarmnet_node.experts.trunk import CacheOptions, open_cache
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.packed_experts import has_expert
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.support.expert_lab import NUM_EXPERTS, save_experts
 
 CPU = torch.device("cpu")
@@ -83,3 +85,31 @@ def test_experts_used_long_ago_leave_memory_first(model: LocalModel) -> None:
     assert all(has_expert(module, expert) for _, expert in used)
     assert in_memory(stage) == len(cache._used)
     cache.close()
+
+
+def test_files_are_opened_again_only_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = resolve(str(save_experts("mixtral", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    opened: list[Path] = []
+    really_open = safetensors.safe_open
+
+    def counting(path: Path, framework: str) -> Any:
+        opened.append(path)
+        return really_open(path, framework=framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", counting)
+    read = model.expert_reader(0, device=CPU)
+
+    def numbers() -> list[torch.Tensor]:
+        matrices = [each[1] for each in read([1]).values()]
+        return [each.dequantize() if isinstance(each, PackedTensor) else each for each in matrices]
+
+    first = numbers()
+    for expert in range(NUM_EXPERTS):
+        read([expert])
+    [path] = opened
+    path.write_bytes(path.read_bytes())
+    again = numbers()
+    assert opened == [path, path]
+    assert all(map(torch.equal, again, first))

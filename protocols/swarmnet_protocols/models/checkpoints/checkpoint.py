@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
+OpenedFiles = dict[str, tuple[tuple[int, ...], Any]]
+"""The state of a file on disk when it was opened, and its open file, by the name of the file."""
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that transformers raises for a config that describes no model. RuntimeError includes NotImplementedError."""
@@ -68,6 +70,10 @@ class WeightForm:
     """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
     experts: "ChosenExperts" = field(default_factory=dict)
     """The experts to read, by block; of blocks that are not listed, all. If not empty, experts are read one by one, packed or not."""
+    places: "Mapping[str, ExpertPlace] | None" = None
+    """The places of the tensors with weights of experts, if they are known: finding them takes longer than reading a small expert."""
+    opened: "OpenedFiles | None" = None
+    """Where files stay open for the next read; None: they are closed after this one."""
 
 
 class ModelCheckpoint(Protocol):

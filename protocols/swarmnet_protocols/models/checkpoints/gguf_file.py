@@ -315,7 +315,9 @@ class GgufCheckpoint:
         processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
-        places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
+        places = form.places
+        if places is None:
+            places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
         reader = ExpertReader(places, _NAMING.block_of, form.experts, form.device)
         with self.path.open("rb") as file:
             for name in names:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm
+from swarmnet_protocols.models.checkpoints.checkpoint import (
+    CONFIG_FAULTS,
+    BlockNaming,
+    OpenedFiles,
+    WeightForm,
+)
 from swarmnet_protocols.models.checkpoints.language_model import language_config
 
 if TYPE_CHECKING:
@@ -300,18 +305,21 @@ class SafetensorsCheckpoint:
         }
         device, quantized = form.device, form.quantized
         is_packed = form.packed and (quantized is not None or device.type == "cpu")
-        places = self.expert_places(names, first_block, model)
+        places = self.expert_places(names, first_block, model) if form.places is None else form.places
         reader = ExpertReader(places, self.naming.block_of, form.experts, device)
         names = [name for name in names if reader.has_wanted(name)]
-        opened: dict[str, Any] = {}
+        files: OpenedFiles = {} if form.opened is None else form.opened
         for file in self.holders(names):
+            path = self.path_of(file)
             try:
-                opened[file] = safe_open(self.path_of(file), framework="pt")
+                state = _state_of(path)
+                if file not in files or files[file][0] != state:
+                    files[file] = state, safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise IntegrityError(f"{self.path_of(file)} cannot be read: {error}") from error
+                raise IntegrityError(f"{path} cannot be read: {error}") from error
 
         def slice_of(name: str) -> Any:
-            return opened[self._file_of[name]].get_slice(name)
+            return files[self._file_of[name]][1].get_slice(name)
 
         def matrix_of(tensor: Any, place: "ExpertPlace", index: slice) -> PackedTensor:
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
@@ -358,6 +366,12 @@ class SafetensorsCheckpoint:
             name: places.of(self.naming.renumbered(weight, first_block)) for name, weight in weights.items()
         }
         return {name: place for name, place in found.items() if place is not None}
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Numbers that differ if a file is another one, or was written to."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
