@@ -32,7 +32,14 @@ import torch
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import EngineCounters
-from swarmnet_node.engine.scheduler import Waiting, batching_delay_s, schedule
+from swarmnet_node.engine.scheduler import (
+    SHORT_TOKENS,
+    Service,
+    Waiting,
+    batching_delay_s,
+    schedule,
+    shared_tokens,
+)
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
@@ -47,7 +54,7 @@ from swarmnet_protocols.net.limits.resources import (
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
-"""Most positions of one forward. A client that waits for one token waits for the whole forward."""
+"""Most positions of one forward."""
 GRAPH_CLIENT_SHARE = 2
 """The graphs of one client take at most the memory for caches divided by this."""
 RECENT_S = 1.0
@@ -70,6 +77,8 @@ class _StepWork:
     """
 
     sequence: SequenceCache
+    scope: Scope
+    """The scope of its session."""
     inputs: torch.Tensor
     stage: Stage
     done: "asyncio.Future[torch.Tensor]"
@@ -83,7 +92,8 @@ class _StepWork:
 
     @property
     def waiting(self) -> Waiting:
-        return Waiting(self.behind + len(self.inputs) - self.computed, id(self.stage))
+        tokens = self.behind + len(self.inputs) - self.computed
+        return Waiting(tokens, id(self.stage), self.scope.owner)
 
     def take(self, tokens: int) -> "_Part":
         """The next ``tokens`` positions."""
@@ -146,6 +156,8 @@ class Engine:
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
         """Seconds for one position in a forward, averaged."""
+        self._position_s = 0.0
+        """Seconds for one position in a forward of many, averaged."""
         self._forward_s = 0.0
         """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
@@ -159,9 +171,10 @@ class Engine:
         self._last_pass_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
-        self._last_work: dict[int, float] = {}
-        """The loop time at which each sequence, by its id, last had work."""
-        self._reservations: dict[int, tuple[SequenceCache, Reservation]] = {}
+        self._last_work: dict[int, tuple[float, Scope]] = {}
+        """The loop time at which each sequence, by its id, last had work, and the scope of its session."""
+        self._service = Service()
+        self._reservations: dict[int, tuple[SequenceCache, Reservation, Scope]] = {}
         self.limit_caches(max_cache_bytes)
 
     @classmethod
@@ -219,14 +232,15 @@ class Engine:
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
         """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if ``scope`` has no room for its present size."""
-        self._reservations[id(sequence)] = sequence, scope.reserve(Resource.CACHE, sequence.nbytes)
+        reservation = scope.reserve(Resource.CACHE, sequence.nbytes)
+        self._reservations[id(sequence)] = sequence, reservation, scope
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
         """Give back the reservation of a sequence's KV cache. Idempotent."""
         self._last_work.pop(id(sequence), None)
         if id(sequence) in self._reservations:
-            _, reservation = self._reservations.pop(id(sequence))
+            _, reservation, _ = self._reservations.pop(id(sequence))
             reservation.release()
 
     def keep_graph(self, key: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
@@ -258,7 +272,7 @@ class Engine:
             )
             stack.pop_all()
         self._reservations.update(
-            {id(twin): (twin, each) for twin, each in zip(twins, reservations, strict=True)}
+            {id(twin): (twin, each, scope) for twin, each in zip(twins, reservations, strict=True)}
         )
         return twins
 
@@ -275,7 +289,7 @@ class Engine:
         stopped. Graphs are dropped to make room.
         """
         for sequence, inputs in rows:
-            _, reservation = self._reservations[id(sequence)]
+            _, reservation, _ = self._reservations[id(sequence)]
             needed = stage.geometry.bytes_for(sequence.length + len(inputs))
             reservation.resize(max(reservation.amount, needed))
         self.graph_cache.shrink(self._free_bytes)
@@ -284,12 +298,19 @@ class Engine:
         loop = asyncio.get_running_loop()
         works = [
             _StepWork(
-                sequence, inputs, stage, loop.create_future(), self.stopwatch(), sequence.behind, started
+                sequence,
+                self._reservations[id(sequence)][2],
+                inputs,
+                stage,
+                loop.create_future(),
+                self.stopwatch(),
+                sequence.behind,
+                started,
             )
             for sequence, inputs in rows
         ]
         self._steps.extend(works)
-        self._last_work.update((id(sequence), loop.time()) for sequence, _ in rows)
+        self._last_work.update((id(work.sequence), (loop.time(), work.scope)) for work in works)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -338,7 +359,9 @@ class Engine:
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
         self._last_work = {
-            sequence: at for sequence, at in self._last_work.items() if at > clock() - RECENT_S
+            sequence: (at, scope)
+            for sequence, (at, scope) in self._last_work.items()
+            if at > clock() - RECENT_S
         }
         while delay_s := batching_delay_s(len(self._steps), self._expected(clock()), self._forward_s):
             self._wake.clear()
@@ -350,7 +373,7 @@ class Engine:
 
     def _expected(self, now: float) -> int:
         """The number of sequences that had work recently, including those that wait."""
-        return sum(at > now - RECENT_S for at in self._last_work.values())
+        return sum(at > now - RECENT_S for at, _ in self._last_work.values())
 
     def _is_pass_next(self) -> bool:
         """Whether a pass runs next: no session has work, or sessions have had priority for long enough."""
@@ -361,7 +384,13 @@ class Engine:
 
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
-        picked = schedule([work.waiting for work in self._steps], MAX_BATCH_TOKENS)
+        sessions = {work.scope for work in self._steps} | {scope for _, scope in self._last_work.values()}
+        self._service.keep({scope.owner for scope in sessions})
+        is_shared = len(sessions) > 1
+        most = shared_tokens(self._position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
+        waiting = [work.waiting for work in self._steps]
+        picked = schedule(waiting, most, self._service.served)
+        self._service.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
         parts = [self._steps[index].take(tokens) for index, tokens in picked]
         started = self.stopwatch()
         for part in parts:
@@ -417,6 +446,9 @@ class Engine:
         self.counters.forward_s.observe(elapsed_s)
         self.counters.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
+        if tokens >= SHORT_TOKENS:
+            before = self._position_s or elapsed_s / tokens
+            self._position_s = before + SMOOTHING * (elapsed_s / tokens - before)
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _StepWork) -> None:

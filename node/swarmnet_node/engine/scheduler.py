@@ -1,53 +1,109 @@
 """Chooses the waiting work of the next forward, and how long a forward waits for more work. Pure: no torch, no clock, no I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 PREFILL_SHARE = 4
 """Prefill gets at least the batch divided by this, even while decoding could fill it, so that neither starves the other."""
+AHEAD_SHARE = 8
+"""Clients that are ahead of their share get what fills a batch up to its limit divided by this. A forward of so few positions takes hardly
+longer than that of one."""
+SHORT_TOKENS = 64
+"""Positions of work that is short in every batch, and of the smallest limit of one that several sessions share."""
+SHARED_FORWARD_S = 0.2
+"""Seconds for which a forward should last at most while several sessions have work."""
 MAX_WAIT_SHARE = 0.4
 """Share of a forward's duration for which it may wait for one more sequence."""
 MAX_WAIT_S = 0.004
 """Most seconds for which a forward waits for one more sequence. Messages that were sent together arrive within less."""
 
 
+NOTHING_SERVED: Mapping[Hashable, float] = {}
+
+
 @dataclass(frozen=True)
 class Waiting:
-    """One sequence with ``tokens`` positions to compute.
+    """One sequence of ``client`` with ``tokens`` positions to compute.
 
     ``part`` identifies the part of the stage that computes them: only work for the same part can share a forward.
     """
 
     tokens: int
     part: int
+    client: Hashable = None
 
 
-def schedule(waiting: Sequence[Waiting], max_tokens: int) -> list[tuple[int, int]]:
+class Service:
+    """The positions that each client has been served, for as long as it is active: it has work, or is expected to have some soon.
+
+    The active client with the least is the furthest behind. One that becomes active begins with the least of the others, so that a pause is no
+    credit. Counters as of VTC (Sheng et al., 2024).
+    """
+
+    def __init__(self) -> None:
+        self.served: dict[Hashable, float] = {}
+
+    def keep(self, active: Collection[Hashable]) -> None:
+        """Add the active clients, and forget all others."""
+        stay = {client: served for client, served in self.served.items() if client in active}
+        least = min(stay.values(), default=0.0)
+        self.served = dict.fromkeys(active, least) | stay
+
+    def charge(self, parts: Iterable[tuple[Hashable, int]], max_tokens: int) -> None:
+        """Count the parts (client, positions) of a batch of at most ``max_tokens``, for every client no fewer than ``AHEAD_SHARE`` of it: a
+        forward of fewer takes as long."""
+        used: dict[Hashable, int] = {}
+        for client, positions in parts:
+            used[client] = used.get(client, 0) + positions
+        for client, positions in used.items():
+            self.served[client] = self.served.get(client, 0.0) + max(positions, max_tokens // AHEAD_SHARE)
+
+
+def shared_tokens(position_s: float, max_tokens: int) -> int:
+    """Most positions of a forward while several sessions have work: a step that arrives waits for one forward. At most ``max_tokens``.
+
+    ``position_s``: seconds for one position in a forward of many; 0 if it was not measured yet.
+    """
+    lasting = SHARED_FORWARD_S / position_s if position_s else 0.0
+    return int(min(max_tokens, max(SHORT_TOKENS, lasting)))
+
+
+def schedule(
+    waiting: Sequence[Waiting], max_tokens: int, served: Mapping[Hashable, float] = NOTHING_SERVED
+) -> list[tuple[int, int]]:
     """The next batch from work in order of arrival: (index into ``waiting``, its tokens), at most ``max_tokens`` in all.
 
-    The oldest work determines the part of the stage. Short work (decoding, short prompts) has priority, because a client waits for each of its
-    tokens. Long work is split to fill the rest of the batch, but at least its share.
+    ``served``: the positions that each active client has been served. The client that is the furthest behind is first: its oldest work
+    determines the part of the stage, and is in the batch. Short work (decoding, short prompts) has priority, because a client waits for each
+    of its tokens. Long work is split to fill the batch, or its share of it beside short work. A client that would be more than
+    ``max_tokens`` ahead of the first one waits, except for what ``AHEAD_SHARE`` leaves.
     """
     if not waiting:
         return []
-    part = waiting[0].part
-    order = [index for index, work in enumerate(waiting) if work.part == part]
+    least = min(served.values(), default=0.0)
+    ahead = [served.get(work.client, least) - least for work in waiting]
+    order = sorted(range(len(waiting)), key=ahead.__getitem__)
+    part = waiting[order[0]].part
     share = max(1, max_tokens // PREFILL_SHARE)
-    short = [index for index in order if waiting[index].tokens <= share]
-    long = [index for index in order if waiting[index].tokens > share]
-    free = max_tokens - (share if long else 0)
+    short_tokens = max(share, min(SHORT_TOKENS, max_tokens))
+    short: list[int] = []
+    long: list[int] = []
+    for index in order:
+        if waiting[index].part == part:
+            (short if waiting[index].tokens <= short_tokens else long).append(index)
+    allowed = {work.client: int(max_tokens - lead) for work, lead in zip(waiting, ahead, strict=True)}
     batch: list[tuple[int, int]] = []
-    for index in short:
-        tokens = waiting[index].tokens
-        if tokens <= free:
-            batch.append((index, tokens))
-            free -= tokens
-    free += share if long else 0
-    for index in long:
-        tokens = min(waiting[index].tokens, free)
-        if tokens:
-            batch.append((index, tokens))
-            free -= tokens
+    total = 0
+    for indices, limit in (short, max_tokens - (share if long else 0)), (long, max_tokens):
+        until = min(limit, total + share) if indices is long and total else limit
+        for index in indices:
+            work = waiting[index]
+            allowance = max(allowed[work.client], max_tokens // AHEAD_SHARE - total)
+            tokens = min(work.tokens, until - total, allowance)
+            if tokens > 0:
+                batch.append((index, tokens))
+                allowed[work.client] -= tokens
+                total += tokens
     return batch
 
 

@@ -224,6 +224,11 @@ class Scope:
         self._waiting: dict[asyncio.Event, tuple[Resource, float]] = {}
         """Reservations that wait for an amount to be available in this scope."""
 
+    @property
+    def owner(self) -> "Scope":
+        """The scope of the peer to which this one belongs; the system scope itself."""
+        return self._path[-2:][0]
+
     def reserve(self, resource: Resource, amount: int = 1) -> Reservation:
         """Reserve an amount. Raises ``ResourceLimitReached`` at the limit of this scope or of one around it."""
         reservation = Reservation(self, resource)
