@@ -31,7 +31,14 @@ def requesting(cache_dir: Path, swarm_file: Path, *bootstrap: str) -> AnsweringP
 
 
 async def load(
-    swarm: Swarm, spec: ChainSpec, *, streams: int, prompt: int, tokens: int, for_s: float, pause_s: float = 0.0
+    swarm: Swarm,
+    spec: ChainSpec,
+    *,
+    streams: int,
+    prompt: int,
+    tokens: int,
+    for_s: float,
+    pause_s: float = 0.0,
 ) -> dict[str, Any]:
     """``streams`` requests at once for ``for_s`` seconds, each followed by another one after a random pause below ``pause_s``.
 

@@ -58,7 +58,7 @@ MAX_BATCH_TOKENS = 512
 GRAPH_CLIENT_SHARE = 2
 """The graphs of one client take at most the memory for caches divided by this."""
 RECENT_S = 1.0
-"""Seconds after its last work during which a sequence is expected to have more work."""
+"""Seconds after its last work during which a sequence or session is expected to have more work."""
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
 
@@ -171,8 +171,10 @@ class Engine:
         self._last_pass_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
-        self._last_work: dict[int, tuple[float, Scope]] = {}
-        """The loop time at which each sequence, by its id, last had work, and the scope of its session."""
+        self._last_work: dict[int, float] = {}
+        """The loop time at which each sequence, by its id, last had work."""
+        self._active: dict[Scope, float] = {}
+        """The loop time at which each session, by its scope, last had work."""
         self._service = Service()
         self._reservations: dict[int, tuple[SequenceCache, Reservation, Scope]] = {}
         self.limit_caches(max_cache_bytes)
@@ -310,7 +312,7 @@ class Engine:
             for sequence, inputs in rows
         ]
         self._steps.extend(works)
-        self._last_work.update((id(work.sequence), (loop.time(), work.scope)) for work in works)
+        self._last_work.update((id(sequence), loop.time()) for sequence, _ in rows)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -359,11 +361,14 @@ class Engine:
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
         self._last_work = {
-            sequence: (at, scope)
-            for sequence, (at, scope) in self._last_work.items()
-            if at > clock() - RECENT_S
+            sequence: at for sequence, at in self._last_work.items() if at > clock() - RECENT_S
         }
-        while delay_s := batching_delay_s(len(self._steps), self._expected(clock()), self._forward_s):
+        while delay_s := batching_delay_s(
+            len(self._steps),
+            self._expected(clock()),
+            self._forward_s,
+            lead=self._service.lead({work.scope.owner for work in self._steps}),
+        ):
             self._wake.clear()
             try:
                 async with asyncio.timeout(min(delay_s, until - clock())):
@@ -373,7 +378,8 @@ class Engine:
 
     def _expected(self, now: float) -> int:
         """The number of sequences that had work recently, including those that wait."""
-        return sum(at > now - RECENT_S for at, _ in self._last_work.values())
+        recent = {sequence for sequence, at in self._last_work.items() if at > now - RECENT_S}
+        return len(recent | {id(work.sequence) for work in self._steps})
 
     def _is_pass_next(self) -> bool:
         """Whether a pass runs next: no session has work, or sessions have had priority for long enough."""
@@ -384,9 +390,11 @@ class Engine:
 
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
-        sessions = {work.scope for work in self._steps} | {scope for _, scope in self._last_work.values()}
-        self._service.keep({scope.owner for scope in sessions})
-        is_shared = len(sessions) > 1
+        clock = asyncio.get_running_loop().time
+        self._active |= {work.scope: clock() for work in self._steps}
+        self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
+        self._service.keep({scope.owner for scope in self._active})
+        is_shared = len(self._active) > 1
         most = shared_tokens(self._position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
         waiting = [work.waiting for work in self._steps]
         picked = schedule(waiting, most, self._service.served)
@@ -403,6 +411,7 @@ class Engine:
             self._drop([part.work for part in parts], error)
             return
         self._account(sum(tokens for _, tokens in picked), self.stopwatch() - started)
+        self._active |= {part.work.scope: clock() for part in parts}
         for part in parts:
             part.work.behind -= part.again
         for part, result in zip((part for part in parts if len(part.inputs)), results, strict=True):
@@ -453,6 +462,8 @@ class Engine:
 
     def _finish(self, work: _StepWork) -> None:
         self._steps.remove(work)
+        if id(work.sequence) in self._reservations:  # not released meanwhile
+            self._last_work[id(work.sequence)] = asyncio.get_running_loop().time()
         if not work.done.done():
             work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
 

@@ -1,21 +1,28 @@
 """Chooses the waiting work of the next forward, and how long a forward waits for more work. Pure: no torch, no clock, no I/O."""
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 PREFILL_SHARE = 4
 """Prefill gets at least the batch divided by this, even while decoding could fill it, so that neither starves the other."""
-AHEAD_SHARE = 8
+AHEAD_SHARE = 4
 """Clients that are ahead of their share get what fills a batch up to its limit divided by this. A forward of so few positions takes hardly
 longer than that of one."""
-SHORT_TOKENS = 64
+MIN_CHARGE = 2
+"""Least number of positions that a client is charged for one forward: single positions cost more time than those of a prompt."""
+MAX_AHEAD = 2
+"""Batches by which a client is counted to be ahead at most, so that it catches up soon when it asks for less."""
+SHORT_TOKENS = 32
 """Positions of work that is short in every batch, and of the smallest limit of one that several sessions share."""
-SHARED_FORWARD_S = 0.2
+SHARED_FORWARD_S = 0.1
 """Seconds for which a forward should last at most while several sessions have work."""
 MAX_WAIT_SHARE = 0.4
 """Share of a forward's duration for which it may wait for one more sequence."""
 MAX_WAIT_S = 0.004
 """Most seconds for which a forward waits for one more sequence. Messages that were sent together arrive within less."""
+MAX_WAIT_BEHIND_S = 0.02
+"""The same while all clients that wait are ahead of another one, whose next step comes after an answer to it."""
 
 
 NOTHING_SERVED: Mapping[Hashable, float] = {}
@@ -49,14 +56,20 @@ class Service:
         least = min(stay.values(), default=0.0)
         self.served = dict.fromkeys(active, least) | stay
 
+    def lead(self, clients: Collection[Hashable]) -> float:
+        """Positions by which all of these clients are ahead of an active one."""
+        least = min(self.served.values(), default=0.0)
+        return min((self.served.get(client, least) for client in clients), default=least) - least
+
     def charge(self, parts: Iterable[tuple[Hashable, int]], max_tokens: int) -> None:
-        """Count the parts (client, positions) of a batch of at most ``max_tokens``, for every client no fewer than ``AHEAD_SHARE`` of it: a
-        forward of fewer takes as long."""
-        used: dict[Hashable, int] = {}
+        """Count the parts (client, positions) of a batch of at most ``max_tokens``, all of active clients."""
+        used: Counter[Hashable] = Counter()
         for client, positions in parts:
-            used[client] = used.get(client, 0) + positions
+            used[client] += positions
         for client, positions in used.items():
-            self.served[client] = self.served.get(client, 0.0) + max(positions, max_tokens // AHEAD_SHARE)
+            self.served[client] += max(positions, MIN_CHARGE)
+        most = min(self.served.values()) + MAX_AHEAD * max_tokens
+        self.served = {client: min(served, most) for client, served in self.served.items()}
 
 
 def shared_tokens(position_s: float, max_tokens: int) -> int:
@@ -107,10 +120,13 @@ def schedule(
     return batch
 
 
-def batching_delay_s(waiting: int, expected: int, forward_s: float) -> float:
+def batching_delay_s(waiting: int, expected: int, forward_s: float, lead: float = 0.0) -> float:
     """Seconds that a forward of ``waiting`` sequences, which takes ``forward_s``, should wait for one more.
 
     0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host computes together reach the next host
-    one message after another. A forward that began with the first one alone would keep them apart in all later forwards.
+    one message after another. A forward that began with the first one alone would keep them apart in all later forwards. ``lead``: positions
+    by which the clients that wait are ahead of one that is expected, which would otherwise wait for a forward of theirs with each of its steps.
     """
-    return min(MAX_WAIT_S, MAX_WAIT_SHARE * forward_s) if 0 < waiting < expected else 0.0
+    if not 0 < waiting < expected:
+        return 0.0
+    return min(MAX_WAIT_BEHIND_S if lead >= SHORT_TOKENS else MAX_WAIT_S, MAX_WAIT_SHARE * forward_s)
