@@ -100,6 +100,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.wan_prompt
 	$(BIN)/python -m tests.bench.speculation
 	$(BIN)/python -m tests.bench.prefix_reuse
+	$(BIN)/python -m tests.bench.fairness
 	$(BIN)/python -m tests.bench.nat
 	$(BIN)/python -m tests.bench.transports
 	$(BIN)/python -m tests.bench.tuning

@@ -6,7 +6,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from swarmnet_node.engine import engine
+from swarmnet_node.engine import engine, scheduler
+from swarmnet_node.engine.scheduler import Service
 from swarmnet_protocols.membership import handshake, revocations
 from swarmnet_protocols.net import typed_stream
 from swarmnet_protocols.net.limits import resources, subnets
@@ -30,6 +31,7 @@ from tests.sim import (
     test_training_exchanges,
 )
 from tests.unit.directory import test_dht_rpc
+from tests.unit.engine import test_fairness
 from tests.unit.hosting import test_node_reports
 from tests.unit.net import test_hostile_messages, test_probes, test_resources
 from tests.web_defences import patched
@@ -160,6 +162,21 @@ FLOODS = (
         "the memory for graphs of one client is limited",
         replacing(engine, "GRAPH_CLIENT_SHARE", 1),
         of_a_host(test_pass_graphs.test_graphs_of_one_client_take_at_most_its_share),
+    ),
+    Defence(
+        "a client that is ahead makes the forwards of others hardly longer",
+        replacing(scheduler, "AHEAD_SHARE", 1),
+        lambda _: test_fairness.test_a_client_that_is_ahead_makes_the_forwards_of_others_hardly_longer(),
+    ),
+    Defence(
+        "a client has its share of a host beside one that floods it",
+        replacing(Service, "charge", nothing),
+        lambda _: test_fairness.test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal(),
+    ),
+    Defence(
+        "forwards are short while several sessions have work",
+        replacing(engine, "shared_tokens", lambda _, max_tokens: max_tokens),
+        lambda _: test_fairness.test_a_short_request_among_long_prompts_waits_for_one_short_forward(1),
     ),
     Defence(
         "a message waits for memory",

@@ -203,6 +203,20 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 "chat with speculation", "tokens a trip", "at least 1.3", key("tokens_per_trip", kind="chat")
             ),
         ],
+        "fairness": [
+            Headline(
+                "request beside a client with ten times its share, 95th percentile",
+                "x beside an equal",
+                "below 1.3",
+                key("p95_ratio"),
+            ),
+            Headline(
+                "first token of a short request among eight prompts of 2,000",
+                "x alone",
+                "at most 2",
+                key("first_ratio"),
+            ),
+        ],
         "prefix_reuse": [
             Headline(
                 "first token with a common prompt of 1,000 tokens, after the first session's",

@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_node.engine.scheduler import MAX_WAIT_S, PREFILL_SHARE, Waiting, batching_delay_s, schedule
+from swarmnet_node.engine.scheduler import (
+    MAX_WAIT_BEHIND_S,
+    MAX_WAIT_S,
+    PREFILL_SHARE,
+    SHORT_TOKENS,
+    Waiting,
+    batching_delay_s,
+    schedule,
+)
 
 BUDGETS = st.integers(PREFILL_SHARE, 64)
 WAITING = st.lists(
@@ -41,6 +49,22 @@ def test_all_work_is_computed_in_the_end(waiting: list[Waiting], budget: int) ->
     raise AssertionError(f"{left} still wait")
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.sampled_from("abc")), min_size=1, max_size=20),
+    st.fixed_dictionaries({client: st.integers(0, 500) for client in "abc"}),
+    BUDGETS,
+)
+def test_the_client_that_is_the_furthest_behind_is_in_every_batch(
+    works: list[tuple[int, str]], served: dict[str, int], budget: int
+) -> None:
+    waiting = [Waiting(tokens, 0, client) for tokens, client in works]
+    batch = dict(schedule(waiting, budget, served))
+    least = min(served[client] for _, client in works)
+    assert any(served[works[index][1]] == least for index in batch)
+    assert sum(batch.values()) <= budget
+    assert all(1 <= tokens <= waiting[index].tokens for index, tokens in batch.items())
+
+
 @given(st.integers(1, 100), BUDGETS)
 def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles: int, budget: int) -> None:
     waiting = [Waiting(1, 0)] * singles + [Waiting(1000, 0)]
@@ -56,10 +80,11 @@ def test_single_tokens_do_not_wait_for_a_prompt(singles: int, budget: int) -> No
     assert sum(batch.get(index, 0) for index in range(1, singles + 1)) == min(singles, room)
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.just(0.0) | st.floats(1e-9, 10))
+@given(st.integers(0, 50), st.integers(0, 50), st.just(0.0) | st.floats(1e-9, 10), st.floats(0, 100))
 def test_a_forward_waits_briefly_and_only_for_expected_sequences(
-    waiting: int, expected: int, forward_s: float
+    waiting: int, expected: int, forward_s: float, lead: float
 ) -> None:
-    delay_s = batching_delay_s(waiting, expected, forward_s)
-    assert 0 <= delay_s <= min(MAX_WAIT_S, forward_s / 2)
+    delay_s = batching_delay_s(waiting, expected, forward_s, lead)
+    longest_s = MAX_WAIT_S if lead < SHORT_TOKENS else MAX_WAIT_BEHIND_S
+    assert 0 <= delay_s <= min(longest_s, forward_s / 2)
     assert (delay_s > 0) == (0 < waiting < expected and forward_s > 0)

@@ -70,7 +70,7 @@ def test_the_json_of_every_command_is_documented() -> None:
 
 
 def test_every_bench_is_on_the_page_of_results_and_all_but_those_of_hours_are_run_by_make() -> None:
-    loads = {"generating_process", "session_load", "results"}
+    loads = {"generating_process", "requesting_process", "session_load", "results"}
     modules = {module for module in (ROOT / "tests/bench").glob("*.py") if "__main__" in module.read_text()}
     benches = {bench for benches in SECTIONS.values() for bench in benches}
     assert {module.stem for module in modules} == benches | loads
