@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_node.engine import engine, scheduler
-from swarmnet_node.engine.scheduler import Service
+from swarmnet_node.engine.scheduler import ClientShares
 from swarmnet_protocols.membership import handshake, revocations
 from swarmnet_protocols.net import typed_stream
 from swarmnet_protocols.net.limits import resources, subnets
@@ -170,7 +170,7 @@ FLOODS = (
     ),
     Defence(
         "a client has its share of a host beside one that floods it",
-        replacing(Service, "charge", nothing),
+        replacing(ClientShares, "charge", nothing),
         lambda _: test_fairness.test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal(),
     ),
     Defence(

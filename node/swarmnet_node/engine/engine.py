@@ -34,7 +34,7 @@ from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import EngineCounters
 from swarmnet_node.engine.scheduler import (
     SHORT_TOKENS,
-    Service,
+    ClientShares,
     Waiting,
     batching_delay_s,
     schedule,
@@ -175,7 +175,7 @@ class Engine:
         """The loop time at which each sequence, by its id, last had work."""
         self._active: dict[Scope, float] = {}
         """The loop time at which each session, by its scope, last had work."""
-        self._service = Service()
+        self._shares = ClientShares()
         self._reservations: dict[int, tuple[SequenceCache, Reservation, Scope]] = {}
         self.limit_caches(max_cache_bytes)
 
@@ -367,7 +367,7 @@ class Engine:
             len(self._steps),
             self._expected(clock()),
             self._forward_s,
-            lead=self._service.lead({work.scope.owner for work in self._steps}),
+            lead=self._shares.lead({work.scope.owner for work in self._steps}),
         ):
             self._wake.clear()
             try:
@@ -393,12 +393,12 @@ class Engine:
         clock = asyncio.get_running_loop().time
         self._active |= {work.scope: clock() for work in self._steps}
         self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
-        self._service.keep({scope.owner for scope in self._active})
+        self._shares.keep({scope.owner for scope in self._active})
         is_shared = len(self._active) > 1
         most = shared_tokens(self._position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
         waiting = [work.waiting for work in self._steps]
-        picked = schedule(waiting, most, self._service.served)
-        self._service.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
+        picked = schedule(waiting, most, self._shares.served)
+        self._shares.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
         parts = [self._steps[index].take(tokens) for index, tokens in picked]
         started = self.stopwatch()
         for part in parts:

@@ -40,7 +40,7 @@ class Waiting:
     client: Hashable = None
 
 
-class Service:
+class ClientShares:
     """The positions that each client has been served, for as long as it is active: it has work, or is expected to have some soon.
 
     The active client with the least is the furthest behind. One that becomes active begins with the least of the others, so that a pause is no

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.scheduler import SHORT_TOKENS, Service, Waiting, schedule
+from swarmnet_node.engine.scheduler import SHORT_TOKENS, ClientShares, Waiting, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.support.doubling import Doubling
@@ -108,11 +108,11 @@ def test_a_client_that_is_ahead_makes_the_forwards_of_others_hardly_longer() -> 
 
 
 def test_a_pause_is_no_credit_and_being_ahead_is_bounded() -> None:
-    service = Service()
-    service.keep({"steady", "paused"})
+    shares = ClientShares()
+    shares.keep({"steady", "paused"})
     for _ in range(100):
-        service.charge([("steady", 30)], 32)
-    assert service.served["steady"] - service.served["paused"] == 64
-    service.keep({"steady"})
-    service.keep({"steady", "paused"})
-    assert service.served["steady"] == service.served["paused"]
+        shares.charge([("steady", 30)], 32)
+    assert shares.served["steady"] - shares.served["paused"] == 64
+    shares.keep({"steady"})
+    shares.keep({"steady", "paused"})
+    assert shares.served["steady"] == shares.served["paused"]
