@@ -30,7 +30,7 @@ class AutoSwarmModelForCausalLM:
         device: str = "auto",
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
-        standby: bool = False,
+        standby: bool | None = None,
         wire: str = "auto",
         draft: str = "",
     ) -> "SwarmModel":
@@ -38,7 +38,8 @@ class AutoSwarmModelForCausalLM:
 
         ``bootstrap`` adds addresses of peers to those in the file. ``hosts``: peer ids; only these hosts are used. ``device`` computes
         embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. ``standby``: other hosts get
-        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. ``wire``: the
+        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. None: only for long texts, and on hosts without other
+        work. ``wire``: the
         format in which activations travel: ``auto`` (as hosts compute them), ``float32``, ``bfloat16`` or ``int8`` (a quarter of the bytes,
         rounded). ``draft``: a small model with the same tokenizer, which runs in this process and proposes the next tokens; answers are the
         same. Use the model as a context manager, or ``close`` it.

@@ -9,9 +9,10 @@ from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_protocols.net.limits import subnets
+from tests.audit_defences import of_a_swarm
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.limit_defences import of_a_host
-from tests.sim import test_slots
+from tests.sim import test_handover, test_slots
 from tests.unit.hosting import test_slots as test_slot_to_evict
 
 
@@ -54,6 +55,16 @@ EVICTIONS = (
         "a standby holds no slot that another client needs",
         count_standbys_as_used,
         lambda _: test_slot_to_evict.test_a_standby_may_be_evicted_at_any_time(),
+    ),
+    Defence(
+        "other work ends a spare standby",
+        replacing(Host, "_end_spares", nothing),
+        of_a_swarm(test_handover.test_a_spare_standby_gives_way_to_other_work),
+    ),
+    Defence(
+        "a host with work takes no spare standby",
+        replacing(Host, "_is_used", nothing),
+        of_a_swarm(test_handover.test_a_spare_standby_gives_way_to_other_work),
     ),
     Defence(
         "a session without steps is evicted from a full host",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_node.hosting.session import HostedSession
@@ -53,7 +54,7 @@ async def answer(
     layout: Mapping[str, tuple[int, int]],
     act: Callable[[Chain], object],
     *,
-    standby: bool = False,
+    standby: bool | None = None,
     at: int = LEAVES_AT,
 ) -> Answer:
     """Generate an answer on nodes of ``layout``, and call ``act`` after ``at`` tokens. Afterwards no live node holds anything for it."""
@@ -132,6 +133,92 @@ def test_a_standby_takes_over_within_two_steps_when_a_host_fails(reference: Refe
 
     got = simulate(reference, scenario)
     assert (got.report.handovers, got.report.failovers) == (0, 1)
+    assert got.longest_decode_s <= 3 * STEP_S
+
+
+def spares(lab: Lab) -> list[str]:
+    """The nodes with a session of a spare standby."""
+    hosts = {name: node._host for name, node in lab.nodes.items()}
+    return [name for name, host in hosts.items() if host and any(map(is_spare, host.sessions))]
+
+
+def is_spare(session: HostedSession) -> bool:
+    return session.slot is not None and session.slot.is_spare
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "kept"), [(None, 200, 3), (None, 1000, 0), (False, 200, 0)], ids=str
+)
+def test_hops_of_a_long_session_have_spare_standbys(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, asked: bool | None, positions: int, kept: int
+) -> None:
+    monkeypatch.setattr(standby, "SPARE_POSITIONS", positions)
+    found: list[str] = []
+
+    async def scenario(lab: Lab) -> Answer:
+        def fail(chain: Chain) -> None:
+            found.extend(spares(lab))
+            lab.network.crash(lab.peer_id(holder(lab, chain, 2)))
+
+        return await answer(lab, TWO_OF_EACH, fail, standby=asked, at=TOKENS // 2)
+
+    got = simulate(reference, scenario)
+    assert len(found) == kept
+    assert got.report.failovers == 1
+    if kept:
+        assert got.longest_decode_s <= 3 * STEP_S
+
+
+def test_a_spare_standby_gives_way_to_other_work(reference: Reference) -> None:
+    """A host with a client's work takes none, and ends those that it has."""
+    seen: list[tuple[int, list[str]]] = []
+
+    async def ask(lab: Lab, busy: str) -> None:
+        async with lab.client("second") as swarm:
+            swarm.failed(lab.peer_id(busy))
+            async with lab.chain(swarm) as chain:
+                await lab.generate(chain, PROMPT, TOKENS, lambda number: seen.append((number, spares(lab))))
+
+    async def scenario(lab: Lab) -> None:
+        asking: list[asyncio.Task[None]] = []
+
+        def begin(chain: Chain) -> None:
+            seen.append((-1, spares(lab)))
+            asking.append(asyncio.create_task(ask(lab, holder(lab, chain, 0))))
+
+        await answer(lab, {"one": (0, 6), "other": (0, 6)}, begin)
+        await asking[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standby, "SPARE_POSITIONS", 200)
+        simulate(reference, scenario)
+    before, *during = seen
+    assert len(before[1]) == 1
+    assert [names for _, names in during] == [[]] * TOKENS
+
+
+def test_a_spare_standby_becomes_a_hop_that_does_not_give_way(reference: Reference) -> None:
+    """After a take-over, other work does not end the session."""
+
+    async def scenario(lab: Lab) -> Answer:
+        asking: list[asyncio.Task[None]] = []
+
+        async def ask() -> None:
+            async with lab.client("second") as swarm, lab.chain(swarm) as chain:
+                await lab.generate(chain, PROMPT, 4)
+
+        def fail(chain: Chain) -> None:
+            lab.network.crash(lab.peer_id(holder(lab, chain, 0)))
+            asking.append(asyncio.create_task(ask()))
+
+        got = await answer(lab, {"one": (0, 6), "other": (0, 6)}, fail, at=TOKENS // 2)
+        await asking[0]
+        return got
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standby, "SPARE_POSITIONS", 200)
+        got = simulate(reference, scenario)
+    assert got.report.failovers == 1
     assert got.longest_decode_s <= 3 * STEP_S
 
 

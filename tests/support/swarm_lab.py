@@ -225,7 +225,7 @@ class Lab:
             )
             yield await stack.enter_async_context(watching)
 
-    def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool = False) -> Any:
+    def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool | None = None) -> Any:
         blocks = self.reference.local.manifest.blocks
         spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby)
         return Chain.open(swarm, spec, self.reference.embed)

@@ -5,6 +5,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 
@@ -27,6 +28,17 @@ _ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16}
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
+class SessionRole(Enum):
+    """What a session on a host is for."""
+
+    HOP = auto()
+    """It is a hop of the chain, or of a standby and sends to the next one."""
+    STANDBY = auto()
+    """It is the last of a standby's sessions, and sends to no peer yet."""
+    SPARE = auto()
+    """It is the session of a standby, and its host may refuse or end it for other work."""
+
+
 @dataclass(frozen=True)
 class ChainSpec:
     """The requirements of a chain.
@@ -34,7 +46,8 @@ class ChainSpec:
     It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which the client has as
     ``dtype``. ``wire``: the element type in which they travel; None: that of the sending host. Hosts apply ``adapter``; the positions of
     its prefix count as positions of every sequence. ``log_bytes`` bounds the log of inputs that the client keeps for replays. ``standby``:
-    each hop has a standby, where other hosts have its blocks. ``trace`` records the times of all steps.
+    whether each hop has a standby, where other hosts have its blocks; None: only on hosts without other work, once a replay would take long.
+    ``trace`` records the times of all steps.
     """
 
     blocks: int
@@ -44,7 +57,7 @@ class ChainSpec:
     wire: torch.dtype | None = None
     log_bytes: int = 1 << 30
     adapter: Adapter | None = None
-    standby: bool = False
+    standby: bool | None = None
     trace: Trace | None = None
 
     @property
@@ -237,11 +250,11 @@ async def open_hop(
     identity: tuple[bytes, int],
     target: NextHop | None,
     *,
-    standby: bool = False,
+    role: SessionRole = SessionRole.HOP,
 ) -> LiveHop:
     """Open a session on a host.
 
-    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client, or to no peer yet from a ``standby``.
+    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client, or to no peer yet from a standby.
     ``uploads`` uploads the chain's adapter first. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
@@ -254,7 +267,8 @@ async def open_hop(
         next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
-        standby=standby,
+        standby=role is not SessionRole.HOP,
+        spare=role is SessionRole.SPARE,
         timed=spec.trace is not None,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
-from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionStream, open_hop, resume
+from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream, open_hop, resume
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel
@@ -46,11 +46,11 @@ class HopSessions:
         after: LiveHop | None,
         failed: Callable[[Hop, SwarmnetError], None],
         *,
-        standby: bool = False,
+        role: SessionRole = SessionRole.HOP,
     ) -> list[LiveHop]:
         """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
 
-        ``failed`` is told of the others. ``standby``: the last one is a standby. Raises ``ConfigError`` if no host would take the chain's adapter.
+        ``failed`` is told of the others. ``role`` is that of the last session. Raises ``ConfigError`` if no host would take the chain's adapter.
         """
         epoch = self.next_epoch()
         planned = [(hop, self.swarm.new_session()) for hop in route]
@@ -61,10 +61,14 @@ class HopSessions:
         last = planned[-1][0]
 
         async def try_to_open(hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
-            is_standby = standby and hop is last
             try:
                 live = await open_hop(
-                    self.uploads, self.spec, hop, (session, epoch), target, standby=is_standby
+                    self.uploads,
+                    self.spec,
+                    hop,
+                    (session, epoch),
+                    target,
+                    role=role if hop is last else SessionRole.HOP,
                 )
             except ConfigError:
                 raise  # the adapter is at fault: no other host would take it

@@ -10,6 +10,9 @@ A standby consists of sessions on one or more hosts that together have the block
 5. **Installed.** It is the hop now, and the sender's second link the only one (:class:`ChainSupervisor`). No step has waited.
 
 If the hop fails, the standby is installed at once, from stage 2 on: it lacks a few steps, not the whole log.
+
+Hops that leave have a standby, and all hops of a client that asks for them. Other hops have a spare one, once a replay would take long: on one
+host, which has no other work and may end it for other work.
 """
 
 import asyncio
@@ -17,11 +20,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop
+from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, SessionRole
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.wire import refusal_pb2
@@ -30,6 +34,8 @@ LATE_STEPS = 2
 """Steps that a standby may lack when it takes over from a hop that leaves: its account of them is as old as a heartbeat."""
 ATTEMPTS = 3
 """Standbys that fail before a hop which leaves is replaced without one."""
+SPARE_POSITIONS = 512
+"""Positions of a session from which its hops have spare standbys. Fewer are replayed within about a second."""
 
 
 @dataclass(eq=False)
@@ -58,13 +64,24 @@ class Standby:
 
 @dataclass(eq=False)
 class _Place:
-    """A hop that needs a standby."""
+    """A hop that needs a standby. ``is_spare``: only on a host without other work."""
 
     live: LiveHop
     sender: LiveHop | ClientLink
+    is_spare: bool = False
     preparing: asyncio.Task[None] | None = None
     standby: Standby | None = None
     failures: int = 0
+    refusing: set[PeerId] = field(default_factory=set)
+    """Hosts that have refused a spare standby. The others are asked before they are asked again."""
+
+    def stop_waiting(self) -> None:
+        """It must have a standby now, be it on a host with other work."""
+        self.is_spare, self.failures = False, 0
+        self.refusing.clear()
+        if self.preparing is not None:
+            self.preparing.cancel()
+            self.preparing = None
 
 
 @dataclass(eq=False)
@@ -98,8 +115,13 @@ class Standbys:
         place = self._places.get(live)
         return place is not None and place.failures >= ATTEMPTS
 
-    def keep(self, hops: Sequence[LiveHop], client: ClientLink, precision: str | None) -> None:
-        """Have a standby prepared for each hop of a whole chain that needs one. End those of hops that are gone, or that no sender feeds."""
+    def keep(
+        self, hops: Sequence[LiveHop], client: ClientLink, precision: str | None, positions: int
+    ) -> None:
+        """Have a standby prepared for each hop of a whole chain that needs one. End those of hops that are gone, or that no sender feeds.
+
+        ``positions``: those that a replay of the session would send.
+        """
         senders: list[LiveHop | ClientLink] = [client, *hops[:-1]]
         followers: list[LiveHop | None] = [*hops[1:], None]
         for place in list(self._places.values()):
@@ -112,10 +134,13 @@ class Standbys:
             ):
                 self.discard(standby)
         for live, sender, after in zip(hops, senders, followers, strict=True):
-            needs_one = live.leaving or self.spec.standby
+            must_have_one = live.leaving or bool(self.spec.standby)
+            is_worth_one = self.spec.standby is None and positions >= SPARE_POSITIONS
             waits = live.leaving and isinstance(sender, LiveHop) and sender.leaving and sender in self._places
-            if needs_one and not waits:
-                place = self._places.setdefault(live, _Place(live, sender))
+            if (must_have_one or is_worth_one) and not waits:
+                place = self._places.setdefault(live, _Place(live, sender, is_spare=not must_have_one))
+                if must_have_one and place.is_spare:
+                    place.stop_waiting()
                 is_given_up = live.leaving and self.has_given_up(live)
                 if place.standby is None and place.preparing is None and not is_given_up:
                     place.preparing = asyncio.create_task(self._prepare(place, after, precision))
@@ -187,15 +212,20 @@ class Standbys:
             while place.standby is None and not (place.live.leaving and place.failures >= ATTEMPTS):
                 if place.failures:
                     timing = self.swarm.timing
-                    await asyncio.sleep(min(timing.heartbeat_s * 2.0**place.failures, timing.stall_s))
+                    backoff_s = timing.heartbeat_s * 2.0 ** min(place.failures, 10)
+                    await asyncio.sleep(min(backoff_s, timing.stall_s))
                 try:
                     route = self._route(place, after, precision)
                 except NoRoute:
+                    route = []
+                if not route or (place.is_spare and len(route) > 1):
+                    place.refusing.clear()
                     await asyncio.sleep(self.swarm.timing.refresh_s)
                     continue
                 await self._open(place, route)
         finally:
-            place.preparing = None
+            if place.preparing is asyncio.current_task():
+                place.preparing = None
             self.changed.set()
 
     def _route(self, place: _Place, after: LiveHop | None, precision: str | None) -> list[Hop]:
@@ -205,16 +235,19 @@ class Standbys:
             source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
             sink=after.hop.peer if after else None,
             precision=precision,
-            avoid=frozenset({hop.peer, *self.swarm.banned}),
+            avoid=frozenset({hop.peer, *place.refusing, *self.swarm.banned}),
         )
 
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:
         opened: list[LiveHop] = []
         try:
             with contextlib.suppress(ConfigError):  # the chain's own hops meet it too
-                opened = await self.sessions.open(route, None, self._failed, standby=True)
+                role = SessionRole.SPARE if place.is_spare else SessionRole.STANDBY
+                opened = await self.sessions.open(route, None, self._failed, role=role)
             if len(opened) < len(route):
                 place.failures += 1
+                if place.is_spare:
+                    place.refusing.add(route[0].peer)
                 return
             epoch = self.sessions.next_epoch()
             place.standby = standby = Standby(place.live, place.sender, opened, epoch)

@@ -133,7 +133,8 @@ class ChainSupervisor:
             if not (self._is_resting and self._in_flight.is_empty):
                 self._is_resting = False
                 await self._repair()
-                self._standbys.keep(self._hops, self._client_link, self._precision())
+                positions = sum(self._in_flight.outbox.log.lengths.values())
+                self._standbys.keep(self._hops, self._client_link, self._precision(), positions)
 
     async def _repair(self) -> None:
         loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ class LoadOptions:
     device: torch.device
     labels: int | None = None
     packed: bool = False
-    standby: bool = False
+    standby: bool | None = None
     wire: torch.dtype | None = None
     draft: str = ""
 

@@ -221,12 +221,28 @@ class Host:
         if len(wanted.session) != SESSION_ID_BYTES or wanted.session in self._sessions:
             raise ProtocolViolation("a session id is 16 fresh bytes")
         self._check_served(wanted)
+        if wanted.spare and self._is_used():
+            raise idle()
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
         session.slot = self._take_slot(held, self._session_slots, client.stream, session.evict)
-        session.slot.stands_by = session.stands_by
+        session.slot.stands_by, session.slot.is_spare = session.stands_by, wanted.spare
+        if not wanted.spare:
+            self._end_spares()
         return session
+
+    def _is_used(self) -> bool:
+        """Whether a client waits for work of this host, or has done so lately."""
+        now = asyncio.get_running_loop().time()
+        slots = [session.slot for session in self.sessions if session.slot is not None]
+        return any(not slot.is_idle(now) for slot in slots) or bool(self._passes.total())
+
+    def _end_spares(self) -> None:
+        """End the standbys that are kept only while this host has no other work."""
+        for session in self.sessions:
+            if session.slot is not None and session.slot.is_spare:
+                session.slot.evict()
 
     def _take_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
         """A slot until ``held`` is closed. Raises ``Refusal`` if none is free."""

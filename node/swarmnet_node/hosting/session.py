@@ -115,6 +115,8 @@ class HostedSession:
         """Whether it is a standby, whose outputs are not sent yet."""
         if wanted.standby and wanted.HasField("next"):
             raise ProtocolViolation("a standby has no next hop")
+        if wanted.spare and not wanted.standby:
+            raise ProtocolViolation("only a standby is spare")
         self._is_last = not wanted.HasField("next") and not wanted.standby
         self._target = parts.next_hop(wanted.next, wanted.epoch) if wanted.HasField("next") else None
         self._tee: NextHop | None = None
@@ -323,7 +325,7 @@ class HostedSession:
         """Stop being a standby."""
         self.stands_by = False
         if self.slot is not None:
-            self.slot.stands_by = False
+            self.slot.stands_by = self.slot.is_spare = False
 
     async def _answer_from_now_on(self, epoch: int) -> None:
         """Become the last hop: answer the steps that the client lacks, and all later ones."""

@@ -34,6 +34,8 @@ class Slot:
     """Seconds within which its first work has to arrive."""
     stands_by: bool = False
     """Whether it belongs to a standby, for which no client waits, so that it may be evicted at any time."""
+    is_spare: bool = False
+    """Whether it belongs to a standby that is kept only while the host has no other work."""
 
     def worked(self) -> None:
         """Note that work has arrived."""

@@ -99,11 +99,13 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = True,
     standby: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--standby", help="Keep a standby host for each hop, which takes over at once if the hop fails."
+            "--standby/--no-standby",
+            help="Keep a standby host for each hop, which takes over at once if the hop fails. "
+            "By default for long texts, on hosts without other work.",
         ),
-    ] = False,
+    ] = None,
     adapter: Annotated[
         Path | None,
         typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
@@ -214,7 +216,7 @@ def open_model(  # noqa: PLR0913 - options of the command line
     files: tuple[Path, int | None],
     *,
     quiet: bool,
-    standby: bool = False,
+    standby: bool | None = None,
     draft: str = "",
     only_generates: bool = True,
 ) -> Iterator["SwarmModel"]:
