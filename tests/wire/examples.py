@@ -128,7 +128,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(shown=pb.Shown(received=_MANIFEST, sent=_TENSOR))
     yield pb.SessionRequest(resume=pb.Resume(session=_SESSION))
     yield pb.SessionReply(moved=pb.Moved())
-    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, standby=True))
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, standby=True, spare=True))
     yield pb.SessionRequest(tee=pb.Tee(epoch=3, standby=_PEER))
     yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, timed=True))
