@@ -329,6 +329,8 @@ def _served(setting: Setting, swarm: SimulatedSwarm, scenario: str, **notes: flo
         clients,
         lowest_block=lowest,
         lowest_throughput=min(swarm.measures.of_optimum),
+        steady_moves=(swarm.measures.moves - swarm.measures.repairs) / swarm.measures.host_s * HOUR,
+        repairs_per_leave=swarm.measures.repairs / max(swarm.measures.leaves, 1),
         **notes,
     )
 

@@ -95,7 +95,10 @@ class Measures:
     weakest: list[float] = field(default_factory=list)
     """Rate of the weakest block, divided by the mean."""
     moves: int = 0
+    repairs: int = 0
+    """Of the moves, those that fill a block without a host."""
     joins: int = 0
+    leaves: int = 0
     host_s: float = 0.0
 
     def since(self, start: float) -> "Measures":
@@ -193,6 +196,7 @@ class SimulatedSwarm:
         if not host.alive:
             return
         host.alive = False
+        self.measures.leaves += 1
         self._happened("leaves", host, silent)
         if silent:
             left_s = TIMING.record_s - self.rng.uniform(0, TIMING.announce_s)
@@ -239,6 +243,7 @@ class SimulatedSwarm:
 
     def _begin(self, host: SimulatedHost, move: Move) -> None:
         self.measures.moves += 1
+        self.measures.repairs += move.fills_gap
         host.moves += 1
         self._happened("moves", host, host.span, move)
         if self._rule.stops_to_move:
