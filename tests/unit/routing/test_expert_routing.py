@@ -176,18 +176,24 @@ class CountingLink:
         return {expert: request.values[rows] * expert for expert, rows in request.rows.items()}
 
 
-async def dispatched(
-    placement: Placement, peers: Sequence[ExpertPeer], rows: Rows, together: int
-) -> tuple[int, float]:
-    """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward, and the time of the busiest peer in means."""
+def trunk_with(links: Sequence[CountingLink]) -> Any:
+    """A dispatcher of a trunk without experts that has these links."""
     trunk: Any = ExpertDispatcher(
         *(Mock(),) * 3,
         {block: {*range(EXPERTS)} for block in range(BLOCKS)},
         *(Mock(),) * 2,
         random.Random(0),
     )
-    links = [CountingLink(placement[each.peer], SimpleNamespace(peer=each.peer)) for each in peers]
     trunk._links = {link.host.peer: link for link in links}
+    return trunk
+
+
+async def dispatched(
+    placement: Placement, peers: Sequence[ExpertPeer], rows: Rows, together: int
+) -> tuple[int, float]:
+    """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward, and the time of the busiest peer in means."""
+    links = [CountingLink(placement[each.peer], SimpleNamespace(peer=each.peer)) for each in peers]
+    trunk = trunk_with(links)
     for first in range(0, len(rows), together):
         hidden = torch.arange(1.0, 1.0 + len(rows[first : first + together]))[:, None]
         for block in range(BLOCKS):
@@ -211,3 +217,16 @@ def test_the_dispatcher_of_a_trunk_saves_what_the_placement_promises(subject: st
     usual, _ = asyncio.run(dispatched(contiguous(peers), peers, measured, together))
     assert sent <= FEWER * usual
     assert busiest <= BUSIEST
+
+
+def test_a_much_slower_peer_is_asked_only_for_what_no_faster_one_has() -> None:
+    async def ask(slow_row_s: float) -> tuple[int, int]:
+        placed = frozenset({(0, 1), (0, 2), (0, 3)})
+        fast = CountingLink(placed - {(0, 3)}, SimpleNamespace(peer="fast"))
+        slow = CountingLink(placed, SimpleNamespace(peer="slow"), slow_row_s)
+        chosen = {expert: torch.tensor([0]) for expert in (1, 2, 3)}
+        await trunk_with([fast, slow]).compute(0, torch.ones(1, 1), chosen)
+        return fast.pairs[0], slow.pairs[0]
+
+    assert asyncio.run(ask(slow_row_s=1e-4)) == (0, 3)  # as fast: one message
+    assert asyncio.run(ask(slow_row_s=1e-2)) == (2, 1)
