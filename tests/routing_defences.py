@@ -9,8 +9,11 @@ from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing
 from swarmnet_protocols.routing.chain_search import HostInfo, View
+from swarmnet_protocols.routing.rebalancing import Outlook
+from swarmnet_protocols.routing.throughput import Claim
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
+from tests.sim.scale import test_scale
 from tests.unit.client import test_client_swarm
 from tests.unit.routing import test_claimed_speed as test
 from tests.unit.routing import test_placement, test_rebalancing, test_routing
@@ -52,7 +55,25 @@ def replace_both(patch: Patch) -> None:
     patch.setattr(Exclusions, "separate", separated)
 
 
+def fill_gaps_alone(patch: Patch) -> None:
+    """Each host fills gaps at once, without the plan of all and without regard to announced moves."""
+    look = Outlook.__init__
+
+    def at_present(outlook: Outlook, claims: Sequence[Claim], *, blocks: int) -> None:
+        look(outlook, [claim for claim in claims if claim.settled], blocks=blocks)
+
+    patch.setattr(Outlook, "__init__", at_present)
+    patch.setattr(Outlook, "repairs", {})
+    patch.setattr(rebalancing, "GAP_WAIT_S", 0.0)
+    patch.setattr(rebalancing, "GAP_PAUSE_S", 0.0)
+
+
 ROUTING = (
+    Defence(
+        "a gap is filled by few hosts",
+        fill_gaps_alone,
+        lambda _: test_scale.test_few_hosts_of_short_lifetimes_serve_nearly_always(seed=2),
+    ),
     Defence(
         "no peer id attracts the pings of clients",
         ping_by_id,

@@ -32,7 +32,7 @@ import psutil
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from tests.support.faults import kill, resume, stop, stop_python
-from tests.support.generation import greedy
+from tests.support.generation import are_greedy, greedy
 from tests.support.processes import NodeProcess, Swarm, swarm
 
 THIRDS = ((0, 10), (10, 20), (20, 30))
@@ -258,7 +258,7 @@ def report(
     )
     answers = [each for client in clients for each in client.answers]
     done = [each for each in answers if "tokens" in each]
-    wrong = sum(each["tokens"] != greedy(whole, [each["prompt"]], TOKENS)[0] for each in done)
+    wrong = sum(not are_greedy(whole, [each["prompt"]], [each["tokens"]])[0] for each in done)
     stalls = sorted(each["stall_s"] for each in done)
     print(
         json.dumps(

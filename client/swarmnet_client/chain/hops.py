@@ -29,14 +29,14 @@ SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
 class SessionRole(Enum):
-    """What a session on a host is for."""
+    """The role of a session in its chain."""
 
     HOP = auto()
-    """It is a hop of the chain, or of a standby and sends to the next one."""
+    """It sends its outputs to the next hop, or to the client if it is the last hop."""
     STANDBY = auto()
-    """It is the last of a standby's sessions, and sends to no peer yet."""
+    """It is the last session of a standby, and sends to no peer until it takes over."""
     SPARE = auto()
-    """It is the session of a standby, and its host may refuse or end it for other work."""
+    """It is a standby that its host may refuse or end for other work."""
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ class _Place:
     refusing: set[PeerId] = field(default_factory=set)
     """Hosts that have refused a spare standby. The others are asked before they are asked again."""
 
-    def stop_waiting(self) -> None:
-        """It must have a standby now, be it on a host with other work."""
+    def require(self) -> None:
+        """From now on any host may be the standby, also one with other work: begin the search again, at once."""
         self.is_spare, self.failures = False, 0
         self.refusing.clear()
         if self.preparing is not None:
@@ -140,7 +140,7 @@ class Standbys:
             if (must_have_one or is_worth_one) and not waits:
                 place = self._places.setdefault(live, _Place(live, sender, is_spare=not must_have_one))
                 if must_have_one and place.is_spare:
-                    place.stop_waiting()
+                    place.require()
                 is_given_up = live.leaving and self.has_given_up(live)
                 if place.standby is None and place.preparing is None and not is_given_up:
                     place.preparing = asyncio.create_task(self._prepare(place, after, precision))

@@ -111,9 +111,8 @@ class ExpertCache:
         self._hooks.close()
         for layer in self._blocks:
             compute_elsewhere(self._blocks[layer][1], None)
-        self._threads.shutdown(
-            wait=False, cancel_futures=True
-        )  # a reading that fetches from peers needs the event loop
+        # It does not wait: a reading that fetches from peers needs the event loop.
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _elsewhere(self, layer: int, otherwise: Elsewhere | None) -> Elsewhere:
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
@@ -157,10 +156,8 @@ class ExpertCache:
         for key in [key for key, reading in self._reading.items() if reading.done()]:
             if self._reading[key].exception() is None:
                 self._put(*key)
-            else:
-                del self._reading[
-                    key
-                ]  # a prediction that cannot be read fails no forward: it is read again if it is needed
+            else:  # a prediction fails no forward: the expert is read again if it is needed
+                del self._reading[key]
         needed = {*inputs[1].flatten().tolist()} & self._own[layer]
         present = {expert for expert in needed if has_expert(module, expert)}
         for expert in present:

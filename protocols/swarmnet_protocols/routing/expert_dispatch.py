@@ -1,6 +1,8 @@
 """The peers that compute the experts of rows: a pure function of who holds them, with the two measures of its cost.
 
-Trunks divide the rows of a forward by :func:`divide`, and placements are measured by the same function (:class:`Dispatch`). The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
+Trunks divide the rows of a forward by :func:`divide`, and placements are measured by the same function (:class:`Dispatch`).
+
+The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
 
     messages = the number of (row, block, peer other than the trunk of the block) that compute an expert of the row
 

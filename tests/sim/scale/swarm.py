@@ -96,7 +96,7 @@ class Measures:
     """Rate of the weakest block, divided by the mean."""
     moves: int = 0
     repairs: int = 0
-    """Of the moves, those that fill a block without a host."""
+    """Moves that fill a block without a host; ``moves`` counts them, too."""
     joins: int = 0
     leaves: int = 0
     host_s: float = 0.0

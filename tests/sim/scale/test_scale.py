@@ -60,12 +60,14 @@ def test_few_hosts_of_short_lifetimes_serve_nearly_always(seed: int) -> None:
     with simulated("half-hour-lifetimes", 16, seed) as result:
         assert result.coverage >= 0.95
         assert result.notes["steady_moves"] <= 1
+        assert result.notes["repairs_per_leave"] <= 1, "one host that leaves makes one other move at most"
 
 
 def test_blocks_are_served_again_after_half_of_the_hosts_ended_if_the_others_suffice(seed: int) -> None:
     with simulated("outages", 16, seed) as result:
         assert not (result.notes["unserved"] and result.notes["suffices"])
         assert result.notes["steady_moves"] <= 1
+        assert result.notes["repairs_per_leave"] <= 2, "few hosts are left: several shift towards one gap"
 
 
 def test_one_seed_gives_one_trace() -> None:

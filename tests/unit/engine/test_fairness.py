@@ -16,7 +16,7 @@ from tests.support.doubling import Doubling
 from tests.support.virtual_time import TimedExecutor, run
 
 FORWARD_S = 0.5
-"""Of a forward, however many positions it has. It is so long that forwards are as short as they get."""
+"""Seconds of every forward, of any number of positions: so many that the engine makes forwards as small as it may."""
 
 
 class Sessions:
