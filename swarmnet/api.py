@@ -33,6 +33,7 @@ class AutoSwarmModelForCausalLM:
         standby: bool | None = None,
         wire: str = "auto",
         draft: str = "",
+        wait_s: float = 0.0,
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
@@ -42,11 +43,13 @@ class AutoSwarmModelForCausalLM:
         work. ``wire``: the
         format in which activations travel: ``auto`` (as hosts compute them), ``float32``, ``bfloat16`` or ``int8`` (a quarter of the bytes,
         rounded). ``draft``: a small model with the same tokenizer, which runs in this process and proposes the next tokens; answers are the
-        same. Use the model as a context manager, or ``close`` it.
+        same. ``wait_s``: how long a call waits while all hosts of some blocks are busy, instead of failing at once. Use the model as a context manager, or ``close`` it.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
-        options = replace(LoadOptions.picked(dtype, device, wire=wire), standby=standby, draft=draft)
+        options = replace(
+            LoadOptions.picked(dtype, device, wire=wire), standby=standby, draft=draft, wait_s=wait_s
+        )
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
 
 

@@ -20,6 +20,7 @@ from tests.job_defences import JOBS
 from tests.limit_defences import LIMITS
 from tests.local_network_defences import LOCAL_NETWORK
 from tests.membership_defences import HANDSHAKE, ISSUER
+from tests.overload_defences import OVERLOAD
 from tests.p2pd_defences import P2PD
 from tests.pylibp2p_defences import PYLIBP2P
 from tests.reachability_defences import REACHABILITY
@@ -54,6 +55,7 @@ DEFENCES = (
     *GATEWAY,
     *ROUTING,
     *EVICTIONS,
+    *OVERLOAD,
     *AUDITS,
     *VERIFIABLE,
 )

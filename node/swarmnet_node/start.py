@@ -63,6 +63,8 @@ class NodeConfig:
     """Whether the node keeps the blocks that it chose when it joined."""
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
+    max_wait_s: float = 20.0
+    """Longest expected wait for which new sessions are not refused."""
     experts: str | None = None
     """Routed experts that the node hosts: text for ``parse_experts``, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts only experts;
     with them, peers compute the experts of its blocks that it lacks. None: all experts of its blocks."""
@@ -398,7 +400,9 @@ class _Loaded:
             swarm_name=config.swarm_name,
             public_name=config.public_name,
             version=version("swarmnet-p2p"),
-            limits=_limits(config.network.rules.quotas, config.client_share),
+            limits=replace(
+                _limits(config.network.rules.quotas, config.client_share), max_wait_s=config.max_wait_s
+            ),
             library=self.model.shared(),
             experts=None
             if self.experts is None

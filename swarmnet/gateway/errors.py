@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching.continuous_batching import Busy
+from swarmnet_client.swarm.swarm import HostsBusy
 from swarmnet_protocols import errors
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
@@ -66,7 +67,8 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
         wait_s = (
             max(1, math.ceil(error.retry_after_s)) if isinstance(error, ResourceLimitReached) else RETRY_S
         )
-        return ApiError(503, message, "out_of_resources", "server_error", retry_after_s=wait_s)
+        code = "overloaded" if isinstance(error, HostsBusy) else "out_of_resources"
+        return ApiError(503, message, code, "server_error", retry_after_s=wait_s)
     return ApiError(500, message, "internal_error", "server_error")
 
 

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from swarmnet_node.engine.scheduler import (
     MAX_WAIT_BEHIND_S,
     MAX_WAIT_S,
+    OPENING_TOKENS,
     PREFILL_SHARE,
     SHORT_TOKENS,
     Waiting,
     batching_delay_s,
+    expected_wait_s,
     schedule,
 )
 
@@ -88,3 +90,24 @@ def test_a_forward_waits_briefly_and_only_for_expected_sequences(
     longest_s = MAX_WAIT_S if lead < SHORT_TOKENS else MAX_WAIT_BEHIND_S
     assert 0 <= delay_s <= min(longest_s, forward_s / 2)
     assert (delay_s > 0) == (0 < waiting < expected and forward_s > 0)
+
+
+QUEUED = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5000))
+
+
+@given(QUEUED, st.floats(0, 1))
+def test_the_expected_wait_is_at_most_the_time_of_all_work_that_waits(
+    queued: dict[str, int], position_s: float
+) -> None:
+    wait_s = expected_wait_s(queued, "a", position_s)
+    assert 0 <= wait_s <= position_s * sum(queued.values())
+    assert expected_wait_s({"a": queued.get("a", 0)}, "a", position_s) == position_s * queued.get("a", 0)
+
+
+@given(QUEUED, st.integers(0, 10**9))
+def test_a_flood_of_one_client_adds_at_most_one_prompt_to_the_wait_of_another(
+    queued: dict[str, int], flood: int
+) -> None:
+    queued.pop("a", None)
+    without = expected_wait_s(queued | {"b": 0}, "a", 1.0)
+    assert expected_wait_s(queued | {"b": flood}, "a", 1.0) <= without + OPENING_TOKENS

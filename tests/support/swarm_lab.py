@@ -225,9 +225,11 @@ class Lab:
             )
             yield await stack.enter_async_context(watching)
 
-    def chain(self, swarm: Swarm, *, max_length: int = 512, standby: bool | None = None) -> Any:
+    def chain(
+        self, swarm: Swarm, *, max_length: int = 512, standby: bool | None = None, wait_s: float = 0.0
+    ) -> Any:
         blocks = self.reference.local.manifest.blocks
-        spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby)
+        spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby, wait_s=wait_s)
         return Chain.open(swarm, spec, self.reference.embed)
 
     async def generate(

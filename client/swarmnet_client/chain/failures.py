@@ -7,7 +7,7 @@ use its outputs. So the client is blamed if independent hosts refuse for the sam
 
 from collections.abc import Sequence
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.swarm.swarm import HostsBusy, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
@@ -62,12 +62,15 @@ class Blame:
     def attribute(
         self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), sent_by: Hop | None = None
     ) -> list[Hop]:
-        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace.
+        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace. A busy host is left alone instead.
 
         ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client. Hosts that this
         failure clears are unbanned. Raises ``ConfigError`` when the client is at fault: no single host, or none that can be replaced, can
         have caused all refusals.
         """
+        if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
+            self._swarm.busy(hop.peer, error.retry_after_s)
+            return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
         if reason == refusal_pb2.REASON_NOT_FINITE:  # any of them may have made the numbers too large
@@ -93,6 +96,26 @@ class Blame:
         raise ConfigError(
             f"the hosts refuse what this client sends: {error}", hint=CLIENT_FAULTS[reason]
         ) from error
+
+
+class Patience:
+    """How long a chain waits for busy hosts, from their first refusal until the chain answers. Pure.
+
+    What hosts say does not prolong it: they may lie.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
+        """Whether ``wait_s`` from now is within ``most_s`` of the first refusal."""
+        if self._since is None:
+            self._since = now
+        return now + wait_s <= self._since + most_s
+
+    def answered(self) -> None:
+        """The chain has answered a step."""
+        self._since = None
 
 
 class RetryPolicy:
@@ -138,7 +161,7 @@ def is_missing_experts(error: SwarmnetError | None) -> bool:
 
 def explain(error: SwarmnetError) -> SwarmnetError:
     """The error for the user after many attempts. ``error`` ended the last attempt."""
-    if isinstance(error, NoRoute | NotAuthorised):
+    if isinstance(error, NoRoute | NotAuthorised | HostsBusy):
         return error
     if isinstance(error, IncompatibleVersion):
         return IncompatibleVersion(

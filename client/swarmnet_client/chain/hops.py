@@ -47,7 +47,7 @@ class ChainSpec:
     ``dtype``. ``wire``: the element type in which they travel; None: that of the sending host. Hosts apply ``adapter``; the positions of
     its prefix count as positions of every sequence. ``log_bytes`` bounds the log of inputs that the client keeps for replays. ``standby``:
     whether each hop has a standby, where other hosts have its blocks; None: only on hosts without other work, once a replay would take long.
-    ``trace`` records the times of all steps.
+    ``trace`` records the times of all steps. ``wait_s``: the longest wait, in seconds, for busy hosts before the first answer.
     """
 
     blocks: int
@@ -59,6 +59,7 @@ class ChainSpec:
     adapter: Adapter | None = None
     standby: bool | None = None
     trace: Trace | None = None
+    wait_s: float = 0.0
 
     @property
     def prefix_positions(self) -> int:

@@ -22,7 +22,14 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
-from swarmnet_client.chain.failures import PAUSE_S, Blame, RetryPolicy, explain, is_missing_experts
+from swarmnet_client.chain.failures import (
+    PAUSE_S,
+    Blame,
+    Patience,
+    RetryPolicy,
+    explain,
+    is_missing_experts,
+)
 from swarmnet_client.chain.hops import (
     ChainReport,
     ChainSpec,
@@ -35,7 +42,7 @@ from swarmnet_client.chain.hops import (
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
+from swarmnet_client.swarm.swarm import CONVICTED_S, HostsBusy, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -99,6 +106,7 @@ class ChainSupervisor:
         self._last_error: SwarmnetError | None = None
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
+        self._patience = Patience()
         self._is_resting = False
         """Whether a host has ended an idle session: the hop is opened again before the next step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
@@ -228,6 +236,9 @@ class ChainSupervisor:
                         sink=after.hop.peer if after else None,
                         precision=self._precision(),
                     )
+                except HostsBusy as error:
+                    await self._wait_for_hosts(error)
+                    continue
                 except NoRoute as error:
                     if not is_missing_experts(self._last_error):  # which is why the host is not there
                         self._last_error = error
@@ -235,6 +246,21 @@ class ChainSupervisor:
                 opened = await self._sessions.open(route, after, self._open_failed)
                 self._hops = sorted([*self._hops, *opened], key=lambda live: live.hop.start)
             rounds += 1
+
+    async def _wait_for_hosts(self, busy: HostsBusy) -> None:
+        """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
+
+        A chain that has answered is worth the time of a repair.
+        """
+        recover_s = self._swarm.timing.recover_s
+        most_s = max(self._spec.wait_s, recover_s if self._in_flight.acked else 0.0)
+        now = asyncio.get_running_loop().time()
+        if not self._patience.may_wait(busy.retry_after_s, most_s, now):
+            raise busy
+        self._last_error = busy
+        if self._deadline is not None:
+            self._deadline.reschedule(now + busy.retry_after_s + recover_s)
+        await asyncio.sleep(busy.retry_after_s)
 
     def _open_failed(self, hop: Hop, error: SwarmnetError) -> None:
         self._blame.attribute(error, hop)
@@ -385,6 +411,7 @@ class ChainSupervisor:
         """The chain answered a step: forget earlier failures."""
         self._swarm.answered(last.hop.peer)
         self._retries.answered()
+        self._patience.answered()
         self._blame = Blame(self._swarm)
 
     def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:

@@ -33,7 +33,7 @@ class LoadOptions:
     """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
 
     ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``wire``: the element type in which activations
-    travel, as in ``ChainSpec``. ``draft``: the name of a small model that drafts; empty: none. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
+    travel, as in ``ChainSpec``; ``wait_s`` as there. ``draft``: the name of a small model that drafts; empty: none. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
     adapted.
     """
 
@@ -44,6 +44,7 @@ class LoadOptions:
     standby: bool | None = None
     wire: torch.dtype | None = None
     draft: str = ""
+    wait_s: float = 0.0
 
     @classmethod
     def picked(

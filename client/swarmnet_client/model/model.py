@@ -185,6 +185,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
         options.dtype,
         options.wire,
         standby=options.standby,
+        wait_s=options.wait_s,
     )
     model.blocks = RemoteBlocks(runtime, spec, model._embed)
     model._session = None

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from swarmnet_protocols.net import (
     Transport,
     TransportWrapper,
 )
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.routing.chain_search import (
     Bans,
     Hop,
@@ -62,6 +63,21 @@ SEPARATED_S = 60.0
 """Seconds for which two hosts that did not reach each other are not made neighbours."""
 CONVICTED_S = 6 * 3600.0
 """Seconds for which a host with wrong outputs is not used."""
+MIN_BUSY_S = 1.0
+"""Least seconds for which a host that refused work because of its load is not asked again."""
+
+
+class HostsBusy(ResourceLimitReached):
+    """All hosts of some blocks have more work than they take. The first of them may take more after ``retry_after_s``."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], wait_s: float) -> None:
+        blocks = ", ".join(f"{start}:{end}" for start, end in spans)
+        super().__init__(
+            f"all hosts of blocks {blocks} are busy; the shortest expected wait is {wait_s:.0f} s",
+            wait_s,
+            hint="try again then, let `run` wait with --wait SECONDS, or start another node: swarmnet join SWARM "
+            f"--blocks {spans[0][0]}:{spans[0][1]}",
+        )
 
 
 class Swarm:
@@ -213,15 +229,20 @@ class Swarm:
     ) -> list[Hop]:
         """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
 
-        Raises ``NoRoute``.
+        Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work because of their load.
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
-        view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in avoid))
+        hosts = tuple(host for host in view.hosts if host.peer not in avoid)
+        busy_s = self._exclusions.busy(self._now())
+        view = replace(view, hosts=tuple(host for host in hosts if host.peer not in busy_s))
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
+            wait_s = shortest_wait_s(error.missing, hosts, busy_s)
+            if wait_s is not None:
+                raise HostsBusy(error.missing, wait_s) from error
             raise self.no_route(error.missing) from error
 
     def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
@@ -263,6 +284,10 @@ class Swarm:
     def answered(self, peer: PeerId) -> None:
         """A host answered: lift its ban."""
         self._exclusions.bans.served(peer)
+
+    def busy(self, peer: PeerId, wait_s: float) -> None:
+        """A host has refused work that would wait for ``wait_s``: do not use it until then."""
+        self._exclusions.refused(peer, wait_s, self._now())
 
     def separate(self, one: PeerId, other: PeerId) -> bool:
         """Two hosts are alive, and ``one`` reports that it does not reach ``other``: do not make them neighbours for a while.
@@ -348,19 +373,49 @@ class _CountingStream(StreamWrapper):
         return message
 
 
+def shortest_wait_s(
+    missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], busy_s: Mapping[PeerId, float]
+) -> float | None:
+    """Seconds until each of the ``missing`` blocks has a host that is not busy; None if one of them has no busy host. Pure.
+
+    ``busy_s``: the seconds left, by host.
+    """
+    waits_s = [
+        min(
+            (busy_s[host.peer] for host in hosts if host.peer in busy_s and host.start <= block < host.end),
+            default=math.inf,
+        )
+        for start, end in missing
+        for block in range(start, end)
+    ]
+    longest_s = max(waits_s, default=math.inf)
+    return longest_s if math.isfinite(longest_s) else None
+
+
 class Exclusions:
-    """Hosts that a client does not use for a while. Pure: the time is an argument. There are three kinds, from the mildest to the strictest:
+    """Hosts that a client does not use for a while. Pure: the time is an argument. There are four kinds, from the mildest to the strictest:
 
     1. A pair of hosts that do not reach each other: both are used, but not one after the other.
     2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
-    3. A convicted host, whose outputs were wrong: it is not used at all.
+    3. A busy host, which refused work because of its load: it is not used until the wait that it expected is over.
+    4. A convicted host, whose outputs were wrong: it is not used at all.
     """
 
     def __init__(self) -> None:
         self.bans = Bans()
+        self._busy_until: dict[PeerId, float] = {}
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
         """When the separation ends, and which of the two reported that it does not reach the other."""
+
+    def refused(self, peer: PeerId, wait_s: float, now: float) -> None:
+        """Leave a busy host alone for ``wait_s``, at least ``MIN_BUSY_S``."""
+        self._busy_until = {each: until for each, until in self._busy_until.items() if until > now}
+        self._busy_until[peer] = now + max(wait_s, MIN_BUSY_S)
+
+    def busy(self, now: float) -> dict[PeerId, float]:
+        """The busy hosts, each with the seconds that it is left alone."""
+        return {peer: until - now for peer, until in self._busy_until.items() if until > now}
 
     def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
         """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.

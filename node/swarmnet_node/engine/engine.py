@@ -156,8 +156,8 @@ class Engine:
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
         """Seconds for one position in a forward, averaged."""
-        self._position_s = 0.0
-        """Seconds for one position in a forward of many, averaged."""
+        self.position_s = 0.0
+        """Seconds for one position in a forward of many, averaged; 0 before the first one."""
         self._forward_s = 0.0
         """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
@@ -395,7 +395,7 @@ class Engine:
         self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
         self._shares.keep({scope.owner for scope in self._active})
         is_shared = len(self._active) > 1
-        most = shared_tokens(self._position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
+        most = shared_tokens(self.position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
         waiting = [work.waiting for work in self._steps]
         picked = schedule(waiting, most, self._shares.served)
         self._shares.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
@@ -456,8 +456,8 @@ class Engine:
         self.counters.forward_positions.observe(tokens)
         self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
         if tokens >= SHORT_TOKENS:
-            before = self._position_s or elapsed_s / tokens
-            self._position_s = before + SMOOTHING * (elapsed_s / tokens - before)
+            before = self.position_s or elapsed_s / tokens
+            self.position_s = before + SMOOTHING * (elapsed_s / tokens - before)
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _StepWork) -> None:

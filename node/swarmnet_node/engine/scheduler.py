@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 PREFILL_SHARE = 4
 """Prefill gets at least the batch divided by this, even while decoding could fill it, so that neither starves the other."""
@@ -17,6 +18,8 @@ SHORT_TOKENS = 32
 """Positions of work that is short in every batch, and of the smallest limit of one that several sessions share."""
 SHARED_FORWARD_S = 0.1
 """Seconds for which a forward should last at most while several sessions have work."""
+OPENING_TOKENS = 256
+"""Positions that a new session is assumed to begin with: one step of a prompt."""
 MAX_WAIT_SHARE = 0.4
 """Share of a forward's duration for which it may wait for one more sequence."""
 MAX_WAIT_S = 0.004
@@ -24,6 +27,8 @@ MAX_WAIT_S = 0.004
 MAX_WAIT_BEHIND_S = 0.02
 """The same while all clients that wait are ahead of another one, whose next step comes after an answer to it."""
 
+
+C = TypeVar("C", bound=Hashable)
 
 NOTHING_SERVED: Mapping[Hashable, float] = {}
 
@@ -79,6 +84,18 @@ def shared_tokens(position_s: float, max_tokens: int) -> int:
     """
     lasting = SHARED_FORWARD_S / position_s if position_s else 0.0
     return int(min(max_tokens, max(SHORT_TOKENS, lasting)))
+
+
+def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> float:
+    """Seconds that the first ``OPENING_TOKENS`` positions of a new session of ``client`` would wait, besides their own computation.
+
+    ``queued``: the positions that wait now, by client; ``position_s``: as for ``shared_tokens``. By the fair shares of ``schedule``, the positions of
+    this client that wait already are computed before them, and of every other client as many as of this one. So no client can make another one wait for
+    all that it has sent.
+    """
+    own = queued.get(client, 0)
+    others = sum(min(positions, own + OPENING_TOKENS) for each, positions in queued.items() if each != client)
+    return position_s * (own + others)
 
 
 def schedule(

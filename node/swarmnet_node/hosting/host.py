@@ -27,6 +27,7 @@ import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.scheduler import expected_wait_s
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.counters import HostCounters, Pair
@@ -104,6 +105,7 @@ class Host:
             self.introductions,
             self.next_hop,
             self.make_room,
+            self._check_wait,
         )
         self._sessions: dict[bytes, HostedSession] = {}
         self._session_slots = Slots(self._system, Resource.SESSIONS)
@@ -223,6 +225,7 @@ class Host:
         self._check_served(wanted)
         if wanted.spare and self._is_used():
             raise idle()
+        self._check_wait(client.peer)
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
@@ -231,6 +234,16 @@ class Host:
         if not wanted.spare:
             self._end_spares()
         return session
+
+    def _check_wait(self, client: PeerId, own: HostedSession | None = None) -> None:
+        """Raise ``Refusal`` if new work of ``client`` would wait too long. ``own``: the session with that work."""
+        queued: Counter[PeerId] = Counter()
+        for session in self.sessions:
+            if session is not own and session.engine is self.engine:
+                queued[session.stream.peer] += session.queued_positions
+        wait_s = expected_wait_s(queued, client, self.engine.position_s)
+        if wait_s > self.limits.max_wait_s:
+            raise Refusal.busy(wait_s)
 
     def _is_used(self) -> bool:
         """Whether a client waits for work of this host, or has done so lately."""

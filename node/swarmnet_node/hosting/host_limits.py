@@ -45,6 +45,9 @@ class HostLimits:
     adapter_bytes: int = 512 << 20
     adapter_bytes_per_client: int = 128 << 20
     adapter_idle_s: float = 1800.0
+    max_wait_s: float = 20.0
+    """Longest expected wait, in seconds, for which a new session or its first step is not refused. Well below ``Timing.stall_s``, after which
+    clients give up a host that computes nothing for them."""
 
     def client_cache_bytes(self, max_cache_bytes: int) -> int:
         """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""

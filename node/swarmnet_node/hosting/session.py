@@ -68,8 +68,15 @@ _log = logging.getLogger(__name__)
 QUEUED_STEPS = 4
 """Most steps of a link in memory; while there are as many, its sender waits."""
 
-_Queue = asyncio.Queue[tuple[Step, int]]
-"""Steps, each with the bytes that are reserved for it."""
+
+class _ReceivedSteps(asyncio.Queue[tuple[Step, int]]):
+    """The steps of one link, each with the bytes that are reserved for it."""
+
+    def __init__(self) -> None:
+        super().__init__(QUEUED_STEPS)
+        self.positions = 0
+        """Positions that were received and are not computed."""
+
 
 SessionStream = TypedStream[pb.SessionReply, pb.SessionRequest]
 LinkStream = TypedStream[pb.LinkReply, pb.LinkRequest]
@@ -91,6 +98,8 @@ class SessionParts:
     """From the next hop that a client names, and its epoch, to one with the addresses that this hop has signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
     """Ends idle sessions until this many more bytes of KV caches fit in the scope of the session that needs them."""
+    check_wait: Callable[[PeerId, "HostedSession"], None]
+    """Raises ``Refusal`` if the first step of this session of a client would wait too long."""
 
 
 class HostedSession:
@@ -141,6 +150,7 @@ class HostedSession:
         self._over = False
         self._link_epoch = 0
         self._link: Stream | None = None
+        self._steps = _ReceivedSteps()
         self._applying = asyncio.Lock()
         self._counters = parts.counters
         self._times = TokenTimes(parts.counters)
@@ -167,6 +177,11 @@ class HostedSession:
     @property
     def cache_bytes(self) -> int:
         return self._scope.used[Resource.CACHE]
+
+    @property
+    def queued_positions(self) -> int:
+        """Positions that wait here to be computed."""
+        return self._steps.positions
 
     def belongs_to(self, peer: PeerId) -> bool:
         """Whether ``peer`` opened the session."""
@@ -392,9 +407,12 @@ class HostedSession:
                 await self._reset()
             applied = self._outbox.log.last
         await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
-        queue: _Queue = asyncio.Queue(QUEUED_STEPS)
+        steps = self._steps = _ReceivedSteps()
         with self._scope.reserve(Resource.MEMORY, 0) as reservation:
-            await race(self._read(link, queue, reservation), self._work(stream, queue, reservation))
+            try:
+                await race(self._read(link, steps, reservation), self._work(stream, steps, reservation))
+            finally:
+                steps.positions = 0
 
     async def _reset(self) -> None:
         """Drop the positions of an interrupted replay, here and in the hops that it has reached."""
@@ -408,7 +426,7 @@ class HostedSession:
             self._tee = self._teeing = None
         await self._send_to_next(self._new_log())
 
-    async def _read(self, link: LinkStream, queue: _Queue, reservation: Reservation) -> None:
+    async def _read(self, link: LinkStream, steps: _ReceivedSteps, reservation: Reservation) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             request, payload = await link.receive()
@@ -421,15 +439,16 @@ class HostedSession:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
+            steps.positions += step.positions
             size_bytes = step.values.nbytes
             try:
                 reservation.resize(reservation.amount + size_bytes)
             except ResourceLimitReached:
                 # No memory for another message: wait until all queued steps are applied. Until the next receive, the stream's reservation covers this step.
-                await queue.put((step, 0))
-                await queue.join()
+                await steps.put((step, 0))
+                await steps.join()
             else:
-                await queue.put((step, size_bytes))
+                await steps.put((step, size_bytes))
 
     async def _decoded(self, message: pb.Step, payload: Buffer) -> Step:
         """A step from the upstream hop. Raises ``ProtocolViolation``."""
@@ -438,13 +457,14 @@ class HostedSession:
             return await asyncio.to_thread(decode_step, message, payload, hidden_size=hidden_size)
         return decode_step(message, payload, hidden_size=hidden_size)
 
-    async def _work(self, stream: Stream, queue: _Queue, reservation: Reservation) -> None:
+    async def _work(self, stream: Stream, steps: _ReceivedSteps, reservation: Reservation) -> None:
         while True:
-            step, size_bytes = await queue.get()
+            step, size_bytes = await steps.get()
             # A step that has begun is finished even if its link is replaced meanwhile, because a session is always between two steps.
             await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
             reservation.resize(reservation.amount - size_bytes)
-            queue.task_done()
+            steps.positions -= step.positions
+            steps.task_done()
 
     async def _apply(self, stream: Stream, step: Step) -> None:
         """Compute one step, log it, and send its outputs. A failure ends the session, and the client is sent the reason."""
@@ -453,6 +473,8 @@ class HostedSession:
                 return
             try:
                 self._outbox.log.check(step)
+                if step.seq == 1 and not step.replay:
+                    self._parts.check_wait(self.stream.peer, self)
                 is_rebuilt = step.replay and not self._sequences
                 computed = step.with_values(await self._compute(step))
                 self._step_times.note(step.seq, Moment.COMPUTED)

@@ -38,6 +38,11 @@ class Refusal(SwarmnetError):
         retry_after_s = error.retry_after_s if isinstance(error, ResourceLimitReached) else 0.0
         return cls(pb.REASON_OUT_OF_MEMORY, detail or str(error), retry_after_s)
 
+    @classmethod
+    def busy(cls, wait_s: float) -> "Refusal":
+        """The refusal of work that would wait for ``wait_s``."""
+        return cls(pb.REASON_OVERLOADED, f"new work would wait for about {wait_s:.0f} s", wait_s)
+
     def to_wire(self) -> pb.Refusal:
         return pb.Refusal(
             reason=self.reason,

@@ -27,6 +27,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_UNKNOWN_STATE: _ClassVar[Reason]
     REASON_NO_RELAY: _ClassVar[Reason]
     REASON_MISSING_EXPERTS: _ClassVar[Reason]
+    REASON_OVERLOADED: _ClassVar[Reason]
     REASON_NOT_RESERVED: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_PROTOCOL: Reason
@@ -48,6 +49,7 @@ REASON_NOT_AUTHORISED: Reason
 REASON_UNKNOWN_STATE: Reason
 REASON_NO_RELAY: Reason
 REASON_MISSING_EXPERTS: Reason
+REASON_OVERLOADED: Reason
 REASON_NOT_RESERVED: Reason
 
 class Refusal(_message.Message):

@@ -113,6 +113,15 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             help="Share of that memory and of the sessions that one client, such as a gateway, may use.",
         ),
     ] = 25,
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            "--max-wait",
+            metavar="SECONDS",
+            min=0,
+            help="Refuse new sessions that would wait longer than this for the work of others.",
+        ),
+    ] = 20,
     max_ram: limit_options.MaxRam = None,  # these, down to the cores, are read from the context
     max_gpu_mem: limit_options.MaxGpuMem = None,
     up: limit_options.Up = None,
@@ -214,6 +223,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             dtype=dtype,
             max_cache_bytes=max_cache_bytes,
             client_share=client_share / 100,
+            max_wait_s=max_wait,
             public_name=public_name,
             folder=directory,
             limits=limits,

@@ -106,6 +106,15 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             "By default for long texts, on hosts without other work.",
         ),
     ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="How long to wait for hosts that are all busy, instead of giving up at once.",
+        ),
+    ] = 0.0,
     adapter: Annotated[
         Path | None,
         typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
@@ -163,6 +172,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             files,
             standby=standby,
             draft=draft,
+            wait_s=wait,
             only_generates=adapter is None,
             quiet=as_json,
         ) as opened,
@@ -218,6 +228,7 @@ def open_model(  # noqa: PLR0913 - options of the command line
     quiet: bool,
     standby: bool | None = None,
     draft: str = "",
+    wait_s: float = 0.0,
     only_generates: bool = True,
 ) -> Iterator["SwarmModel"]:
     """A model on the swarm. Progress is shown on stderr until it is open.
@@ -233,7 +244,7 @@ def open_model(  # noqa: PLR0913 - options of the command line
 
         dtype, wire = formats
         options = LoadOptions.picked(dtype, only_generates=only_generates, wire=wire)
-        options = replace(options, standby=standby, draft=draft)
+        options = replace(options, standby=standby, draft=draft, wait_s=wait_s)
         cache_dir, max_disk_bytes = files
         model = load(
             name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes

@@ -5,7 +5,13 @@ import random
 from collections import Counter
 
 from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
-from swarmnet_client.swarm.swarm import CONVICTED_S, SEPARATED_S, Exclusions
+from swarmnet_client.swarm.swarm import (
+    CONVICTED_S,
+    MIN_BUSY_S,
+    SEPARATED_S,
+    Exclusions,
+    shortest_wait_s,
+)
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import HostInfo, pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
@@ -45,6 +51,28 @@ def test_a_conviction_outlasts_an_answer() -> None:
     exclusions.bans.served(ONE)
     assert not exclusions.bans.at(0.0)
     assert exclusions.is_convicted(ONE, now=0.0)
+
+
+def test_a_busy_host_is_left_alone_for_the_wait_that_it_expects() -> None:
+    exclusions = Exclusions()
+    exclusions.refused(ONE, 12.0, now=5.0)
+    exclusions.refused(OTHER, 0.0, now=5.0)
+    assert exclusions.busy(5.0) == {ONE: 12.0, OTHER: MIN_BUSY_S}
+    assert exclusions.busy(5.0 + MIN_BUSY_S) == {ONE: 12.0 - MIN_BUSY_S}
+    assert not exclusions.busy(17.0)
+
+
+def test_the_shortest_wait_is_that_until_every_block_has_a_host() -> None:
+    hosts = [
+        HostInfo(ONE, 0, 4, 0.1),
+        HostInfo(OTHER, 0, 6, 0.1),
+        HostInfo(PeerId("third"), 4, 8, 0.1),
+    ]
+    busy_s = {ONE: 3.0, OTHER: 9.0, PeerId("third"): 5.0}
+    assert shortest_wait_s([(0, 4)], hosts, busy_s) == 3.0
+    assert shortest_wait_s([(0, 8)], hosts, busy_s) == 5.0
+    assert shortest_wait_s([(0, 9)], hosts, busy_s) is None, "block 8 has no host"
+    assert shortest_wait_s([(0, 4)], hosts, {}) is None, "none is busy"
 
 
 def test_measurements_of_a_host_that_left_are_dropped() -> None:

@@ -1,0 +1,58 @@
+"""Defences against more work than hosts can do, and against hosts that only say that they have it."""
+
+from collections.abc import Hashable, Mapping
+
+from swarmnet_client.chain.failures import Patience
+from swarmnet_client.swarm import swarm
+from swarmnet_node.hosting import host
+from swarmnet_node.hosting.host import Host
+from swarmnet_node.hosting.session import HostedSession
+from swarmnet_protocols.net import PeerId
+from tests.defences import Defence, Patch, replacing, yes
+from tests.limit_defences import of_a_host
+from tests.sim import test_overload
+
+
+def wait_for_all_that_is_queued(queued: Mapping[Hashable, int], _: Hashable, position_s: float) -> float:
+    return position_s * sum(queued.values())
+
+
+def only_at_the_opening(patch: Patch) -> None:
+    check = Host._check_wait
+
+    def check_new(self: Host, client: PeerId, own: HostedSession | None = None) -> None:
+        if own is None:
+            check(self, client)
+
+    patch.setattr(Host, "_check_wait", check_new)
+
+
+OVERLOAD = (
+    Defence(
+        "a host with too much work refuses more of it at once",
+        replacing(host, "expected_wait_s", lambda *_: 0.0),
+        of_a_host(test_overload.test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long),
+    ),
+    Defence(
+        "it does so also when the first step comes long after the session was opened",
+        only_at_the_opening,
+        of_a_host(
+            test_overload.test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_step
+        ),
+    ),
+    Defence(
+        "a flood of one client does not have others refused",
+        replacing(host, "expected_wait_s", wait_for_all_that_is_queued),
+        of_a_host(test_overload.test_a_flood_of_one_client_does_not_have_others_refused),
+    ),
+    Defence(
+        "hosts that always say that they are busy do not prolong the wait of a client",
+        replacing(Patience, "may_wait", yes),
+        of_a_host(test_overload.test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait),
+    ),
+    Defence(
+        "a client does not flood a busy host with requests",
+        replacing(swarm, "MIN_BUSY_S", 0.0),
+        of_a_host(test_overload.test_a_busy_host_is_asked_at_most_once_a_second),
+    ),
+)

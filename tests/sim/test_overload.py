@@ -1,0 +1,211 @@
+"""Hosts with too much work refuse more of it at once, and clients use other hosts, wait, or fail with the expected wait."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.swarm.swarm import HostsBusy, Swarm
+from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_protocols.session.steps import Row
+from tests.support.gateway import Caller, refused, served
+from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.virtual_time import TimedExecutor
+
+BLOCKS = (0, 6)
+PROMPT = [5, 6, 7]
+TOKENS = 4
+LONG = 300
+FORWARD_S = 0.4
+"""Seconds of every forward of a slow host, whatever its positions: with sessions of several clients, 32 of a prompt."""
+LIMITS = HostLimits(max_wait_s=5.0)
+ALWAYS_BUSY = HostLimits(max_wait_s=-1.0)
+
+
+async def start_slow_host(lab: Lab) -> None:
+    await lab.start("a", lab.hosting(BLOCKS, limits=LIMITS), TimedExecutor(FORWARD_S))
+
+
+@asynccontextmanager
+async def sending_prompts(lab: Lab, sessions: dict[str, int]) -> AsyncIterator[None]:
+    """Clients that compute long prompts in so many sessions at once, for as long as the context is open."""
+
+    async def ask(name: str, chain: Chain) -> None:
+        while True:
+            await chain.forward((Row(0, 0, LONG, 1, 0, True),), torch.arange(LONG) % 50)
+
+    async with AsyncExitStack() as stack:
+        asking = []
+        for name, count in sessions.items():
+            swarm = await stack.enter_async_context(lab.client(name))
+            await swarm.refresh()
+            for _ in range(count):
+                chain = await stack.enter_async_context(lab.chain(swarm))
+                asking.append(asyncio.create_task(ask(name, chain)))
+        await asyncio.sleep(10 * FORWARD_S)
+        try:
+            yield
+            assert not any(task.done() for task in asking), "the load went on"
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def answer(lab: Lab, swarm: Swarm, wait_s: float = 0.0) -> list[int]:
+    async with lab.chain(swarm, wait_s=wait_s) as chain:
+        return await lab.generate(chain, PROMPT, TOKENS)
+
+
+CROWD = {f"client {number}": 1 for number in range(6)}
+
+
+def test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> tuple[HostsBusy, float]:
+        clock = asyncio.get_running_loop().time
+        await start_slow_host(lab)
+        async with sending_prompts(lab, CROWD), lab.client("late") as swarm:
+            await swarm.refresh()
+            began = clock()
+            with pytest.raises(HostsBusy) as refused:
+                await answer(lab, swarm)
+            return refused.value, clock() - began
+
+    error, took_s = simulate(reference, scenario)
+    assert took_s < 1.0
+    assert LIMITS.max_wait_s < error.retry_after_s < 60.0
+    assert str(error) == (
+        f"all hosts of blocks 0:6 are busy; the shortest expected wait is {error.retry_after_s:.0f} s"
+    )
+
+
+def test_other_hosts_are_used_before_a_busy_one_is_waited_for(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start_slow_host(lab)
+        async with sending_prompts(lab, CROWD), lab.client("late") as swarm:
+            await swarm.refresh()
+            with pytest.raises(HostsBusy):
+                await answer(lab, swarm)
+            await lab.start("b", lab.hosting(BLOCKS))
+            await asyncio.sleep(1.0)  # it announces itself
+            await swarm.refresh()
+            return await answer(lab, swarm)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
+
+
+def test_a_client_that_waits_is_answered_when_the_load_has_gone(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start_slow_host(lab)
+        async with lab.client("late") as swarm:
+            async with sending_prompts(lab, CROWD):
+                await swarm.refresh()
+                waiting = asyncio.create_task(answer(lab, swarm, wait_s=60.0))
+                await asyncio.sleep(1.0)
+                assert not waiting.done()
+            return await waiting
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
+
+
+def test_a_flood_of_one_client_does_not_have_others_refused(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await start_slow_host(lab)
+        async with sending_prompts(lab, {"flooding": 6}), lab.client("modest") as swarm:
+            await swarm.refresh()
+            return await answer(lab, swarm)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
+
+
+def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_step(
+    reference: Reference,
+) -> None:
+    async def scenario(lab: Lab) -> float:
+        clock = asyncio.get_running_loop().time
+        await start_slow_host(lab)
+        async with lab.client("late") as swarm:
+            await swarm.refresh()
+            async with lab.chain(swarm) as chain:
+                await asyncio.sleep(1.0)
+                assert lab.sessions() == {"a": 1}
+                async with sending_prompts(lab, CROWD):
+                    began = clock()
+                    with pytest.raises(HostsBusy):
+                        await lab.generate(chain, PROMPT, 1)
+                    return clock() - began
+
+    assert simulate(reference, scenario) < 1.0
+
+
+def test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait(reference: Reference) -> None:
+    wait_s = 4.5
+
+    async def scenario(lab: Lab) -> float:
+        clock = asyncio.get_running_loop().time
+        await lab.start("a", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
+        async with lab.client() as swarm:
+            await swarm.refresh()
+            began = clock()
+            with pytest.raises(HostsBusy):
+                await answer(lab, swarm, wait_s)
+            return clock() - began
+
+    assert wait_s - 2 < simulate(reference, scenario) < wait_s
+
+
+def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> int:
+        node = await lab.start("a", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
+        async with lab.client() as swarm:
+            await swarm.refresh()
+            with pytest.raises(HostsBusy):
+                await answer(lab, swarm, 10.0)
+        assert node._host is not None
+        return node._host.counters.refused["overloaded"]
+
+    assert 5 <= simulate(reference, scenario) <= 10
+
+
+def test_a_gateway_whose_hosts_are_all_busy_says_when_to_try_again(tiny: Reference) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> tuple[Any, Any]:
+        for node in lab.nodes.values():
+            assert node._host is not None
+            node._host.limits = ALWAYS_BUSY
+        busy = await caller.complete(max_tokens=2)
+        for node in lab.nodes.values():
+            assert node._host is not None
+            node._host.limits = LIMITS
+        await asyncio.sleep(float(busy.headers["retry-after"]))
+        return busy, await caller.complete(max_tokens=2)
+
+    busy, later = served(tiny, scenario)
+    assert refused(busy) == (503, None, "overloaded")
+    assert busy.headers["retry-after"] == "1"
+    assert later.status_code == 200
+
+
+def test_an_answer_under_way_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> list[int]:
+        await lab.start("a", lab.hosting(BLOCKS))
+        async with lab.client() as swarm:
+            await swarm.refresh()
+            async with lab.chain(swarm) as chain:
+                began = await lab.generate(chain, PROMPT, 1)
+                node = await lab.start("b", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
+                assert node._host is not None
+                await swarm.refresh()
+                await lab.stop("a")
+                rest = asyncio.create_task(
+                    chain.forward((Row(0, len(PROMPT), 1, 1, 0),), torch.tensor(began))
+                )
+                await asyncio.sleep(4.0)
+                assert not rest.done()
+                node._host.limits = LIMITS
+                return [*began, reference.next_token(await rest)]
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, 2)
