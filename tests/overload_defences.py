@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 
-from swarmnet_client.chain.failures import Patience
+from swarmnet_client.chain.failures import WaitBudget
 from swarmnet_client.swarm import swarm
 from swarmnet_node.hosting import host
 from swarmnet_node.hosting.host import Host
@@ -47,7 +47,7 @@ OVERLOAD = (
     ),
     Defence(
         "hosts that always say that they are busy do not prolong the wait of a client",
-        replacing(Patience, "may_wait", yes),
+        replacing(WaitBudget, "may_wait", yes),
         of_a_host(test_overload.test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait),
     ),
     Defence(

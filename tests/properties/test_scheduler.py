@@ -67,6 +67,12 @@ def test_the_client_that_is_the_furthest_behind_is_in_every_batch(
     assert all(1 <= tokens <= waiting[index].tokens for index, tokens in batch.items())
 
 
+def test_short_work_of_a_client_that_is_further_ahead_does_not_keep_out_a_long_prompt() -> None:
+    waiting = [Waiting(1, 0, "ahead"), Waiting(50, 0, "behind")]
+    batch = dict(schedule(waiting, 4, {"ahead": 5, "behind": 4, "expected": 0}))
+    assert batch[1] >= 1
+
+
 @given(st.integers(1, 100), BUDGETS)
 def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles: int, budget: int) -> None:
     waiting = [Waiting(1, 0)] * singles + [Waiting(1000, 0)]

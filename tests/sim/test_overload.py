@@ -61,14 +61,14 @@ async def answer(lab: Lab, swarm: Swarm, wait_s: float = 0.0) -> list[int]:
         return await lab.generate(chain, PROMPT, TOKENS)
 
 
-CROWD = {f"client {number}": 1 for number in range(6)}
+BUSY_CLIENTS = {f"client {number}": 1 for number in range(6)}
 
 
 def test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[HostsBusy, float]:
         clock = asyncio.get_running_loop().time
         await start_slow_host(lab)
-        async with sending_prompts(lab, CROWD), lab.client("late") as swarm:
+        async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
             began = clock()
             with pytest.raises(HostsBusy) as refused:
@@ -86,7 +86,7 @@ def test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long(refer
 def test_other_hosts_are_used_before_a_busy_one_is_waited_for(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_slow_host(lab)
-        async with sending_prompts(lab, CROWD), lab.client("late") as swarm:
+        async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
             with pytest.raises(HostsBusy):
                 await answer(lab, swarm)
@@ -102,7 +102,7 @@ def test_a_client_that_waits_is_answered_when_the_load_has_gone(reference: Refer
     async def scenario(lab: Lab) -> list[int]:
         await start_slow_host(lab)
         async with lab.client("late") as swarm:
-            async with sending_prompts(lab, CROWD):
+            async with sending_prompts(lab, BUSY_CLIENTS):
                 await swarm.refresh()
                 waiting = asyncio.create_task(answer(lab, swarm, wait_s=60.0))
                 await asyncio.sleep(1.0)
@@ -133,7 +133,7 @@ def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_
             async with lab.chain(swarm) as chain:
                 await asyncio.sleep(1.0)
                 assert lab.sessions() == {"a": 1}
-                async with sending_prompts(lab, CROWD):
+                async with sending_prompts(lab, BUSY_CLIENTS):
                     began = clock()
                     with pytest.raises(HostsBusy):
                         await lab.generate(chain, PROMPT, 1)

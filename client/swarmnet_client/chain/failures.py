@@ -98,7 +98,7 @@ class Blame:
         ) from error
 
 
-class Patience:
+class WaitBudget:
     """How long a chain waits for busy hosts, from their first refusal until the chain answers. Pure.
 
     What hosts say does not prolong it: they may lie.

@@ -25,7 +25,7 @@ from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import (
     PAUSE_S,
     Blame,
-    Patience,
+    WaitBudget,
     RetryPolicy,
     explain,
     is_missing_experts,
@@ -106,7 +106,7 @@ class ChainSupervisor:
         self._last_error: SwarmnetError | None = None
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
-        self._patience = Patience()
+        self._wait_budget = WaitBudget()
         self._is_resting = False
         """Whether a host has ended an idle session: the hop is opened again before the next step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
@@ -255,7 +255,7 @@ class ChainSupervisor:
         recover_s = self._swarm.timing.recover_s
         most_s = max(self._spec.wait_s, recover_s if self._in_flight.acked else 0.0)
         now = asyncio.get_running_loop().time()
-        if not self._patience.may_wait(busy.retry_after_s, most_s, now):
+        if not self._wait_budget.may_wait(busy.retry_after_s, most_s, now):
             raise busy
         self._last_error = busy
         if self._deadline is not None:
@@ -411,7 +411,7 @@ class ChainSupervisor:
         """The chain answered a step: forget earlier failures."""
         self._swarm.answered(last.hop.peer)
         self._retries.answered()
-        self._patience.answered()
+        self._wait_budget.answered()
         self._blame = Blame(self._swarm)
 
     def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:

@@ -128,7 +128,8 @@ def schedule(
         until = min(limit, total + share) if indices is long and total else limit
         for index in indices:
             work = waiting[index]
-            allowance = max(allowed[work.client], max_tokens // AHEAD_SHARE - total)
+            taken = 0 if index == order[0] else total
+            allowance = max(allowed[work.client], max_tokens // AHEAD_SHARE - taken)
             tokens = min(work.tokens, until - total, allowance)
             if tokens > 0:
                 batch.append((index, tokens))

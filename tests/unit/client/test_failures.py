@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, Patience, RetryPolicy, Suspects, explain
+from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, WaitBudget, RetryPolicy, Suspects, explain
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
@@ -60,13 +60,13 @@ def test_a_full_host_is_asked_again_after_the_time_it_named() -> None:
     assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
 
 
-def test_patience_counts_from_the_first_refusal_until_an_answer() -> None:
-    patience = Patience()
-    assert patience.may_wait(6.0, 10.0, 100.0)
-    assert not patience.may_wait(6.0, 10.0, 106.0)
-    assert patience.may_wait(4.0, 10.0, 106.0)
-    patience.answered()
-    assert patience.may_wait(6.0, 10.0, 110.0)
+def test_wait_budget_counts_from_the_first_refusal_until_an_answer() -> None:
+    budget = WaitBudget()
+    assert budget.may_wait(6.0, 10.0, 100.0)
+    assert not budget.may_wait(6.0, 10.0, 106.0)
+    assert budget.may_wait(4.0, 10.0, 106.0)
+    budget.answered()
+    assert budget.may_wait(6.0, 10.0, 110.0)
 
 
 @pytest.mark.parametrize("idle", [True, False])
