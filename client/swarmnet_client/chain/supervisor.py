@@ -25,8 +25,8 @@ from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import (
     PAUSE_S,
     Blame,
-    WaitBudget,
     RetryPolicy,
+    WaitBudget,
     explain,
     is_missing_experts,
 )
