@@ -1,19 +1,33 @@
 """Defences of weights from the hub and from peers."""
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.fetching import disk, hub_ranges, peers, piece_file, server
+from swarmnet_protocols.fetching import disk, hub_files, hub_ranges, peers, piece_file, server
+from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
-from swarmnet_protocols.models import parts, resolve
+from swarmnet_protocols.models import LocalModel, parts, resolve
 from swarmnet_protocols.models.checkpoints import gguf_file
+from swarmnet_protocols.models.parts import Files, Parts
 from tests.defences import Defence, nothing, replacing, yes
 from tests.support.big_model import save_big
-from tests.support.model_hub import model_hub
+from tests.support.model_hub import ModelHub, model_hub
 from tests.support.weight_swarm import weight_swarm
-from tests.unit.models import test_download, test_inventory, test_models_gguf, test_weights_from_peers
+from tests.unit.models import (
+    test_download,
+    test_inventory,
+    test_models_gguf,
+    test_parts,
+    test_weights_from_peers,
+)
 
 
 def limits_the_disk(folder: Path) -> None:
@@ -49,7 +63,85 @@ def proves_no_false_table(folder: Path) -> None:
         test_weights_from_peers.test_a_false_table_does_not_prove_a_file(hub, swarm, big, folder)
 
 
+@contextmanager
+def lone_file(folder: Path) -> Iterator[tuple[ModelHub, LocalModel]]:
+    """As the fixture of the same name in ``test_parts``."""
+    yield from inspect.unwrap(test_parts.lone)(folder)
+
+
+def in_lone_file(test: Callable[[tuple[ModelHub, LocalModel], Path], None]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        with lone_file(folder) as lone:
+            test(lone, folder)
+
+    return run
+
+
+def trusts_no_hub_alone_with_a_listed_model(folder: Path) -> None:
+    in_lone_file(test_parts.test_a_model_that_the_swarm_file_names_is_fetched_whole_without_a_table)(folder)
+
+
+def gives_no_noted_pieces(folder: Path) -> None:
+    with lone_file(folder):
+        test_parts.test_pieces_that_only_the_hub_has_confirmed_are_not_given_to_peers(folder)
+
+
+def reads_no_endless_header(folder: Path) -> None:
+    with lone_file(folder) as lone, pytest.MonkeyPatch.context() as patch:
+        test_parts.test_a_header_without_an_end_is_refused(lone, folder, patch)
+
+
+def giving_all(self: Parts, files: Files, *rest: Any, **options: Any) -> None:
+    _complete(self, files, *rest, **options)
+    self.in_use |= {partial.file.sha256: partial for partial, _ in files}
+
+
+_complete = Parts._complete
+
+
+def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
+    _use(self, table, edges, notes=True)
+
+
+_use = PieceFile.use
+
+
 FETCHING = (
+    Defence(
+        "a piece has the hash that was noted of it",
+        replacing(PieceFile, "_note", nothing),
+        in_lone_file(test_parts.test_a_noted_piece_that_changed_on_disk_is_fetched_again),
+    ),
+    Defence(
+        "the hub alone does not vouch for a model that the swarm file names",
+        replacing(SwarmPeers, "lists", lambda *_: False),
+        trusts_no_hub_alone_with_a_listed_model,
+    ),
+    Defence(
+        "peers get no noted pieces",
+        replacing(Parts, "_complete", giving_all),
+        gives_no_noted_pieces,
+    ),
+    Defence(
+        "a redirect away from TLS is refused",
+        replacing(hub_ranges, "_check_secure", nothing),
+        lambda _: test_download.test_a_redirect_to_an_address_without_tls_is_refused(),
+    ),
+    Defence(
+        "a header has a bounded size",
+        replacing(hub_files, "_check_head_size", nothing),
+        reads_no_endless_header,
+    ),
+    Defence(
+        "a header arrives in a bounded number of answers",
+        replacing(hub_files, "MAX_HEAD_READS", 1 << 20),
+        in_lone_file(test_parts.test_a_header_in_answers_of_a_few_bytes_is_given_up),
+    ),
+    Defence(
+        "hashes are noted only where no table tells them",
+        replacing(PieceFile, "use", always_noting),
+        test_download.test_zeros_in_a_table_of_others_are_the_hash_of_no_piece,
+    ),
     Defence(
         "what a peer claims is not believed",
         replacing(Tables, "claim", Tables.add),

@@ -110,7 +110,7 @@ async def start(
         from swarmnet_protocols.timing import Timing
 
         # Reading the model and connecting to the swarm take a second each, so both run at once.
-        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())
+        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
         loading = loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         try:
             transport, directory = await stack.enter_async_context(

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -20,6 +20,13 @@ from tests.support.dataset_hub import stand_in
 
 COMMIT = "0123456789" * 4
 NAME = "org/model"
+_SHORT: Mapping[str, Callable[[int], int]] = {
+    "nothing": lambda size: 0,
+    "short": lambda size: min(size, 40_000),
+    "half": lambda size: -(-size // 2),
+    "a few bytes": lambda size: min(size, 1024),
+}
+"""The bytes that answers have, of those that were asked for."""
 CHUNK_BYTES = 64 << 10
 
 
@@ -39,7 +46,8 @@ class ModelHub:
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     """The ranges [start, end) that were asked for."""
     fault: str = ""
-    """What is wrong with answers to requests for a range: ``whole``, ``shifted``, ``endless``, ``silent`` or ``compressed``."""
+    """What is wrong with answers to requests for a range: ``whole``, ``shifted``, ``endless``, ``silent``, ``compressed``, ``nothing``, ``short``, ``half``,
+    ``a few bytes`` or ``drop by drop``."""
     is_closed: bool = False
     """Whether every request is refused."""
     bytes_per_s: float = math.inf
@@ -136,10 +144,15 @@ def _handler(hub: ModelHub) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             stop = hub.stop_after.pop(file.name, len(part))
+            if asked and hub.fault in _SHORT:
+                stop = _SHORT[hub.fault](len(part))
             self.send_response(206 if is_part else 200)
             for name, value in {**headers, "content-length": str(len(part))}.items():
                 self.send_header(name, value)
             self.end_headers()
+            if asked and hub.fault == "drop by drop":
+                while not hub.closing.wait(0.02):
+                    hub.send(file.name, part[:1], self.wfile.write)
             hub.send(file.name, part[:stop], self.wfile.write)
             self.close_connection = stop < len(part)
 

@@ -157,7 +157,7 @@ class Swarm:
                 trust=network.trust,
             ) as swarm,
         ):
-            peers = SwarmPeers(network.rules.pieces_hashes, Timing())
+            peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
             peers.attach(transport, partial(read_hosts, directory))
             local.parts.peers = peers
             try:

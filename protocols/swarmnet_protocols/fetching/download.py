@@ -222,15 +222,17 @@ class _Download:
 
     async def _fetch(self, source: PieceSource, units: list[_Unit]) -> SwarmnetError | None:
         """Read and write adjacent units. Returns the error of the source, None if it made none. Raises ``OutOfResources`` for a full disk."""
-        first, last = units[0], units[-1]
+        file, last = units[0].file, units[-1].last
+        # Of an answer that broke off, the first pieces are here already.
+        first = next((piece for piece in range(units[0].first, last) if not file.has(piece)), units[0].first)
         try:
-            data = await source.read(first.file.file, first.start, last.end)
+            data = await source.read(file.file, file.starts[first], file.starts[last])
         except SwarmnetError as error:
             return error
         async with self._writing:
             before = [unit for unit in units if unit.missing()]
             try:
-                written = await asyncio.to_thread(first.file.write, first.first, data)
+                written = await asyncio.to_thread(file.write, first, data)
             except IntegrityError as error:
                 return IntegrityError(f"it sent wrong bytes: {error}")
             self._done += sum(unit.end - unit.start for unit in before if not unit.missing())

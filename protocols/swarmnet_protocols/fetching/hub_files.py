@@ -1,7 +1,7 @@
 """Weight files of a model on the hub, which are downloaded when their tensors are needed.
 
 The hub lists the size and SHA-256 of every large file. The model's manifest needs no more, so a host or a client knows the model's identity
-before it has the weights. Pieces of files are downloaded where the hashes of pieces are known, otherwise whole files.
+before it has the weights. ``models/parts.py`` decides whether pieces of a file are downloaded or the whole file.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from swarmnet_protocols.machine.files import write_whole
 MAX_LISTED = 10_000
 """Files of a repository that are read from its listing; further ones are ignored."""
 MAX_FILE_BYTES = 1 << 50
+MAX_HEAD_READS = 64
+"""Most requests for the header of one file, each of which may bring a part of what it asked for."""
 HEAD_BYTES = 128 << 10
 """Bytes of the first read of a file's header. While the header is longer, the next read is eight times as long."""
 MAX_HEAD_BYTES = 64 << 20
@@ -55,32 +57,34 @@ class HubFiles:
         file = self.file(name)
         return PieceFile(self.parts / file.sha256.hex(), file)
 
-    def read_head(self, name: str, whole: Path, head_bytes: Callable[[Path], int]) -> None:
+    def read_head(self, name: str, head_bytes: Callable[[Path], int]) -> None:
         """Download the header of a file into its partial file, unless it is on disk. It is verified later, before a tensor is read.
 
         ``head_bytes`` returns the size of the header of the file at a path, and raises ``IntegrityError`` while that is incomplete. Raises
-        ``IntegrityError`` if the file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``.
+        ``IntegrityError`` if the file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``, also for a hub that sends a few bytes at a time.
         """
-        if whole.is_file():
-            return
         partial, file, size = self.partial(name), self.file(name), HEAD_BYTES
         if partial.exists:
             with contextlib.suppress(IntegrityError):
                 head_bytes(partial.path)
                 return
         data = b""
-        while True:
+        for _ in range(MAX_HEAD_READS):
             data += self.ranges.read_now(file, len(data), min(size, file.size))
             if len(data) < min(size, file.size):  # the connection broke
                 continue
             partial.write_head(data)
             try:
-                if head_bytes(partial.path) <= len(data):
-                    return
+                found = head_bytes(partial.path)
             except IntegrityError:
                 if size >= min(file.size, MAX_HEAD_BYTES):
                     raise
+            else:
+                _check_head_size(name, found)
+                if found <= len(data):
+                    return
             size *= 8
+        raise Unreachable(f"{MAX_HEAD_READS} answers of the hub did not bring the header of {name}")
 
     def fetch(self, name: str) -> Path:
         """Download one whole file into the cache of huggingface_hub, continuing an interrupted download. Returns its path.
@@ -108,6 +112,11 @@ class HubFiles:
                 f"{name} of {self.repository} is not on this machine and could not be fetched: {error}",
                 hint="check the connection, and start again: the download goes on where it stopped",
             ) from error
+
+
+def _check_head_size(name: str, size: int) -> None:
+    if size > MAX_HEAD_BYTES:
+        raise IntegrityError(f"the header of {name} has {size} bytes, more than {MAX_HEAD_BYTES}")
 
 
 def check_free_space(what: str, size_bytes: int, folder: Path) -> None:

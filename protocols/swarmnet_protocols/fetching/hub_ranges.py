@@ -15,7 +15,6 @@ TIMEOUT_S = 20.0
 """Seconds after which a read is given up if the hub sends no byte."""
 MIN_BYTES_PER_S = 20_000
 """Least mean rate of an answer, in bytes per second. A slower one is ended after ``TIMEOUT_S``."""
-_CHUNK_BYTES = 256 << 10
 
 
 def no_answer() -> tuple[type[Exception], ...]:
@@ -63,7 +62,7 @@ class HubRanges:
         try:
             with self._answer(file, start, end) as answer:
                 _check_range(answer, file, start, end)
-                for chunk in answer.iter_raw(_CHUNK_BYTES):
+                for chunk in answer.iter_raw():  # as it arrives: of a broken answer nothing is lost
                     found += chunk[: end - start - len(found)]
                     late = time.monotonic() - begun - TIMEOUT_S
                     if len(found) == end - start or is_stopped() or late * MIN_BYTES_PER_S > len(found):
@@ -87,7 +86,15 @@ class HubRanges:
         with get_session().stream(
             "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
         ) as answer:
+            _check_secure(answer)
             yield answer
+
+
+def _check_secure(answer: Any) -> None:
+    """Raise ``IntegrityError`` if a request over TLS was redirected to an address without TLS: some bytes have no other proof than TLS."""
+    addresses = [str(each.url) for each in (*answer.history, answer)]
+    if addresses[0].startswith("https:") and not all(each.startswith("https:") for each in addresses):
+        raise IntegrityError(f"the hub redirects to {addresses[-1][:200]}, which is not encrypted")
 
 
 def _check_range(answer: Any, file: ModelFile, start: int, end: int) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -123,9 +123,12 @@ class PeerSource:
 class SwarmPeers:
     """The hosts of models in one swarm. It exists before the connection to the swarm does, so that another thread can wait for that."""
 
-    def __init__(self, pieces_hashes: Mapping[bytes, bytes], timing: Timing) -> None:
-        """``pieces_hashes``: those of the swarm file, by the hash of the manifest."""
+    def __init__(
+        self, pieces_hashes: Mapping[bytes, bytes], timing: Timing, models: Collection[bytes] = ()
+    ) -> None:
+        """``pieces_hashes``: those of the swarm file, by the hash of the manifest. ``models``: the hashes of all manifests that it names."""
         self._pieces_hashes = pieces_hashes
+        self._models = models
         self._timing = timing
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
@@ -141,6 +144,10 @@ class SwarmPeers:
         """Report that the connection failed or has ended: downloads continue without peers. Idempotent."""
         self._loop = self._transport = self._find = None
         self._settled.set()
+
+    def lists(self, model: bytes) -> bool:
+        """Whether the swarm file names the hash of this model's manifest."""
+        return model in self._models
 
     def wait(self) -> bool:
         """Wait for the connection. Returns whether peers can be asked from this thread, which must not be the thread of the network's event loop."""

@@ -5,6 +5,7 @@ Readers of safetensors and gguf map it into memory like the whole file. Layout, 
     model-00002-of-00030.safetensors   the file; where pieces are missing it has holes, which take no space
     lock                               locked by the processes that use the file
     present                            one bit for each piece, set once the piece is verified and on disk
+    noted                              the hashes of pieces as they first arrived, where no other source has told them
 
 Bits are set after the data has reached the disk, so a process or a machine may stop at any moment: marked pieces are on disk, and the next
 start fetches the others.
@@ -20,11 +21,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources
-from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, cut, has_bit
-from swarmnet_protocols.machine.files import make_private
+from swarmnet_protocols.fetching.pieces import (
+    HASH_BYTES,
+    UNKNOWN,
+    ModelFile,
+    PieceTable,
+    Progress,
+    cut,
+    has_bit,
+)
+from swarmnet_protocols.machine.files import make_private, write_whole
 from swarmnet_protocols.machine.platform import lock
 
-_PRESENT, _LOCK = "present", "lock"
+_PRESENT, _NOTED, _LOCK = "present", "noted", "lock"
 SYNC_BYTES = 64 << 20
 """Bytes that are written between two updates of the bits. A process that is killed loses at most as many."""
 
@@ -38,7 +47,10 @@ class PieceFile:
         self.folder = folder
         self.path = folder / file.name
         self._bits_path = folder / _PRESENT
-        self._table: PieceTable | None = None
+        self._noted_path = folder / _NOTED
+        self._head_bytes = 0
+        self._hashes = bytearray()
+        self._notes = False
         self._starts: tuple[int, ...] = ()
         self._bits = bytearray()
         self._written: list[int] = []
@@ -67,9 +79,10 @@ class PieceFile:
 
     # ---- which pieces are here ------------------------------------------------------------------------------
 
-    def use(self, table: PieceTable, edges: Iterable[int] | None) -> None:
+    def use(self, table: PieceTable, edges: Iterable[int] | None, *, notes: bool = False) -> None:
         """Read which pieces are here, numbered by ``table``. ``edges``: the offsets at which tensors begin and end; None while the header is
-        not here, when only its own pieces are numbered.
+        not here, when only its own pieces are numbered. ``notes``: the hash of a piece that is ``UNKNOWN`` in the table is noted when the piece
+        arrives; from then on the piece must have it.
 
         Raises ``IntegrityError`` if the table does not have one hash for each piece.
         """
@@ -81,13 +94,23 @@ class PieceFile:
                 raise IntegrityError(
                     f"{self.file.name} has {len(self._starts) - 1} pieces, the table of its pieces {table.count}"
                 )
-        self._table = table
+        self._head_bytes, self._hashes, self._notes = table.head_bytes, bytearray(table.hashes), notes
         bits = -(-table.count // 8)
         try:
             found = self._bits_path.read_bytes()
         except OSError:
             found = b""
         self._bits = bytearray(found if len(found) == bits else bits)
+        for piece in range(table.count) if notes else ():
+            if table.hash_of(piece) == UNKNOWN:
+                self._bits[piece // 8] &= ~(1 << piece % 8)
+
+    def noted(self) -> PieceTable | None:
+        """The table of the hashes that were noted; None if none were."""
+        try:
+            return PieceTable.decode(self._noted_path.read_bytes(), self.file.size)
+        except (OSError, IntegrityError):
+            return None
 
     @property
     def starts(self) -> Sequence[int]:
@@ -127,7 +150,8 @@ class PieceFile:
         return piece - first
 
     def _matches(self, piece: int, data: bytes | memoryview) -> bool:
-        return self._table is not None and hashlib.sha256(data).digest() == self._table.hash_of(piece)
+        expected = self._hashes[_place(piece)]
+        return hashlib.sha256(data).digest() == expected or (self._notes and expected == UNKNOWN)
 
     def write(self, first: int, data: bytes | memoryview) -> int:
         """Verify the whole pieces that ``data`` begins with, from ``first`` on, and write them. Returns their number.
@@ -138,6 +162,8 @@ class PieceFile:
         size = self._starts[first + count] - self._starts[first]
         with full_disk(self.folder):
             _write_all(self.path, self._starts[first], memoryview(data)[:size])
+        if self._notes:
+            self._note(first, memoryview(data)[:size])
         self._written += range(first, first + count)
         self._unsynced_bytes += size
         if self._unsynced_bytes >= SYNC_BYTES:
@@ -145,6 +171,25 @@ class PieceFile:
         for piece in range(first, first + count):
             self._bits[piece // 8] |= 1 << piece % 8
         return count
+
+    def _note(self, first: int, data: memoryview) -> None:
+        """Note the hashes of the pieces from ``first`` on, of which ``data`` consists."""
+        piece, start = first, self._starts[first]
+        while self._starts[piece] - start < len(data):
+            part = data[self._starts[piece] - start : self._starts[piece + 1] - start]
+            self._hashes[_place(piece)] = hashlib.sha256(part).digest()
+            piece += 1
+
+    def _write_notes(self, written: Iterable[int]) -> None:
+        """Add the hashes of the ``written`` pieces to those on disk: another process may have noted others meanwhile."""
+        there = self.noted()
+        if there is None or (there.head_bytes, len(there.hashes)) != (self._head_bytes, len(self._hashes)):
+            hashes = self._hashes
+        else:
+            hashes = bytearray(there.hashes)
+            for piece in written:
+                hashes[_place(piece)] = self._hashes[_place(piece)]
+        write_whole(self._noted_path, PieceTable(self._head_bytes, bytes(hashes)).encode())
 
     def sync(self) -> None:
         """Mark the written pieces as present, when they have reached the disk."""
@@ -154,6 +199,8 @@ class PieceFile:
         with full_disk(self.folder):
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
+            if self._notes:
+                self._write_notes(written)
             if not self._bits_path.exists() or self._bits_path.stat().st_size != len(self._bits):
                 self._bits_path.write_bytes(bytes(len(self._bits)))
             with self._bits_path.open("r+b") as file:
@@ -229,6 +276,11 @@ class PieceFile:
         self.create()
         with full_disk(self.folder):
             _write_all(self.path, 0, memoryview(data))
+
+
+def _place(piece: int) -> slice:
+    """Where the hash of a piece is in a table."""
+    return slice(piece * HASH_BYTES, (piece + 1) * HASH_BYTES)
 
 
 def _write_all(path: Path, offset: int, data: memoryview) -> None:

@@ -24,6 +24,8 @@ PIECE_BYTES = 1 << 20
 MAX_TENSORS = 200_000
 """Most tensors of a file that can be fetched by piece."""
 HASH_BYTES = hashlib.sha256().digest_size
+UNKNOWN = bytes(HASH_BYTES)
+"""Stands for the hash of a piece that has not arrived, in tables that this machine notes itself."""
 _SIZE_BYTES = 8
 _KNOWN, _CLAIMED = "pieces", "claimed"
 _TABLE_DOMAIN = b"swarmnet-pieces-1\n"
@@ -112,6 +114,14 @@ class PieceTable:
     def max_bytes(size: int) -> int:
         """The most bytes of an encoded table of a file of ``size`` bytes."""
         return _SIZE_BYTES + HASH_BYTES * (size // PIECE_BYTES + 2 * MAX_TENSORS)
+
+    @classmethod
+    def of_head(cls, head: bytes, count: int) -> "PieceTable":
+        """The table of a file of ``count`` pieces of which only the header is here. The hashes of other pieces are ``UNKNOWN``."""
+        hasher = Hasher(cut(len(head), ()))
+        hasher.update(head)
+        known = hasher.table(len(head)).hashes
+        return cls(len(head), known + UNKNOWN * (count - len(known) // HASH_BYTES))
 
     @classmethod
     def decode(cls, data: bytes, size: int) -> "PieceTable":

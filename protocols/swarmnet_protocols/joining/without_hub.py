@@ -47,6 +47,6 @@ async def _fetch(name: str, model: bytes, network: Network, cache_dir: Path) -> 
     from swarmnet_protocols.timing import Timing
 
     async with connect(network, client_mode=True) as (transport, directory):
-        peers = SwarmPeers(network.rules.pieces_hashes, Timing())
+        peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
         peers.attach(transport, partial(read_hosts, directory))
         await fetch_outline(peers, name, model, cache_dir)

@@ -139,10 +139,11 @@ class LocalModel:
 
     def _verify_pieces(self, partial: PieceFile, progress: Progress | None) -> None:
         tables = self.parts.tables
-        table = tables.known(partial.file) or tables.claimed(partial.file)
+        told = tables.known(partial.file) or tables.claimed(partial.file)
+        table = told or partial.noted()
         if table is None:
             return  # only a header, which is verified before a tensor is read
-        partial.use(table, self._checkpoint.layout(partial.file.name).edges)
+        partial.use(table, self._checkpoint.layout(partial.file.name).edges, notes=told is None)
         if not partial.verify(progress):
             raise IntegrityError(
                 f"{partial.path} has pieces that do not have their hash",

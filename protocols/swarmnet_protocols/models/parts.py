@@ -5,11 +5,13 @@ A piece is verified by its hash. Which tables of hashes are trusted, and for wha
 - A *known* table was made by this machine from a whole file, or is covered by the swarm file's pieces hash. Pieces may come from any peer.
 - A table that peers *claim* confirms what the hub sends: two independent sources agree. Pieces come from the hub only.
 - Where the hub does not answer, a file with a claimed table is fetched whole from peers. If it has the hash in the manifest, the table becomes known.
-- A file without a table is fetched whole from the hub, and its table is made from it.
+- Of a file without a table, pieces come from the hub only, and their hashes are *noted* when they arrive. The file is fetched whole, and its table made
+  from it, if most of it is needed, if it is no longer than a piece, or if the swarm file names the model: then nothing less than the model's hashes is trusted.
 """
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -20,16 +22,33 @@ from swarmnet_protocols.fetching.disk import make_room
 from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.hub_files import HubFiles, check_free_space
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, Tables, pieces_between
+from swarmnet_protocols.fetching.pieces import (
+    PIECE_BYTES,
+    Layout,
+    ModelFile,
+    PieceTable,
+    Progress,
+    Tables,
+    cut,
+    pieces_between,
+)
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, hash_pieces
 
 T = TypeVar("T")
+WHOLE_SHARE = 0.5
+"""The share of a file without a table above which the whole file is fetched: it can be verified, and gives peers its table."""
+ASK_AGAIN_S = 60.0
+"""Seconds after which peers are asked again for the table of a file."""
 Slices = Mapping[str, tuple[int, Collection[int]]]
 """By tensor name: the number of equal slices along the first dimension, and the indices of the wanted ones."""
+Files = Sequence[tuple[PieceFile, PieceTable]]
 
 
 class Peers(Protocol):
     """Peers of the swarm that have parts of a model."""
+
+    def lists(self, model: bytes) -> bool:
+        """Whether the swarm file names the hash of this model's manifest."""
 
     def wait(self) -> bool:
         """Wait for the connection to the swarm. Returns whether peers can be asked from this thread."""
@@ -64,6 +83,8 @@ class Parts:
         self._model = model
         self._checkpoint = checkpoint
         self._progress = progress
+        self._asked: dict[bytes, float] = {}
+        """When peers were asked for the table of a file, on the monotonic clock, by its SHA-256."""
 
     def partial(self) -> list[str]:
         """The files that are not whole on this machine."""
@@ -99,63 +120,88 @@ class Parts:
         files = [name for name in self.partial() if name in self._checkpoint.holders(wanted)]
         if hub is None or not files:
             return []
-        keys = [hub.file(name) for name in files]
-        unknown = [key for key in keys if self.tables.known(key) is None]
-        if unknown and (peers := self._reachable_peers()) is not None:
-            peers.run(lambda: peers.tables(self._model, unknown, self.tables))
-        fetched: list[PieceFile] = []
-        for from_anyone in (True, False):
-            chosen = [key for key in keys if (self.tables.known(key) is not None) == from_anyone]
-            fetched += self._fetch_pieces(hub, chosen, wanted, verify, from_anyone=from_anyone)
+        self._ask_for_tables([hub.file(name) for name in files])
+        known, claimed, noted = [], [], []
+        for partial in map(hub.partial, files):
+            if (table := self.tables.known(partial.file)) is not None:
+                known.append((partial, table))
+            elif (table := self.tables.claimed(partial.file)) is not None:
+                claimed.append((partial, table))
+            elif (table := self._noted(hub, partial, wanted)) is not None:
+                noted.append((partial, table))
+        self._complete(known, wanted, verify, from_anyone=True)
+        fetched = [partial for partial, _ in known]
+        fetched += self._fetch_claimed(claimed, wanted, verify)
+        self._complete(noted, wanted, verify, notes=True)
+        fetched += [partial for partial, _ in noted]
         self._checkpoint.fetch(set(files) - {each.file.name for each in fetched})
         return fetched
 
-    def _fetch_pieces(
-        self,
-        hub: HubFiles,
-        keys: Sequence[ModelFile],
-        wanted: Slices,
-        verify: Callable[[PieceFile, PieceTable], None],
-        *,
-        from_anyone: bool,
+    def _ask_for_tables(self, files: Iterable[ModelFile]) -> None:
+        """Ask peers for the tables of those files whose table is not known."""
+        now = time.monotonic()
+        due = [
+            file
+            for file in files
+            if self.tables.known(file) is None
+            and self._asked.get(file.sha256, -ASK_AGAIN_S) <= now - ASK_AGAIN_S
+        ]
+        if due and (peers := self._reachable_peers()) is not None:
+            peers.run(lambda: peers.tables(self._model, due, self.tables))
+            self._asked |= dict.fromkeys((file.sha256 for file in due), now)
+
+    def _fetch_claimed(
+        self, files: Files, wanted: Slices, verify: Callable[[PieceFile, PieceTable], None]
     ) -> list[PieceFile]:
-        """Fetch the wanted pieces of files. Returns these files, without those that have no table or a wrong one."""
-        found: list[tuple[PieceFile, PieceTable]] = []
-        for key in keys:
-            table = self.tables.known(key) or self.tables.claimed(key)
-            if table is not None:
-                found.append((hub.partial(key.name), table))
+        """Fetch the wanted pieces of files whose tables are claimed. Returns these files; none if a table is wrong."""
         try:
-            self._complete(found, wanted, verify, from_anyone=from_anyone)
+            self._complete(files, wanted, verify)
         except IntegrityError:
-            if from_anyone:
-                raise
-            for (
-                partial,
-                _,
-            ) in found:  # the claim or the hub is wrong: the whole file will be fetched, and its hash decides
+            for partial, _ in files:  # the claim or the hub is wrong: the hash of the whole file will decide
                 self.tables.forget_claim(partial.file)
             return []
         except Unreachable:
-            if from_anyone or self._reachable_peers() is None:
+            if self._reachable_peers() is None:
                 raise
-            return [self._prove(*each, verify) for each in found]
-        return [partial for partial, _ in found]
+            return [self._prove(*each, verify) for each in files]
+        return [partial for partial, _ in files]
+
+    def _noted(self, hub: HubFiles, partial: PieceFile, wanted: Slices) -> PieceTable | None:
+        """The table with the hashes that were noted of a file; None if the whole file is to be fetched. Fetches the header."""
+        name, size = partial.file.name, partial.file.size
+        is_listed = self.peers is not None and self.peers.lists(self._model)
+        if not hub.repository or is_listed or size <= PIECE_BYTES:
+            return None
+        try:
+            hub.read_head(name, lambda _: self._checkpoint.layout(name).head_bytes)
+        except Unreachable:  # a hub that sends no parts of files may send whole ones
+            return None
+        layout = self._checkpoint.layout(name)
+        starts = cut(size, layout.edges)
+        needed = sum(starts[piece + 1] - starts[piece] for piece in _pieces(layout, starts, wanted))
+        if needed > WHOLE_SHARE * size:
+            return None
+        noted = partial.noted()
+        if noted is not None and (noted.head_bytes, noted.count) == (layout.head_bytes, len(starts) - 1):
+            return noted
+        with partial.path.open("rb") as file:
+            return PieceTable.of_head(file.read(layout.head_bytes), len(starts) - 1)
 
     def _complete(
         self,
-        files: Sequence[tuple[PieceFile, PieceTable]],
+        files: Files,
         wanted: Slices,
         verify: Callable[[PieceFile, PieceTable], None],
         *,
-        from_anyone: bool,
+        from_anyone: bool = False,
+        notes: bool = False,
     ) -> None:
-        """Fetch the headers of files, and the pieces of their wanted tensors."""
+        """Fetch the headers of files, and the pieces of their wanted tensors. ``notes``: as for ``PieceFile.use``."""
         heads = []
         for partial, table in files:
             partial.create()
             partial.hold()
-            partial.use(table, None)
+            partial.use(table, None, notes=notes)
             head = range(len(table.head_starts) - 1)
             partial.adopt(head)
             heads.append((partial, head))
@@ -167,20 +213,11 @@ class Parts:
                 raise IntegrityError(
                     f"the header of {partial.file.name} has another size than its table of pieces says"
                 )
-            partial.use(table, layout.edges)
+            partial.use(table, layout.edges, notes=notes)
             verify(partial, table)
-            self.in_use[partial.file.sha256] = partial
-            bodies.append(
-                (
-                    partial,
-                    [
-                        piece
-                        for name in layout.spans.keys() & wanted.keys()
-                        for start, end in _ranges(layout.spans[name], *wanted[name])
-                        for piece in pieces_between(partial.starts, start, end)
-                    ],
-                )
-            )
+            if not notes:  # peers get only what others have confirmed
+                self.in_use[partial.file.sha256] = partial
+            bodies.append((partial, _pieces(layout, partial.starts, wanted)))
         self._download([*heads, *bodies], from_anyone=from_anyone)
 
     def _prove(
@@ -235,6 +272,16 @@ class Parts:
 
     def _reachable_peers(self) -> Peers | None:
         return self.peers if self.peers is not None and self.peers.wait() else None
+
+
+def _pieces(layout: Layout, starts: Sequence[int], wanted: Slices) -> set[int]:
+    """The numbers of the pieces of a file that hold the wanted tensors."""
+    return {
+        piece
+        for name in layout.spans.keys() & wanted.keys()
+        for start, end in _ranges(layout.spans[name], *wanted[name])
+        for piece in pieces_between(starts, start, end)
+    }
 
 
 def _ranges(span: tuple[int, int], count: int, chosen: Collection[int]) -> Iterable[tuple[int, int]]:

@@ -133,9 +133,8 @@ def _hub_gguf(
             raise ConfigError(f"{repository} has no file {name}", hint="its page on the hub lists its files")
         if isinstance(cached, str):
             return Path(cached), hub
-        path = hub.partial(name).path
-        hub.read_head(name, path.with_name("whole"), gguf_head_bytes)
-        return path, hub
+        hub.read_head(name, gguf_head_bytes)
+        return hub.partial(name).path, hub
 
 
 @contextmanager

@@ -24,7 +24,9 @@ from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import (
+    HASH_BYTES,
     PIECE_BYTES,
+    UNKNOWN,
     Hasher,
     ModelFile,
     PieceTable,
@@ -188,6 +190,50 @@ def test_a_table_of_other_tensors_is_refused(tmp_path: Path) -> None:
         file.use(table(), [*EDGES, 7777])
 
 
+def test_hashes_are_noted_when_pieces_arrive(tmp_path: Path) -> None:
+    count = len(table().hashes) // HASH_BYTES
+    empty = PieceTable.of_head(DATA[:HEAD_BYTES], count)
+    file = PieceFile(tmp_path / "file", KEY)
+    file.create()
+    assert file.noted() is None
+    file.use(empty, EDGES, notes=True)
+    file.write(1, DATA[HEAD_BYTES:5000])
+    with pytest.raises(IntegrityError, match="do not have their hash"):
+        file.write(1, bytes(5000 - HEAD_BYTES))
+    file.sync()
+    noted = file.noted()
+    assert noted is not None
+    assert [noted.hash_of(piece) for piece in range(2)] == [table().hash_of(piece) for piece in range(2)]
+    assert {noted.hash_of(piece) for piece in range(2, count)} == {UNKNOWN}
+    again = PieceFile(tmp_path / "file", KEY)
+    again.use(noted, EDGES, notes=True)
+    assert again.has(1)
+    again.use(empty, EDGES, notes=True)
+    assert not again.has(1), "a piece without a hash is not here"
+
+
+def test_processes_note_hashes_in_one_file(tmp_path: Path) -> None:
+    files = [PieceFile(tmp_path / "file", KEY) for _ in range(2)]
+    for file in files:
+        file.create()
+        file.use(PieceTable.of_head(DATA[:HEAD_BYTES], len(table().hashes) // HASH_BYTES), EDGES, notes=True)
+    files[0].write(1, DATA[HEAD_BYTES:5000])
+    files[1].write(2, DATA[5000 : cut(len(DATA), EDGES)[3]])
+    for file in files:
+        file.sync()
+    noted = files[0].noted()
+    assert noted is not None
+    assert [noted.hash_of(piece) for piece in (1, 2)] == [table().hash_of(piece) for piece in (1, 2)]
+
+
+def test_zeros_in_a_table_of_others_are_the_hash_of_no_piece(tmp_path: Path) -> None:
+    file = PieceFile(tmp_path / "file", KEY)
+    file.create()
+    file.use(PieceTable(HEAD_BYTES, UNKNOWN * (len(table().hashes) // HASH_BYTES)), EDGES)
+    with pytest.raises(IntegrityError, match="do not have their hash"):
+        file.write(1, DATA[HEAD_BYTES:5000])
+
+
 def answer(status: int, content_range: str, **headers: str) -> Any:
     return SimpleNamespace(status_code=status, headers={"content-range": content_range, **headers})
 
@@ -209,6 +255,17 @@ def test_an_answer_with_another_range_is_refused(sent: Any) -> None:
     hub_ranges._check_range(answer(200, ""), KEY, 0, len(DATA))
     with pytest.raises((IntegrityError, Unreachable)):
         hub_ranges._check_range(sent, KEY, 10, 20)
+
+
+def test_a_redirect_to_an_address_without_tls_is_refused() -> None:
+    def sent(*addresses: str) -> Any:
+        *history, last = [SimpleNamespace(url=address) for address in addresses]
+        return SimpleNamespace(url=last.url, history=history)
+
+    hub_ranges._check_secure(sent("https://hub/file", "https://store/file"))
+    hub_ranges._check_secure(sent("http://localhost/file"))
+    with pytest.raises(IntegrityError, match="not encrypted"):
+        hub_ranges._check_secure(sent("https://hub/file", "http://store/file"))
 
 
 class Replies:

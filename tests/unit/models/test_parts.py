@@ -7,11 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.fetching import download, hub_files, hub_ranges, piece_file
+from swarmnet_protocols.fetching.peers import SwarmPeers
+from swarmnet_protocols.fetching.pieces import PieceTable
 from swarmnet_protocols.models import LocalModel, parts, resolve
+from swarmnet_protocols.timing import Timing
 from tests.support import big_model
 from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
 from tests.support.model_hub import NAME, ModelHub, model_hub
@@ -91,17 +96,190 @@ def test_a_gguf_file_is_fetched_in_parts(tmp_path: Path) -> None:
         assert same_span(load(tmp_path, None, f"{NAME}:model.gguf"), whole, 32, 38)
 
 
-def test_a_gguf_file_without_a_table_is_fetched_whole(tmp_path: Path) -> None:
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[tuple[ModelHub, LocalModel]]:
+    """A hub with one gguf file of which no table is known, and the model of that file."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / ".gitattributes").touch()
-    file = write_gguf(folder / "model.gguf", "llama")
-    whole = resolve(str(file), cache_dir=tmp_path / "other")
-    with model_hub(folder, tmp_path / "hf"):
-        model = load(tmp_path, None, f"{NAME}:model.gguf")
-        assert same_span(model, whole, 0, 1)
-        assert model.pieces_hash is not None
-        assert not list((tmp_path / "cache" / "parts").iterdir())
+    file = write_gguf(folder / "model.gguf", "llama", blocks=BLOCKS)
+    with model_hub(folder, tmp_path / "hf") as hub:
+        yield hub, resolve(str(file), cache_dir=tmp_path / "other")
+
+
+LONE = f"{NAME}:model.gguf"
+
+
+def test_a_gguf_file_without_a_table_is_fetched_in_parts(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    hub, whole = lone
+    model = load(tmp_path, None, LONE)
+    assert model.manifest.hash == whole.manifest.hash
+    assert same_span(model, whole, 30, 40)
+    assert sent(hub) < 0.3  # the header of such small tensors is a tenth of the file
+    assert model.pieces_hash is None
+    before = dict(hub.sent)
+    again = load(tmp_path, None, LONE)
+    again.verify()
+    assert same_span(again, whole, 32, 38)
+    assert hub.sent == before
+
+
+def test_most_of_a_file_without_a_table_is_fetched_whole(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    _, whole = lone
+    model = load(tmp_path, None, LONE)
+    assert same_span(model, whole, 0, 3)
+    assert same_span(model, whole, 0, 60)
+    assert model.pieces_hash is not None
+    assert not list((tmp_path / "cache" / "parts").iterdir())
+
+
+def test_a_model_that_the_swarm_file_names_is_fetched_whole_without_a_table(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    """Its hash is checked, not only what the hub sends."""
+    _, whole = lone
+    model = load(tmp_path, None, LONE)
+    model.parts.peers = SwarmPeers({}, Timing(), {model.manifest.hash})
+    model.parts.peers.detach()
+    assert same_span(model, whole, 0, 3)
+    assert model.pieces_hash is not None
+
+
+@pytest.mark.usefixtures("lone")
+def test_pieces_that_only_the_hub_has_confirmed_are_not_given_to_peers(tmp_path: Path) -> None:
+    model = load(tmp_path, None, LONE)
+    model.load_span(30, 40, **FLOAT32)
+    [file] = model.manifest.files
+    start, end = model._checkpoint.layout(file.name).spans["blk.35.attn_q.weight"]
+    assert model.shared().place(file.sha256, start, end) is None
+    model.fetch()
+    assert model.shared().place(file.sha256, start, end) is not None
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as changed:
+        changed.seek(at)
+        byte = changed.read(1)[0]
+        changed.seek(at)
+        changed.write(bytes([byte ^ 1]))
+
+
+def test_a_noted_piece_that_changed_on_disk_is_fetched_again(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    hub, whole = lone
+    model = load(tmp_path, None, LONE)
+    model.load_span(30, 31, **FLOAT32)
+    [file] = model.manifest.files
+    start, _ = model._checkpoint.layout(file.name).spans["blk.30.attn_q.weight"]
+    flip(model._checkpoint.path_of(file.name), start)
+    with pytest.raises(IntegrityError, match="do not have their hash"):
+        load(tmp_path, None, LONE).verify()
+    hub.flipped[file.name] = start
+    with pytest.raises(IntegrityError, match="the hub: it sent wrong bytes"):
+        load(tmp_path, None, LONE).load_span(30, 31, **FLOAT32)
+    hub.flipped.clear()
+    assert same_span(load(tmp_path, None, LONE), whole, 30, 31)
+
+
+def test_a_table_that_comes_later_is_compared_with_noted_pieces(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    """What the hub sent wrong before the table was known is fetched again."""
+    hub, whole = lone
+    whole.verify()
+    model = load(tmp_path, None, LONE)
+    [file] = model.manifest.files
+    hub.flipped[file.name] = model._checkpoint.layout(file.name).spans["blk.30.attn_q.weight"][0]
+    assert not same_span(model, whole, 30, 31)
+    hub.flipped.clear()
+    model.parts.tables.add(file, whole.parts.tables.known(file) or PieceTable(0, b""))
+    assert same_span(model, whole, 30, 31)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("shifted", IntegrityError),
+        ("compressed", IntegrityError),
+        ("silent", Unreachable),
+        ("nothing", Unreachable),
+        ("half", Unreachable),
+    ],
+)
+def test_wrong_answers_without_a_table_are_clear_errors(
+    fault: str, error: type[Exception], lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    hub, _ = lone
+    model = load(tmp_path, None, LONE)
+    hub.fault = fault
+    with pytest.raises(error, match="the hub: "):
+        model.load_span(30, 31, **FLOAT32)
+    assert model.size_on_disk < 1 << 20
+
+
+def test_every_answer_brings_the_next_pieces(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+    model = load(tmp_path, tables)
+    model.config  # noqa: B018 - fetches headers
+    hub.fault = "short"
+    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+
+
+@pytest.mark.parametrize("fault", ["endless", "short"])
+def test_answers_of_another_length_are_cut_off_or_continued(
+    fault: str, lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    hub, whole = lone
+    hub.fault = fault
+    assert same_span(load(tmp_path, None, LONE), whole, 30, 31)
+
+
+def test_a_header_in_answers_of_a_few_bytes_is_given_up(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path
+) -> None:
+    hub, _ = lone
+    hub.fault = "a few bytes"
+    with pytest.raises(Unreachable, match="did not bring the header"):
+        load(tmp_path, None, LONE)
+
+
+def test_an_answer_drop_by_drop_is_ended(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, _ = lone
+    model = load(tmp_path, None, LONE)
+    hub.fault = "drop by drop"
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    with pytest.raises(Unreachable, match="the hub: it sent less than one piece"):
+        model.load_span(30, 31, **FLOAT32)
+
+
+def test_a_header_without_an_end_is_refused(
+    lone: tuple[ModelHub, LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tensor of the file begins far behind the others' entries."""
+    hub, _ = lone
+    monkeypatch.setattr(hub_files, "MAX_HEAD_BYTES", 1 << 20)
+    write_far_off(tmp_path / "model" / "model.gguf", 8 << 20)
+    with pytest.raises(IntegrityError, match=r"the header of model\.gguf has"):
+        load(tmp_path, None, LONE)
+    assert hub.sent["model.gguf"] < 2 << 20
+
+
+def write_far_off(path: Path, offset: int) -> None:
+    """Write a gguf file of one tensor that begins ``offset`` bytes behind the header."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", np.zeros((1, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + offset.to_bytes(8, "little") + bytes(offset + 1024))
 
 
 def test_a_flipped_bit_is_refused_and_its_source_named(
@@ -234,12 +412,7 @@ def test_a_piece_that_changed_on_disk_is_fetched_again(
     model.load_span(40, 41, **FLOAT32)
     name = model.manifest.tensors[40][0]
     [file] = model._checkpoint.holders([name])
-    path, start = model._checkpoint.path_of(file), model._checkpoint.layout(file).spans[name][0]
-    with path.open("r+b") as changed:
-        changed.seek(start)
-        byte = changed.read(1)[0]
-        changed.seek(start)
-        changed.write(bytes([byte ^ 1]))
+    flip(model._checkpoint.path_of(file), model._checkpoint.layout(file).spans[name][0])
     with pytest.raises(IntegrityError, match="do not have their hash"):
         load(tmp_path).verify()
     assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)

@@ -156,7 +156,8 @@ class SafetensorsCheckpoint:
             self.known = {name: hub.known[name] for name in weights if name in hub.known}
             if not self._index:  # without an index, only the headers list the tensors
                 for name in self.known:
-                    hub.read_head(name, root / name, lambda path: read_header(path).head_bytes)
+                    if not (root / name).is_file():
+                        hub.read_head(name, lambda path: read_header(path).head_bytes)
         file_of = {name: weight for weight in weights for name in self._names_in(weight)}
         if missing := self._index.keys() - file_of.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
