@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.fetching import disk, hub_files, hub_ranges, peers, piece_file, server
+from swarmnet_protocols.fetching import disk, hub_files, hub_ranges, peers, piece_file, pieces, server
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
@@ -23,6 +23,7 @@ from tests.support.model_hub import ModelHub, model_hub
 from tests.support.weight_swarm import weight_swarm
 from tests.unit.models import (
     test_download,
+    test_expert_pieces,
     test_inventory,
     test_models_gguf,
     test_parts,
@@ -99,6 +100,11 @@ def giving_all(self: Parts, files: Files, *rest: Any, **options: Any) -> None:
 _complete = Parts._complete
 
 
+def has_few_pieces(_: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_expert_pieces.test_a_file_of_too_many_pieces_is_refused(patch)
+
+
 def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
     _use(self, table, edges, notes=True)
 
@@ -136,6 +142,11 @@ FETCHING = (
         "a header arrives in a bounded number of answers",
         replacing(hub_files, "MAX_HEAD_READS", 1 << 20),
         in_lone_file(test_parts.test_a_header_in_answers_of_a_few_bytes_is_given_up),
+    ),
+    Defence(
+        "a file has a bounded number of pieces",
+        replacing(pieces, "_check_count", nothing),
+        has_few_pieces,
     ),
     Defence(
         "hashes are noted only where no table tells them",

@@ -93,7 +93,9 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
     return directory
 
 
-def write_gguf(path: Path, architecture: str, *, blocks: int = 3) -> Path:
+def write_gguf(
+    path: Path, architecture: str, *, blocks: int = 3, experts: int = 4, expert_width: int = 768
+) -> Path:
     """Write a random model as gguf: ``blocks`` blocks of width 64, weights quantised to Q8_0."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
@@ -121,9 +123,9 @@ def write_gguf(path: Path, architecture: str, *, blocks: int = 3) -> Path:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
 
     if architecture == "qwen3moe":
-        writer.add_expert_count(4)
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(768)
+        writer.add_expert_feed_forward_length(expert_width)
         writer.add_key_length(16)
         writer.add_value_length(16)
     add("token_embd.weight", 64, 64)
@@ -132,7 +134,7 @@ def write_gguf(path: Path, architecture: str, *, blocks: int = 3) -> Path:
         for name, *shape in (("attn_norm", 64), ("ffn_norm", 64), ("attn_q", 64, 64), ("attn_k", 32, 64), ("attn_v", 32, 64), ("attn_output", 64, 64)):  # fmt: skip
             add(f"blk.{block}.{name}.weight", *shape)
         if architecture == "qwen3moe":
-            feed_forward = (("attn_q_norm", 16), ("attn_k_norm", 16), ("ffn_gate_inp", 4, 64), ("ffn_gate_exps", 4, 768, 64), ("ffn_up_exps", 4, 768, 64), ("ffn_down_exps", 4, 64, 768))  # fmt: skip
+            feed_forward = (("attn_q_norm", 16), ("attn_k_norm", 16), ("ffn_gate_inp", experts, 64), ("ffn_gate_exps", experts, expert_width, 64), ("ffn_up_exps", experts, expert_width, 64), ("ffn_down_exps", experts, 64, expert_width))  # fmt: skip
         else:
             feed_forward = (("ffn_gate", 96, 64), ("ffn_up", 96, 64), ("ffn_down", 64, 96))  # type: ignore[assignment]
         for name, *shape in feed_forward:

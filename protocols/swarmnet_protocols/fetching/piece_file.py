@@ -50,7 +50,8 @@ class PieceFile:
         self._noted_path = folder / _NOTED
         self._head_bytes = 0
         self._hashes = bytearray()
-        self._notes = False
+        self.notes = False
+        """Whether hashes are noted when pieces arrive."""
         self._starts: tuple[int, ...] = ()
         self._bits = bytearray()
         self._written: list[int] = []
@@ -94,7 +95,7 @@ class PieceFile:
                 raise IntegrityError(
                     f"{self.file.name} has {len(self._starts) - 1} pieces, the table of its pieces {table.count}"
                 )
-        self._head_bytes, self._hashes, self._notes = table.head_bytes, bytearray(table.hashes), notes
+        self._head_bytes, self._hashes, self.notes = table.head_bytes, bytearray(table.hashes), notes
         bits = -(-table.count // 8)
         try:
             found = self._bits_path.read_bytes()
@@ -151,7 +152,7 @@ class PieceFile:
 
     def _matches(self, piece: int, data: bytes | memoryview) -> bool:
         expected = self._hashes[_place(piece)]
-        return hashlib.sha256(data).digest() == expected or (self._notes and expected == UNKNOWN)
+        return hashlib.sha256(data).digest() == expected or (self.notes and expected == UNKNOWN)
 
     def write(self, first: int, data: bytes | memoryview) -> int:
         """Verify the whole pieces that ``data`` begins with, from ``first`` on, and write them. Returns their number.
@@ -162,7 +163,7 @@ class PieceFile:
         size = self._starts[first + count] - self._starts[first]
         with full_disk(self.folder):
             _write_all(self.path, self._starts[first], memoryview(data)[:size])
-        if self._notes:
+        if self.notes:
             self._note(first, memoryview(data)[:size])
         self._written += range(first, first + count)
         self._unsynced_bytes += size
@@ -199,7 +200,7 @@ class PieceFile:
         with full_disk(self.folder):
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
-            if self._notes:
+            if self.notes:
                 self._write_notes(written)
             if not self._bits_path.exists() or self._bits_path.stat().st_size != len(self._bits):
                 self._bits_path.write_bytes(bytes(len(self._bits)))

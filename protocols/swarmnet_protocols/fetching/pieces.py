@@ -1,6 +1,6 @@
 """Pieces: the parts of a weight file that are fetched and verified on their own, as pieces of a torrent are.
 
-A file is cut where its tensors begin and end, and every ``PIECE_BYTES`` in between. The positions of tensors are in the file's own header,
+A file is cut where its tensors begin and end, merged tensors of experts where each expert does, and every ``PIECE_BYTES`` in between. The positions of tensors are in the file's own header,
 which is the first piece or pieces; so a table of pieces consists of the size of the header and the SHA-256 of each piece.
 
 The hash over the tables of all files of a model is its *pieces hash*. With a swarm file that names it, a newcomer can verify every piece of
@@ -21,14 +21,18 @@ from swarmnet_protocols.machine.files import write_whole
 
 PIECE_BYTES = 1 << 20
 """Most bytes of a piece."""
+MIN_SLICE_BYTES = 64 << 10
+"""Fewest bytes of an expert in a merged tensor that is cut at the edges of experts."""
+MAX_PIECES = 4 << 20
+"""Most pieces of a file."""
 MAX_TENSORS = 200_000
 """Most tensors of a file that can be fetched by piece."""
 HASH_BYTES = hashlib.sha256().digest_size
 UNKNOWN = bytes(HASH_BYTES)
 """Stands for the hash of a piece that has not arrived, in tables that this machine notes itself."""
 _SIZE_BYTES = 8
-_KNOWN, _CLAIMED = "pieces", "claimed"
-_TABLE_DOMAIN = b"swarmnet-pieces-1\n"
+_KNOWN, _CLAIMED = "known", "claimed"
+_TABLE_DOMAIN = b"swarmnet-pieces-2\n"
 _LISTING_DOMAIN = b"swarmnet-listing-1\n"
 
 
@@ -50,8 +54,9 @@ class ModelFile:
 def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
     """The offsets at which the pieces of a file begin, and last its ``size`` in bytes. It is cut at ``edges``, and every ``PIECE_BYTES`` in between.
 
-    Raises ``IntegrityError`` for an edge outside the file.
+    Raises ``IntegrityError`` for an edge outside the file, and for a file of more than ``MAX_PIECES``.
     """
+    _check_count(size // PIECE_BYTES)
     bounds = sorted({0, size, *edges})
     if bounds[0] < 0 or bounds[-1] > size:
         raise IntegrityError(f"a tensor lies outside its file of {size} bytes")
@@ -59,6 +64,11 @@ def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
     for start, end in itertools.pairwise(bounds):
         starts.extend(range(start, end, PIECE_BYTES))
     return (*starts, size)
+
+
+def _check_count(pieces: int) -> None:
+    if pieces > MAX_PIECES:
+        raise IntegrityError(f"a file has more than {MAX_PIECES} pieces")
 
 
 def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
@@ -70,15 +80,36 @@ def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a weight file by its header: the size of the header, and the bytes [start, end) of each tensor from the start of the file."""
+    """The layout of a weight file by its header: the size of the header, and the bytes [start, end) of each tensor from the start of the file.
+
+    ``slices``: the number of equal parts at whose edges a tensor is cut, of those that are; see :func:`slices_of`.
+    """
 
     head_bytes: int
     spans: Mapping[str, tuple[int, int]]
+    slices: Mapping[str, int]
 
     @property
     def edges(self) -> list[int]:
-        """The offsets at which the header ends, and tensors begin and end."""
-        return [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
+        """The offsets at which the header ends, tensors begin and end, and merged tensors are cut. Raises ``IntegrityError`` for too many."""
+        _check_count(len(self.spans) + sum(self.slices.values()))
+        edges = [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
+        for name, count in self.slices.items():
+            start, end = self.spans[name]
+            edges.extend(range(start, end, (end - start) // count))
+        return edges
+
+
+def slices_of(tensors: Iterable[tuple[str, Sequence[int], int]]) -> dict[str, int]:
+    """The number of parts into which tensors, given by name, shape and bytes, are cut along their first dimension: the experts of a merged tensor.
+
+    Left out are tensors of fewer than three dimensions, and of parts below ``MIN_SLICE_BYTES``, such as the filters of a convolution.
+    """
+    return {
+        name: shape[0]
+        for name, shape, size in tensors
+        if len(shape) > 2 and shape[0] and size % shape[0] == 0 and size // shape[0] >= MIN_SLICE_BYTES
+    }
 
 
 @dataclass(frozen=True)
@@ -113,7 +144,8 @@ class PieceTable:
     @staticmethod
     def max_bytes(size: int) -> int:
         """The most bytes of an encoded table of a file of ``size`` bytes."""
-        return _SIZE_BYTES + HASH_BYTES * (size // PIECE_BYTES + 2 * MAX_TENSORS)
+        most = size // PIECE_BYTES + size // MIN_SLICE_BYTES + 2 * MAX_TENSORS
+        return _SIZE_BYTES + HASH_BYTES * min(most, MAX_PIECES)
 
     @classmethod
     def of_head(cls, head: bytes, count: int) -> "PieceTable":

@@ -65,6 +65,8 @@ class LocalModel:
         self._checkpoint = checkpoint
         self._progress = progress
         self._checked: set[str] = set()
+        self._checked_pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
+        """The state in which partial files were left, whose pieces had all been verified, by noted hashes or not."""
         self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
         """Fetches the pieces of files that are not whole on this machine."""
 
@@ -154,7 +156,10 @@ class LocalModel:
         """Fetch what is missing of these tensors, or of ``slices`` of them. Hash the files that contain them, and those without tensors, once each."""
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
-        partial = {each.file.name for each in self.parts.fetch(tensors, self._check_pieces, slices)}
+        fetched = self.parts.fetch(tensors, self._check_pieces, slices)
+        partial = {each.file.name for each in fetched}
+        # What was downloaded was verified on arrival.
+        self._checked_pieces |= {each.path: (each.notes, _stamp(each.path)) for each in fetched}
         wanted = self._checkpoint.holders(tensors) - partial
         unchecked = [file for file in self.manifest.files if file.name not in self._checked]
         weights = self._checkpoint.holders(self._checkpoint.tensor_names) if unchecked else set()
@@ -164,6 +169,8 @@ class LocalModel:
 
     def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
         """Hash the pieces that are here, unless they were hashed before and have not changed since; forget those that have changed."""
+        if self._checked_pieces.get(partial.path) == (partial.notes, _stamp(partial.path)):
+            return
         mark = self._mark_of(partial.path, table.hash(partial.file))
         if not _is_marked(mark, partial.path):
             partial.verify(self._progress)

@@ -1,9 +1,5 @@
 """A peer fetches from the hub the pieces of a model that its part needs, and verifies each, whatever the hub sends."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from swarmnet_protocols.models import LocalModel, parts, resolve
 from swarmnet_protocols.timing import Timing
 from tests.support import big_model
 from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
+from tests.support.killed_download import kill_while
 from tests.support.model_hub import NAME, ModelHub, model_hub
 from tests.support.tiny_models import save_tiny, write_gguf
 
@@ -330,40 +327,11 @@ def test_a_broken_connection_goes_on_where_it_broke(
     assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from swarmnet_protocols.machine.lean_imports import import_transformers
-import_transformers()
-import torch
-import huggingface_hub.constants as constants
-constants.HF_HUB_CACHE = sys.argv[2]
-from swarmnet_protocols.fetching import piece_file
-from swarmnet_protocols.models import resolve
-pieces = []
-write = piece_file.PieceFile.write
-def dying(self, first, data):
-    done = write(self, first, data)
-    pieces.append(done)
-    if len(pieces) == int(sys.argv[3]):
-        os.write(1, str(sum(pieces)).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    return done
-piece_file.PieceFile.write = dying
-piece_file.SYNC_BYTES = 0
-resolve("org/model", cache_dir=Path(sys.argv[1])).load_span(30, 40, dtype=torch.float32, device=torch.device("cpu"))
-"""
-
-
 def test_a_killed_download_is_resumed(
     big: Path, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tmp_path, tables)
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(tmp_path / "hf" / "hub")}
-    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "cache"), str(tmp_path / "hf" / "hub"), "9"]
-    killed = subprocess.run(arguments, env=environment, check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    already = int(killed.stdout)
+    already = kill_while("model.load_span(30, 40, **options)", NAME, hub, tmp_path, 9)
     assert already > 0
     write, pieces = piece_file.PieceFile.write, list[int]()
 

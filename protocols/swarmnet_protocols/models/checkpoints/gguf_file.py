@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
-from swarmnet_protocols.fetching.pieces import Layout
+from swarmnet_protocols.fetching.pieces import Layout, slices_of
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
 def _layout(path: Path) -> Layout:
     _, tensors = read_header(path)
     spans = {name: (each.offset, each.offset + each.size_bytes) for name, each in tensors.items()}
-    return Layout(min((start for start, _ in spans.values()), default=path.stat().st_size), spans)
+    slices = slices_of((name, each.shape, each.size_bytes) for name, each in tensors.items())
+    return Layout(min((start for start, _ in spans.values()), default=path.stat().st_size), spans, slices)
 
 
 def gguf_head_bytes(path: Path) -> int:
@@ -187,6 +188,8 @@ class _Names:
         return []
 
 
+_READING = 2
+"""The version of the code by which configs and tokenizers are read: copies that another one has made are not used."""
 METADATA_BYTES = 32 << 20
 """Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
 
@@ -247,7 +250,7 @@ class GgufCheckpoint:
 
         try:
             return AutoConfig.from_pretrained(
-                self._cached("config", lambda: AutoConfig.from_pretrained(**self._source)),
+                self._cached("config", self._read_config),
                 local_files_only=True,
             )
         except CONFIG_FAULTS as error:
@@ -255,6 +258,20 @@ class GgufCheckpoint:
                 f"{self.path}: transformers does not read {self._architecture or 'this'} from gguf: {error}",
                 hint="use the model in Hugging Face layout",
             ) from error
+
+    def _read_config(self) -> "PretrainedConfig":
+        """The config as transformers reads it, and the width of experts, which it does not read, from the shapes of their tensors."""
+        from transformers.models.auto.configuration_auto import AutoConfig
+
+        config = AutoConfig.from_pretrained(**self._source)
+        widths = {
+            tensor.shape[1]
+            for name, tensor in self._tensors.items()
+            if (match := _EXPERTS.match(name)) and match[2] == "up" and len(tensor.shape) == 3
+        }
+        if len(widths) == 1 and hasattr(config, "moe_intermediate_size"):
+            [config.moe_intermediate_size] = widths
+        return config
 
     def generation_config(self) -> "GenerationConfig | None":
         return None
@@ -271,7 +288,7 @@ class GgufCheckpoint:
         """The directory in which ``part`` is cached, named by its hash. It is made on first use, and renamed into place when it is complete."""
         from transformers import __version__
 
-        prefix = f"{part}-{__version__}-"
+        prefix = f"{part}-{__version__}-{_READING}-"
         for cached in self._metadata_dir.glob(f"{prefix}*"):
             if cached.name == prefix + _hash_of(cached):
                 return cached

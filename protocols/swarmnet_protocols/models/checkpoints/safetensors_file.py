@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
-from swarmnet_protocols.fetching.pieces import Layout
+from swarmnet_protocols.fetching.pieces import Layout, slices_of
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
@@ -97,7 +97,8 @@ def read_header(path: Path) -> Layout:
     if end != size - 8 - header_bytes:
         raise IntegrityError(f"{path} has {size} bytes, its header describes {8 + header_bytes + end}")
     head = 8 + header_bytes
-    return Layout(head, {name: (head + start, head + stop) for name, (start, stop) in spans.items()})
+    slices = slices_of((name, header[name]["shape"], stop - start) for name, (start, stop) in spans.items())
+    return Layout(head, {name: (head + start, head + stop) for name, (start, stop) in spans.items()}, slices)
 
 
 def _read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
