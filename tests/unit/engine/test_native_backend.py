@@ -12,7 +12,12 @@ import torch
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
-from swarmnet_node.engine.kernels.native_backend import MAX_POSITIONS, NativeBackend
+from swarmnet_node.engine.kernels.native_backend import (
+    FEW_POSITIONS,
+    MAX_POSITIONS,
+    NativeBackend,
+    max_positions,
+)
 from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
@@ -287,6 +292,11 @@ def test_few_positions_use_the_decode_step(
     assert len(calls) == 1
     stage.forward([(one, inputs(stage, MAX_POSITIONS)), (other, inputs(stage, 1))])
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("inputs", "positions"), [(64, MAX_POSITIONS), (1536, 341), (14336, FEW_POSITIONS)])
+def test_wide_products_have_shorter_steps_in_c(inputs: int, positions: int) -> None:
+    assert max_positions(inputs) == positions
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])

@@ -36,9 +36,13 @@ from swarmnet_protocols.quantization.products import (
 )
 
 SOURCE = Path(__file__).with_name("decode.c")
-MAX_POSITIONS = 128
-"""Positions of a step up to which C is faster. With few, the reading of weights bounds the time; with more, arithmetic does, at which torch is as
-fast."""
+FEW_POSITIONS = 128
+"""Positions of a step up to which C is faster in any case: with few, the reading of weights bounds the time."""
+MAX_POSITIONS = 512
+"""Most positions of a step in C."""
+INPUTS_BYTES = 2 << 20
+"""Bytes of a product's inputs up to which C is faster with more than few positions, too. Arithmetic then bounds the time, and the inputs are read again for every few outputs:
+they should be in one of the processor's own caches."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
 """Most query heads that are scored at once; ``QUERIES`` in decode.c."""
@@ -140,7 +144,7 @@ class NativeDecodeStep:
 
     def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
         """``fits`` must hold for the layers, whose weights are not copied."""
-        self.max_positions = MAX_POSITIONS
+        self.max_positions = max_positions(max(layer.down.inputs for layer in layers))
         self._backend = backend
         self._decoder_layers = layers
         self._rotary = rotary
@@ -237,6 +241,11 @@ class NativeDecodeStep:
             self._angles[group] = _angles(self._decoder_layers, self._rotary, positions)
         angles = self._angles[group]
         return angles.data_ptr() + offset * angles.stride(0) * angles.element_size()
+
+
+def max_positions(inputs: int) -> int:
+    """Positions of a step up to which C is faster, if the products have at most ``inputs`` inputs."""
+    return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
 
 
 def fits(layers: Sequence[DecoderLayer], rotary: Rotary) -> bool:
