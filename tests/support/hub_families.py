@@ -438,7 +438,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gpt_oss": Family(
-        "gpt-oss 20B, 120B (not its MXFP4 weights: in 16 bits)",
+        "gpt-oss 20B, 120B",
         "GptOssForCausalLM",
         {
             **TEXT,

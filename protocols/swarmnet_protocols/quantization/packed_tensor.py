@@ -65,6 +65,15 @@ class PackedTensor:
                 segments.append(segment)
         return cls(tuple(segments))
 
+    @classmethod
+    def taking_turns(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
+        """The first rows of all matrices, then their second rows, and so on. Raises ``ValueError`` unless they have one shape and one format."""
+        segments = [segment for matrix in matrices for segment in matrix.segments]
+        if len(segments) != len(matrices) or len({(each.format, each.data.shape) for each in segments}) != 1:
+            raise ValueError("matrices of several shapes or formats take turns")
+        data = torch.stack([each.data for each in segments], 1)
+        return cls.of(segments[0].format, data.view(-1, data.shape[-1]))
+
     def __post_init__(self) -> None:
         if len({segment.columns for segment in self.segments}) != 1:
             raise ValueError("segments with rows of different length")

@@ -6,7 +6,7 @@ first. Which of these a family uses is taken from transformers' own conversion o
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
@@ -37,6 +37,8 @@ class ExpertPlace:
     part: int = 0
     parts: int = 1
     expert: int | None = None
+    takes_turns: bool = False
+    """Whether the rows of the parts take turns. Otherwise they follow one another."""
 
     @property
     def weight(self) -> str:
@@ -111,8 +113,8 @@ class ExpertPlaces:
         for parameter, module in self._modules.items():
             parts = parameter.rpartition(".")[2].removesuffix("_proj").split("_")
             if f".layers.{layer}." in f".{parameter}" and which in parts:
-                is_apart = len(parts) > 1 and not module.is_concatenated  # the rows of gate and up take turns
-                return None if is_apart else self._place(parameter, module, parts.index(which), len(parts))
+                place = self._place(parameter, module, parts.index(which), len(parts))
+                return replace(place, takes_turns=len(parts) > 1 and not module.is_concatenated)
         return None
 
     def _place(
@@ -179,7 +181,8 @@ class ExpertReader:
             if len(parts) == place.parts:
                 del self._parts[place.parameter, expert]
                 try:
-                    matrix = PackedTensor.joined([parts[number] for number in range(place.parts)])
+                    own = [parts[number] for number in range(place.parts)]
+                    matrix = PackedTensor.taking_turns(own) if place.takes_turns else PackedTensor.joined(own)
                 except ValueError as error:
                     raise IntegrityError(f"expert {expert} of {place.parameter}: {error}") from error
                 self._found[place.parameter][expert] = matrix.loaded(self._device)

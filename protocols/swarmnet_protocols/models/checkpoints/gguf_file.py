@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from struct import Struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
+from swarmnet_protocols.models.checkpoints.gguf_gpt_oss import Scalar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +36,22 @@ MAX_FIELDS = 10_000
 MAX_NAME_BYTES = 1_024
 MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_SCALARS = {
+    kind: Struct(f"<{code}")
+    for kind, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
 
@@ -75,29 +93,32 @@ class _Cursor:
             raise ValueError(f"a name of {size} bytes")
         return self.take(size).decode()
 
-    def value(self, kind: int) -> bytes:
-        """Read a metadata value: the bytes of a scalar or string, nothing of an array."""
+    def value(self, kind: int) -> Scalar:
+        """Read a metadata value; of an array nothing."""
         if kind == _STRING:
-            return self.take(self.integer(8))
+            return self.take(self.integer(8)).decode(errors="replace")
         if kind == _ARRAY:
             element, count = self.integer(4), self.integer(8)
             if element == _STRING:
                 for _ in range(count):
                     self.skip(self.integer(8))
             else:
-                self.skip(_scalar_bytes(element) * count)
-            return b""
-        return self.take(_scalar_bytes(kind))
+                self.skip(_scalar(element).size * count)
+            return ""
+        scalar = _scalar(kind)
+        [found] = scalar.unpack(self.take(scalar.size))
+        value: Scalar = found
+        return value
 
 
-def _scalar_bytes(kind: int) -> int:
-    if kind not in _SCALAR_BYTES:
+def _scalar(kind: int) -> Struct:
+    if kind not in _SCALARS:
         raise ValueError(f"a value of unknown type {kind}")
-    return _SCALAR_BYTES[kind]
+    return _SCALARS[kind]
 
 
-def read_header(path: Path) -> tuple[str, dict[str, GgufTensor]]:
-    """The architecture's name in gguf, and the tensors, all of which are within the file. Raises ``IntegrityError``."""
+def read_header(path: Path) -> tuple[dict[str, Scalar], dict[str, GgufTensor]]:
+    """The metadata without its arrays, and the tensors, all of which are within the file. Raises ``IntegrityError``."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data), len(data))
@@ -119,21 +140,21 @@ def gguf_head_bytes(path: Path) -> int:
     return _layout(path).head_bytes
 
 
-def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]]:
+def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Scalar], dict[str, GgufTensor]]:
     if cursor.take(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
         raise ValueError("not a gguf file of version 2 or 3")
     tensor_count, field_count = cursor.integer(8), cursor.integer(8)
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
         raise ValueError(f"{tensor_count} tensors, {field_count} fields")
-    fields: dict[str, bytes] = {}
+    fields: dict[str, Scalar] = {}
     for _ in range(field_count):
         key = cursor.string(MAX_NAME_BYTES)
         if key in fields:
             raise ValueError(f"field {key} twice")
         fields[key] = cursor.value(cursor.integer(4))
     entries = [_entry(cursor) for _ in range(tensor_count)]
-    alignment = int.from_bytes(fields.get("general.alignment", b"\x20"), "little")
-    if not 1 <= alignment <= 1 << 20:
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise ValueError(f"alignment {alignment}")
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
@@ -144,7 +165,7 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[str, dict[str, GgufTensor]
         if tensors[name].offset + tensor.size_bytes > file_bytes:
             raise ValueError(f"tensor {name} lies beyond the end")
     _check_overlap(tensors)
-    return fields.get("general.architecture", b"").decode(), tensors
+    return fields, tensors
 
 
 def _check_overlap(tensors: dict[str, GgufTensor]) -> None:
@@ -210,7 +231,8 @@ class GgufCheckpoint:
         self.hub = hub
         self.known: Known = {path.name: hub.known[path.name]} if hub is not None else {}
         self._metadata_dir = metadata_dir
-        self._architecture, self._tensors = read_header(path)
+        self._fields, self._tensors = read_header(path)
+        self._architecture = str(self._fields.get("general.architecture", ""))
         self.tensor_names = tuple(self._tensors)
 
     @property
@@ -246,6 +268,7 @@ class GgufCheckpoint:
         return set(self.files)
 
     def config(self) -> "PretrainedConfig":
+        from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
         try:
@@ -253,9 +276,9 @@ class GgufCheckpoint:
                 self._cached("config", self._read_config),
                 local_files_only=True,
             )
-        except CONFIG_FAULTS as error:
+        except (*CONFIG_FAULTS, StrictDataclassError) as error:
             raise ConfigError(
-                f"{self.path}: transformers does not read {self._architecture or 'this'} from gguf: {error}",
+                f"{self.path}: the config of {self._architecture or 'this'} cannot be read from gguf: {error}",
                 hint="use the model in Hugging Face layout",
             ) from error
 
@@ -263,12 +286,17 @@ class GgufCheckpoint:
         """The config as transformers reads it, and the width of experts, which it does not read, from the shapes of their tensors."""
         from transformers.models.auto.configuration_auto import AutoConfig
 
-        config = AutoConfig.from_pretrained(**self._source)
         widths = {
             tensor.shape[1]
             for name, tensor in self._tensors.items()
             if (match := _EXPERTS.match(name)) and match[2] == "up" and len(tensor.shape) == 3
         }
+        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
+            vocabulary, *_ = self._tensors["token_embd.weight"].shape
+            [width] = widths
+            is_tied = "output.weight" not in self._tensors
+            return gguf_gpt_oss.config_of(self._fields, vocabulary=vocabulary, width=width, is_tied=is_tied)
+        config: PretrainedConfig = AutoConfig.from_pretrained(**self._source)
         if len(widths) == 1 and hasattr(config, "moe_intermediate_size"):
             [config.moe_intermediate_size] = widths
         return config
@@ -277,10 +305,13 @@ class GgufCheckpoint:
         return None
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
+        from transformers import PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
+        # AutoTokenizer would read the config too, which transformers cannot of gpt-oss.
+        reader = PreTrainedTokenizerFast if self._architecture == gguf_gpt_oss.ARCHITECTURE else AutoTokenizer
         return AutoTokenizer.from_pretrained(
-            self._cached("tokenizer", lambda: AutoTokenizer.from_pretrained(**self._source)),
+            self._cached("tokenizer", lambda: reader.from_pretrained(**self._source)),
             local_files_only=True,
         )
 
@@ -329,7 +360,11 @@ class GgufCheckpoint:
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         quantized = form.quantized
-        processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
+        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
+            processor: Any = gguf_gpt_oss.GptOssTensors()
+        else:
+            make = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
+            processor = make(config=model.config.to_dict())
         hf_names = get_gguf_hf_weights_map(_Names(model), processor)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         places = form.places
