@@ -105,6 +105,11 @@ def has_few_pieces(_: Path) -> None:
         test_expert_pieces.test_a_file_of_too_many_pieces_is_refused(patch)
 
 
+def has_short_header(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_models_gguf.test_a_header_does_not_go_on_in_the_holes_of_a_file(folder, patch)
+
+
 def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
     _use(self, table, edges, notes=True)
 
@@ -167,6 +172,16 @@ FETCHING = (
         "tensors of a gguf file do not overlap",
         replacing(gguf_file, "_check_overlap", nothing),
         lambda folder: test_models_gguf.test_tensors_of_a_gguf_file_do_not_overlap(16, False, folder),
+    ),
+    Defence(
+        "tensors of a gguf file are within it",
+        replacing(gguf_file, "_check_within", nothing),
+        lambda folder: test_models_gguf.test_tensors_of_a_gguf_file_are_within_it(0, (25,), folder),
+    ),
+    Defence(
+        "the header of a gguf file has an end",
+        replacing(gguf_file, "_longest_header", lambda size: size),
+        has_short_header,
     ),
     Defence(
         "a piece is hashed before it is kept",

@@ -1,4 +1,5 @@
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
+from swarmnet_protocols.models.checkpoints import gguf_file
 from swarmnet_protocols.models.checkpoints.gguf_file import read_header
 from tests.support.tiny_models import write_gguf
 
@@ -128,19 +130,80 @@ def test_the_default_model_matches_what_transformers_dequantises(monkeypatch: py
     )
 
 
+def number(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little")
+
+
+def entry(name: bytes, offset: int, *shape: int) -> bytes:
+    """The entry of a tensor of float32."""
+    sizes = b"".join(number(size, 8) for size in shape)
+    return number(1, 8) + name + number(len(shape), 4) + sizes + number(0, 4) + number(offset, 8)
+
+
+def write_raw(path: Path, tensors: Sequence[bytes], fields: bytes = b"", count: int = 0) -> Path:
+    head = b"GGUF" + number(3, 4) + number(len(tensors), 8) + number(count, 8) + fields + b"".join(tensors)
+    path.write_bytes(head.ljust(-(-len(head) // 32) * 32, b"\0") + bytes(96))
+    return path
+
+
 @pytest.mark.parametrize(("second", "is_good"), [(32, True), (64, True), (16, False), (0, False)])
 def test_tensors_of_a_gguf_file_do_not_overlap(second: int, is_good: bool, tmp_path: Path) -> None:
-    def number(value: int, size: int) -> bytes:
-        return value.to_bytes(size, "little")
-
-    def entry(name: bytes, offset: int) -> bytes:
-        return number(1, 8) + name + number(1, 4) + number(8, 8) + number(0, 4) + number(offset, 8)
-
-    head = b"GGUF" + number(3, 4) + number(2, 8) + number(0, 8) + entry(b"a", 0) + entry(b"b", second)
-    path = tmp_path / "model.gguf"
-    path.write_bytes(head.ljust(-(-len(head) // 32) * 32, b"\0") + bytes(96))
+    path = write_raw(tmp_path / "model.gguf", [entry(b"a", 0, 8), entry(b"b", second, 8)])
     if is_good:
         assert read_header(path)[1].keys() == {"a", "b"}
     else:
         with pytest.raises(IntegrityError, match="overlaps"):
             read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"),
+    [
+        (96, (8,)),
+        (1 << 62, (8,)),
+        (0, (25,)),
+        (0, (1 << 40, 1 << 20)),
+        (0, (1 << 63, 1 << 63, 1 << 63, 1 << 63)),
+    ],
+)
+def test_tensors_of_a_gguf_file_are_within_it(offset: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    assert read_header(write_raw(tmp_path / "good.gguf", [entry(b"a", 0, 24)]))[1].keys() == {"a"}
+    with pytest.raises(IntegrityError, match="beyond the end"):
+        read_header(write_raw(tmp_path / "model.gguf", [entry(b"a", offset, *shape)]))
+
+
+def test_a_header_does_not_go_on_in_the_holes_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array of as many strings as there are, in a file of which only the beginning is here."""
+    monkeypatch.setattr(gguf_file, "MAX_HEAD_BYTES", 1 << 16)
+    strings = number(1, 8) + b"k" + number(9, 4) + number(8, 4) + number(1 << 60, 8)
+    path = write_raw(tmp_path / "model.gguf", [], strings, 1)
+    with path.open("r+b") as file:
+        file.truncate(1 << 24)
+    read = 0
+
+    def counting(self: Any, size: int) -> int:
+        nonlocal read
+        read += 1
+        return skip(self, size)
+
+    skip = gguf_file._Cursor.skip
+    monkeypatch.setattr(gguf_file._Cursor, "skip", counting)
+    with pytest.raises(IntegrityError, match="too long"):
+        read_header(path)
+    assert read < 20_000
+
+
+def test_a_layout_is_parsed_again_when_the_header_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama")
+    checkpoint = gguf_file.GgufCheckpoint(path, tmp_path / "metadata")
+    layout = checkpoint.layout(path.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "_layout", None)
+        assert checkpoint.layout(path.name) is layout
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.0.attn_q.weight", b"blk.9.attn_q.weight"))
+    assert "blk.9.attn_q.weight" in checkpoint.layout(path.name).spans

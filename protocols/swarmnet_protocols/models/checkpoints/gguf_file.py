@@ -16,7 +16,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.fetching.hub_files import HubFiles, Known
+from swarmnet_protocols.fetching.hub_files import MAX_HEAD_BYTES, HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout, slices_of
 from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
@@ -67,16 +67,18 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian fields. Raises ``ValueError`` at the end of the file."""
+    """Reads little-endian fields. Raises ``ValueError`` at the end of the file, and of the longest header that is read: the holes of a partial file
+    would be empty strings without end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
+        self._end = _longest_header(len(data))
         self.position = 0
 
     def skip(self, size: int) -> int:
         start = self.position
-        if size > len(self._data) - start:
-            raise ValueError("it ends in the header")
+        if size > self._end - start:
+            raise ValueError("it ends in the header, or the header is too long")
         self.position = start + size
         return start
 
@@ -109,6 +111,10 @@ class _Cursor:
         [found] = scalar.unpack(self.take(scalar.size))
         value: Scalar = found
         return value
+
+
+def _longest_header(file_bytes: int) -> int:
+    return min(file_bytes, MAX_HEAD_BYTES)
 
 
 def _scalar(kind: int) -> Struct:
@@ -162,10 +168,14 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Scalar], dict[st
         if name in tensors:
             raise ValueError(f"tensor {name} twice")
         tensors[name] = GgufTensor(tensor.shape, tensor.type, data_start + tensor.offset, tensor.size_bytes)
-        if tensors[name].offset + tensor.size_bytes > file_bytes:
-            raise ValueError(f"tensor {name} lies beyond the end")
+        _check_within(name, tensors[name], file_bytes)
     _check_overlap(tensors)
     return fields, tensors
+
+
+def _check_within(name: str, tensor: GgufTensor, file_bytes: int) -> None:
+    if tensor.offset + tensor.size_bytes > file_bytes:
+        raise ValueError(f"tensor {name} lies beyond the end")
 
 
 def _check_overlap(tensors: dict[str, GgufTensor]) -> None:
@@ -233,6 +243,8 @@ class GgufCheckpoint:
         self._metadata_dir = metadata_dir
         self._fields, self._tensors = read_header(path)
         self._architecture = str(self._fields.get("general.architecture", ""))
+        self._parsed: tuple[bytes, Layout] | None = None
+        """The hash of a header, and the layout that it describes."""
         self.tensor_names = tuple(self._tensors)
 
     @property
@@ -247,7 +259,20 @@ class GgufCheckpoint:
         return self.path
 
     def layout(self, file: str) -> Layout:
-        return _layout(self.path)
+        """Parsing the vocabulary in a header takes tenths of a second, so the layout is kept as long as the header stays the same."""
+        if self._parsed is not None:
+            digest, layout = self._parsed
+            if self._hash_of_head(layout.head_bytes) == digest:
+                return layout
+        layout = _layout(self.path)
+        self._parsed = self._hash_of_head(layout.head_bytes), layout
+        return layout
+
+    def _hash_of_head(self, size: int) -> bytes:
+        """The SHA-256 of the first ``size`` bytes, and of the size of the file."""
+        with self.path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            return hashlib.sha256(total.to_bytes(8, "little") + file.read(size)).digest()
 
     def fetch(self, files: Iterable[str]) -> None:
         name = self.path.name
