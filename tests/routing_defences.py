@@ -90,6 +90,16 @@ ROUTING = (
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
     ),
     Defence(
+        "an unmeasured claim of no work counts as the median",
+        replacing(chain_search, "median_high", min),
+        lambda _: test.test_a_claim_of_no_work_gains_nothing(),
+    ),
+    Defence(
+        "clients use hosts with time to spare",
+        replacing(chain_search, "LEAST_SPARE", 1.0),
+        lambda _: test_scale.test_clients_use_the_hosts_that_have_time_to_spare(),
+    ),
+    Defence(
         "a host that alone has its precision, and is not audited, is avoided",
         replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
         lambda _: (

@@ -12,6 +12,7 @@ from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import (
     GUARD_MARGIN,
+    LEAST_SPARE,
     MARGIN,
     PRECISION_S,
     Hop,
@@ -57,6 +58,7 @@ def views(draw: st.DrawFn) -> View:
         own=draw(COORDINATES | st.none()),
         cache_free=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         reporters=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
+        busy=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         explore=draw(st.booleans()),
     )
 
@@ -69,7 +71,8 @@ def cost(
         total += PRECISION_S * (precision not in (None, hop.precision)) + view.penalty_of(hop.peer)
         precision = hop.precision
         seconds = view.delay_between(last, hop.peer) + view.queue_s.get(hop.peer, 0.0)
-        seconds += view.block_s[hop.peer] * (hop.end - hop.start)
+        spare = max(1 - view.busy.get(hop.peer, 0.0), LEAST_SPARE)
+        seconds += view.block_s[hop.peer] * (hop.end - hop.start) / spare
         is_end = (index == 0 and source is None) or (index == len(chain) - 1 and sink is None)
         total += seconds * (GUARD_MARGIN if is_end and view.guards and hop.peer not in view.guards else 1)
         last = hop.peer

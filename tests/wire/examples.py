@@ -163,7 +163,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.ExpertsReply(heartbeat=pb.Heartbeat())
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
-    yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE)
+    yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE, busy=0.75)
 
 
 def record_messages() -> Iterator[Protobuf]:

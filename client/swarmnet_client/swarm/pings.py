@@ -74,6 +74,8 @@ class PingMonitor:
         """Seconds from the client to the host, one way."""
         self.queue_s: dict[PeerId, float] = {}
         """Seconds that a step waits in the host's queue, as the host reports."""
+        self.busy: dict[PeerId, float] = {}
+        """Share of the last seconds in which the host computed, as it reports."""
         self.cache_free: dict[PeerId, float] = {}
         """Share of the host's memory for KV caches that is free, as the host reports."""
         self.coordinates: dict[PeerId, Coordinate] = {}
@@ -95,6 +97,7 @@ class PingMonitor:
         measurements: tuple[dict[PeerId, Any], ...] = (
             self.delay_s,
             self.queue_s,
+            self.busy,
             self.cache_free,
             self.coordinates,
         )
@@ -132,6 +135,7 @@ class PingMonitor:
         known_s = self.delay_s.get(peer, answer.delay_s)
         self.delay_s[peer] = known_s + SMOOTHING * (answer.delay_s - known_s)
         self.queue_s[peer] = answer.queue_s
+        self.busy[peer] = answer.busy
         self.cache_free[peer] = answer.cache_free
         if answer.coordinate is not None:
             self.coordinates[peer] = answer.coordinate

@@ -3,7 +3,7 @@
 A client knows of each host:
 
 1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every ``refresh_s`` (:meth:`Swarm.refresh`).
-2. Its delay and queueing time: from pings (:class:`PingMonitor`).
+2. Its delay and load: from pings (:class:`PingMonitor`).
 3. Its measured speed: from the decode steps of chains that it was part of (:class:`Speeds`).
 4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
 5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user trusts it (:class:`Trust`).
@@ -322,6 +322,7 @@ class Swarm:
             | self._pings.coordinates,
             own=self._pings.own.coordinate,
             cache_free=self._pings.cache_free,
+            busy=self._pings.busy,
             explore=explore,
         )
 

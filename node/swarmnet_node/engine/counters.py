@@ -1,5 +1,6 @@
-"""Counters and histograms of an engine, cumulative since its start, as Prometheus and node reports read them."""
+"""Counters and histograms of an engine, cumulative since its start, as Prometheus and node reports read them; and its busy share of time."""
 
+import math
 from collections.abc import Sequence
 
 from prometheus_client import Histogram
@@ -8,6 +9,9 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 """Upper bounds of the buckets of durations."""
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Upper bounds of the buckets of batch sizes."""
+BUSY_S = 5.0
+"""Seconds over which the busy share of time is averaged: longer than most steps, so that it is steady, and shorter than most sessions, so that
+clients see what others have begun."""
 
 
 def node_histogram(name: str, about: str, buckets: Sequence[float] = SECONDS) -> Histogram:
@@ -25,6 +29,22 @@ def total(histogram: Histogram) -> float:
     """The sum of all values."""
     (metric,) = histogram.collect()
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
+
+
+class BusyShare:
+    """The share of the recent past in which an engine computed. What it did t seconds ago counts in proportion to exp(-t / ``BUSY_S``)."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._at = 0.0
+
+    def computed(self, elapsed_s: float, now: float) -> None:
+        """It computed for the ``elapsed_s`` seconds before ``now``."""
+        self._share = min(self.at(now) + 1 - math.exp(-elapsed_s / BUSY_S), 1.0)
+        self._at = now
+
+    def at(self, now: float) -> float:
+        return self._share * math.exp(-(now - self._at) / BUSY_S)
 
 
 class EngineCounters:

@@ -31,7 +31,7 @@ import torch
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
-from swarmnet_node.engine.counters import EngineCounters
+from swarmnet_node.engine.counters import BusyShare, EngineCounters
 from swarmnet_node.engine.scheduler import (
     SHORT_TOKENS,
     ClientShares,
@@ -153,6 +153,8 @@ class Engine:
         self.client_cache_bytes: Callable[[int], int] = int
         """From the limit on the caches of all clients to the limit on those of one client, in bytes."""
         self.counters = EngineCounters()
+        self.busy = BusyShare()
+        """By the stopwatch."""
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
         """Seconds for one position in a forward, averaged."""
@@ -410,7 +412,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
             self._drop([part.work for part in parts], error)
             return
-        self._account(sum(tokens for _, tokens in picked), self.stopwatch() - started)
+        self._account(sum(tokens for _, tokens in picked), self._elapsed_s(started))
         self._active |= {part.work.scope: clock() for part in parts}
         for part in parts:
             part.work.behind -= part.again
@@ -431,7 +433,7 @@ class Engine:
             return
         self.counters.forwards += 1
         self.counters.positions += work.positions
-        elapsed_s = self.stopwatch() - started
+        elapsed_s = self._elapsed_s(started)
         self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
         if not work.done.done():
@@ -448,6 +450,12 @@ class Engine:
     def _remove_pass(self, work: _PassWork) -> None:
         if work in self._passes:
             self._passes.remove(work)
+
+    def _elapsed_s(self, started: float) -> float:
+        """Seconds of a forward or pass that began at ``started`` and has just ended, which count as busy."""
+        now = self.stopwatch()
+        self.busy.computed(now - started, now)
+        return now - started
 
     def _account(self, tokens: int, elapsed_s: float) -> None:
         self.counters.forwards += 1

@@ -424,6 +424,7 @@ class Host:
             sessions=len(self._sessions),
             cache_free=max(0.0, 1 - engine.cache_bytes / max(1, engine.max_cache_bytes)),
             coordinate=self.coordinate().numbers(),
+            busy=engine.busy.at(engine.stopwatch()),
         )
 
 

@@ -3,17 +3,18 @@
 A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
 step of one token::
 
-    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks + penalties of the host)
+    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks / spare + penalties of the host)
            + delay from the last hop + changes of precision * PRECISION_S
 
 Delays are one-way seconds; the first and last one are to and from the client (or ``source`` and ``sink``). Delays to the client are measured,
 or estimated from network coordinates; delays between hosts are estimated, within bounds that follow from the measured ones
-(``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` the host's seconds per block. A hop may begin and end
-inside the span that its host announced.
+(``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` the host's seconds per block, ``spare`` the share of time in which it does not
+compute: clients prefer hosts with time to spare, long before steps wait at the others. A hop may begin and end inside the span that its host
+announced.
 
 The search has three steps:
 
-1. ``credible`` replaces announced speeds and queues, which a host can falsify, by values that bound what a host gains by a false one.
+1. ``credible`` replaces announced speeds and loads, which a host can falsify, by values that bound what a host gains by a false one.
 2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, so the search is bounded in a swarm of any size.
 3. ``_search`` finds the cheapest chain by dynamic programming, with costs stretched at random by up to ``MARGIN``, so clients spread over
    chains of about equal cost.
@@ -61,6 +62,8 @@ PRECISIONS = 3
 """Number of precisions, those of the most hosts, that have candidates of their own. All others count as one precision."""
 MARGIN = 0.2
 """Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
+LEAST_SPARE = 0.1
+"""Least share of a host's time that counts as spare, because clients know the shares of some seconds ago."""
 ENOUGH_MEASURED = 3
 """Number of measured hosts from which their median speed replaces that of the announcements. One or two may be slow by chance."""
 GUARD_MARGIN = 1.5
@@ -140,6 +143,8 @@ class View:
     """The network coordinate of the client."""
     cache_free: Mapping[PeerId, float] = field(default_factory=dict)
     """Share of the memory for KV caches that is free, as hosts reported."""
+    busy: Mapping[PeerId, float] = field(default_factory=dict)
+    """Share of the last seconds in which the host computed, as hosts reported."""
     explore: bool = False
     """Whether an unmeasured host may count as fast as the fastest measured one, if it announces that, so that it gets measured."""
 
@@ -192,11 +197,12 @@ class View:
 
 
 def credible(view: View) -> View:
-    """``view`` with credible speeds and queues in place of announced ones, and with all delays to the client.
+    """``view`` with credible speeds and loads in place of announced ones, and with all delays to the client.
 
     A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median of the measured hosts, or
     of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. Announcements of less than that are used unchanged, because they gain a host nothing.
-    The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
+    The queue of an unmeasured host, and its share of busy time, are at least the median of all; the queue of a measured host is part of its
+    measured speed. While other hosts report that share, a host that does not counts as always busy, so that clients use hosts whose load they know.
     ``unaudited`` is filled in, since a dishonest host could announce a precision of its own to avoid audits.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
@@ -207,14 +213,18 @@ def credible(view: View) -> View:
     speeds = known if is_enough else announced | known
     floor_s = min(known.values()) if view.explore and is_enough else median_high(speeds.values())
     block_s = {peer: step_s if step_s > floor_s else floor_s for peer, step_s in announced.items()} | known
-    queue_s = view.queue_s
-    if queue_s:
-        wait_s = median_high(queue_s.values())
-        queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
-        queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
-    delay_s = {**view.delay_s, **{peer: view.delay_to(peer) for peer in announced}}
+
+    def at_least_usual(reported: Mapping[PeerId, float], unknown: float) -> Mapping[PeerId, float]:
+        usual = median_high(reported.values())
+        return {peer: max(reported.get(peer, unknown), 0.0 if peer in known else usual) for peer in announced}
+
     return replace(
-        view, block_s=block_s, queue_s=queue_s, delay_s=delay_s, unaudited=_alone_in_precision(view.hosts)
+        view,
+        block_s=block_s,
+        queue_s=at_least_usual(view.queue_s, 0.0) if view.queue_s else {},
+        busy=at_least_usual(view.busy, 1.0) if view.busy else {},
+        delay_s={**view.delay_s, **{peer: view.delay_to(peer) for peer in announced}},
+        unaudited=_alone_in_precision(view.hosts),
     )
 
 
@@ -256,6 +266,10 @@ def find_chain(
     that no host covers.
     """
     view = credible(view)
+    spare = {peer: max(1 - busy, LEAST_SPARE) for peer, busy in view.busy.items()}
+    view = replace(
+        view, block_s={peer: block_s / spare.get(peer, 1.0) for peer, block_s in view.block_s.items()}
+    )
     allowed, missing = _allowed(view, span)
     if missing:
         raise NoRoute(missing)

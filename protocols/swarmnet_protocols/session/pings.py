@@ -23,6 +23,9 @@ class Pong:
     """Seconds that a step waits in the host's queue, as the host reports."""
     cache_free: float
     """Free share of the host's memory for KV caches, as the host reports; 1 if the report is out of range."""
+    busy: float
+    """Share of the last seconds in which the host computed, as it reports; 1 if the report is out of range. At most n / (n + 1) with n open
+    sessions, because one more has an equal part of the host's time."""
     coordinate: Coordinate | None
 
 
@@ -39,5 +42,6 @@ async def ping(stream: PingStream, rng: random.Random) -> Pong:
         (clock() - sent_at) / 2,
         pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0,
         pong.cache_free if 0 <= pong.cache_free <= 1 else 1.0,
+        min(pong.busy, pong.sessions / (pong.sessions + 1)) if 0 <= pong.busy <= 1 else 1.0,
         read_coordinate(pong.coordinate),
     )

@@ -7,7 +7,9 @@ times D_kh:
     X_k = 1 / (Z_k + sum over its hosts h of (D_kh + W_h)),   sum over k of X_k D_kh <= 1,   W_h > 0 only where that is 1
 """
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnet_client.swarm.pings import PINGED_HOSTS, drawn
+from swarmnet_node.engine.counters import BUSY_S
 from swarmnet_protocols.directory.host_announcements import WANTED
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
@@ -70,6 +73,7 @@ class Hosted:
             step_s,
             is_open=router == "open",
             is_symmetric=router == "symmetric",
+            coordinate=self.peer.place.coordinate,
         )
 
 
@@ -87,10 +91,13 @@ class Clients:
             Client(random_place(self.rng), random.Random(self.rng.random())) for _ in range(count)
         ]
         self.work: dict[PeerId, float] = dict.fromkeys(self.hosts, 0.0)
-        """Blocks per second of each host in the last round."""
+        """Blocks per second of each host in the last round;"""
+        self.minute: dict[PeerId, float] = dict(self.work)
+        """and averaged over the last minute."""
         self.tokens_per_s = 0.0
         self._index = {peer: index for index, peer in enumerate(self.hosts)}
         self._wait_s = np.zeros(len(self.hosts))
+        self._busy = dict.fromkeys(self.hosts, 0.0)
         self._now = 0.0
         for client in self.clients:
             client.known = self._sample(client.rng)
@@ -103,6 +110,10 @@ class Clients:
                 if not client.chain or self.rng.random() < 1 / SESSION_ROUNDS:
                     client.chain = self._route(client)
             self._settle()
+            self._report()
+            newest = 1 - math.exp(-ROUND_S / 60)
+            for peer, work in self.work.items():
+                self.minute[peer] += newest * (work - self.minute[peer])
             for client in self.clients:
                 for _ in range(STEPS_MEASURED):
                     view = credible(self._view(client))
@@ -163,6 +174,11 @@ class Clients:
             block_s=client.speeds.at(client.known, self._now),
             relayed=frozenset(peer for peer, info in client.known.items() if not info.is_open),
             symmetric=frozenset(peer for peer, info in client.known.items() if info.is_symmetric),
+            coordinates={
+                peer: host.coordinate for peer, host in client.known.items() if host.coordinate is not None
+            },
+            own=client.place.coordinate,
+            busy={peer: self._busy[peer] for peer in pinged},
         )
 
     def _route(self, client: Client) -> list[Hop]:
@@ -177,6 +193,16 @@ class Clients:
     def _delay_s(self, client: Client, chain: Sequence[Hop]) -> float:
         places = [client.place, *(self.hosts[hop.peer].peer.place for hop in chain), client.place]
         return sum(delay_s(one, other) for one, other in pairwise(places))
+
+    def _report(self) -> None:
+        """The shares of time that hosts report as busy, averaged as engines do. A host that lies about its speed reports that it has no work."""
+        newest = 1 - math.exp(-ROUND_S / BUSY_S)
+        sessions = Counter(hop.peer for client in self.clients for hop in client.chain)
+        for peer, host in self.hosts.items():
+            share = 0.0 if host.peer.announced > host.peer.speed else self.work[peer] / host.peer.speed
+            self._busy[peer] += newest * (
+                min(share, sessions[peer] / (sessions[peer] + 1)) - self._busy[peer]
+            )
 
     def _settle(self) -> None:
         """The fixed point of the module's equations."""

@@ -13,6 +13,7 @@ from typing import Literal
 from zlib import crc32
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.coordinates import Coordinate
 
 HOUR, DAY = 3600.0, 86400.0
 SHAPE = 0.59
@@ -47,6 +48,11 @@ class Place:
     access_s: float = 0.005
     continent: int = 0
     router: str = "open"
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """The network coordinate that a peer at this place finds."""
+        return Coordinate((*self.position, 0.0), self.access_s, error=0.2)
 
 
 def random_place(rng: random.Random) -> Place:

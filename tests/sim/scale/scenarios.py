@@ -260,7 +260,7 @@ def outages(setting: Setting) -> Result:
 
 
 def started_together(setting: Setting) -> Result:
-    """All hosts start within a second on a model of 30 blocks; 20 of them at most."""
+    """All hosts start within a second on a model of 30 blocks; 20 of them at most. Loads: the work of hosts over a minute, in multiples of the mean."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm(30)
     for host in _equal_hosts(rng, min(setting.nodes, 20)):
@@ -268,7 +268,7 @@ def started_together(setting: Setting) -> Result:
     swarm.run(HOUR)
     clients = setting.clients_of(swarm)
     clients.run(CLIENT_ROUNDS)
-    loads = list(clients.work.values())
+    loads = list(clients.minute.values())
     result = _result(
         "started together",
         swarm,

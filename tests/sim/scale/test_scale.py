@@ -94,6 +94,13 @@ def test_clients_that_ping_by_peer_id_use_few_hosts() -> None:
         assert result.notes["first_served"] > 0.3
 
 
+def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
+    """Without regard to spare time, the throughput is 0.61 of the optimum."""
+    result = run("idle-clients", Setting("ours", 200, 0))
+    assert result.throughput_of_optimum >= 0.82
+    assert result.busiest_tenth <= 0.14
+
+
 def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
     with pytest.raises(AssertionError) as failed, simulated("started-together", 4, 3) as result:
         assert result.nodes > 4

@@ -81,10 +81,11 @@ def test_measurements_of_a_host_that_left_are_dropped() -> None:
         monitor = PingMonitor(network.transport(PeerId("client")), Timing(), random.Random(0), lambda _: None)
         monitor.delay_s |= {ONE: 0.1, OTHER: 0.1}
         monitor.queue_s |= {ONE: 0.0, OTHER: 0.0}
+        monitor.busy |= {ONE: 0.5, OTHER: 0.5}
         monitor.cache_free |= {ONE: 0.5, OTHER: 0.5}
         monitor.coordinates |= {ONE: Coordinate(), OTHER: Coordinate()}
         monitor.follow({ONE: HostInfo(ONE, 0, 4, 0.1)})
-        assert monitor.delay_s.keys() == monitor.queue_s.keys() == {ONE}
+        assert monitor.delay_s.keys() == monitor.queue_s.keys() == monitor.busy.keys() == {ONE}
         assert monitor.cache_free.keys() == monitor.coordinates.keys() == {ONE}
         await monitor.close()
 

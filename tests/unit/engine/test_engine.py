@@ -1,6 +1,7 @@
 """The engine: continuous batching, memory limits before allocation, and no work that waits for ever."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.counters import BUSY_S, BusyShare
 from swarmnet_node.engine.engine import MAX_BATCH_TOKENS, RECENT_S, Engine
 from swarmnet_node.engine.scheduler import batching_delay_s
 from swarmnet_node.engine.stage import Stage
@@ -175,3 +177,14 @@ def test_waiting_work_fails_when_the_engine_stops() -> None:
                 await engine.compute(real, [row])
 
     asyncio.run(main())
+
+
+def test_the_busy_share_rises_while_an_engine_computes_and_falls_afterwards() -> None:
+    busy = BusyShare()
+    assert busy.at(1e6) == 0.0
+    for number in range(1, 101):  # half of the time
+        busy.computed(0.1, now=0.2 * number)
+    assert busy.at(20.0) == pytest.approx(0.5, abs=0.02)
+    assert busy.at(20.0 + BUSY_S) == pytest.approx(0.5 / math.e, abs=0.02)
+    busy.computed(100 * BUSY_S, now=30.0 + 100 * BUSY_S)
+    assert busy.at(30.0 + 100 * BUSY_S) == pytest.approx(1.0)

@@ -41,6 +41,7 @@ def live(
     *,
     chains: int,
     queue_s: Mapping[PeerId, float] | None = None,
+    busy: Mapping[PeerId, float] | None = None,
 ) -> list[list[Hop]]:
     """The chains of one client, one every two seconds. The client measures each, with noise."""
     speeds, used = Speeds(), []
@@ -52,6 +53,7 @@ def live(
             delay_s,
             queue_s or {},
             block_s=speeds.at(hosts, now),
+            busy=busy or {},
             explore=rng.random() < EXPLORE,
         )
         chain = find_chain(view, (0, 30), rng)
@@ -132,6 +134,15 @@ def test_a_claim_of_no_queue_gains_nothing() -> None:
         for _ in range(600)
         for chain in live(hosts, dict.fromkeys(hosts, BLOCK_S), rng, chains=1, queue_s=queue_s)
     ]
+    assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
+
+
+def test_a_claim_of_no_work_gains_nothing() -> None:
+    rng = random.Random(4)
+    hosts = swarm(30)
+    busy = {peer: 0.0 if "liar" in peer else 0.8 for peer in hosts}
+    true_s = dict.fromkeys(hosts, BLOCK_S)
+    chains = [chain for _ in range(600) for chain in live(hosts, true_s, rng, chains=1, busy=busy)]
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 

@@ -110,6 +110,18 @@ def test_a_busy_or_distant_host_is_avoided() -> None:
     assert chain(View(hosts, delay_s={A: 0.5, B: 0.01}))[0].peer == B
 
 
+def test_a_host_with_time_to_spare_is_preferred_although_no_step_waits_at_the_others() -> None:
+    """A fifth of A's time is left, so B is better unless it is five times slower. C reports nothing."""
+    delays = dict.fromkeys((A, B, C), 0.001)
+    for slower, best in ((3, B), (8, A)):
+        hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1 * slower), HostInfo(C, 0, 4, 0.1)]
+        measured = {host.peer: host.block_s for host in hosts}
+        view = View(hosts, delays, busy={A: 0.8, B: 0.0}, block_s=measured)
+        for seed in range(10):
+            assert chain(view, seed=seed)[0].peer == best
+    assert chain(View(hosts[2:], delays, busy={A: 0.0}))[0].peer == C
+
+
 def test_clients_spread_over_equal_hosts() -> None:
     hosts = [HostInfo(PeerId(f"p{index}"), 0, 4, 0.1) for index in range(4)]
     taken = Counter(chain(View(hosts), seed=seed)[0].peer for seed in range(200))
