@@ -36,6 +36,24 @@ def check_nothing(patch: Patch) -> None:
     patch.setattr(dht_rpc, "_check_found", nothing)
 
 
+def call_no_lost_peer(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import node as dht_node
+
+    patch.setattr(dht_node, "_LOST_AT_ONCE", 0)
+
+
+def parts_meet_again(directory: Path) -> None:
+    import pytest
+
+    from tests.conformance import test_dht
+
+    with pytest.MonkeyPatch.context() as patch, test_dht.running_five(directory, test_dht.OPEN) as five:
+        test_dht.test_two_halves_that_forgot_each_other_become_one_when_the_network_heals(five, patch)
+
+
 def count_all_as_stored(patch: Patch) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
@@ -204,6 +222,7 @@ DIRECTORY = (
         count_all_as_stored,
         lambda _: test_dht_replication.test_a_full_peer_is_replaced_by_the_next_nearest(),
     ),
+    Defence("the parts of a split network find each other again", call_no_lost_peer, parts_meet_again),
 )
 
 

@@ -42,6 +42,8 @@ SILENT_S = (1.0, 8.0)
 """Seconds for which a node is stopped, cut off or slow."""
 SLOW_S = 0.08, 0.02
 """A slow node is stopped for the first, and runs for the second."""
+JOINED = 2
+"""Most nodes that have joined and not left again."""
 START_S = 60.0
 """Seconds within which a node starts on a busy machine."""
 
@@ -108,6 +110,8 @@ class Chaos:
 
     lab: Swarm
     rng: random.Random
+    most_nodes: int
+    """Nodes with those that join, at most: each shares the cores of this machine."""
     hurt: set[str] = field(default_factory=set)
     """Nodes to which something is happening, or that start again."""
     events: Counter[str] = field(default_factory=Counter)
@@ -117,7 +121,8 @@ class Chaos:
         kinds: list[Callable[[NodeProcess], None]] = [self.kill, self.stop, self.cut, self.slow, self.finish]
         names = [name for name in self.lab.nodes if self._may_be_hurt(name)]
         if self.rng.random() < 1 / 6 or not names:
-            self._on_a_thread("join", self.join)
+            if len(self.lab.nodes) < self.most_nodes:
+                self._on_a_thread("join", self.join)
             return
         name, kind = self.rng.choice(names), self.rng.choice(kinds)
         self.hurt.add(name)
@@ -226,7 +231,7 @@ def main() -> None:
             stack.callback(client.process.kill)
         while not all(client.answers for client in clients):
             time.sleep(0.5)
-        chaos = Chaos(lab, rng)
+        chaos = Chaos(lab, rng, arguments.nodes + JOINED)
         first = next(iter(lab.nodes.values()))
         uses: list[dict[str, int]] = []
         client_uses: list[dict[str, int]] = []
@@ -238,6 +243,7 @@ def main() -> None:
             client_uses.append(use_of(clients[0].process.pid) | {"tasks": clients[0].answers[-1]["tasks"]})
         for client in clients:
             client.end()
+        lab.close()  # what follows takes the cores
         report(arguments, lab, clients, chaos, means(uses), means(client_uses))
 
 

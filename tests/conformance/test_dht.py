@@ -122,15 +122,21 @@ class Five:
         self._loop.run(main())
 
 
-@pytest.fixture(scope="module", params=[OPEN, PRIVATE], ids=["open", "private"])
-def five(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+@contextlib.contextmanager
+def running_five(directory: Path, rules: Rules) -> Iterator[Five]:
     with LoopThread() as loop:
-        context = join_five(tmp_path_factory.mktemp("dht"), request.param)
+        context = join_five(directory, rules)
         peers = loop.run(context.__aenter__())
         try:
             yield Five(loop, peers)
         finally:
             loop.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module", params=[OPEN, PRIVATE], ids=["open", "private"])
+def five(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+    with running_five(tmp_path_factory.mktemp("dht"), request.param) as peers:
+        yield peers
 
 
 def rules_of(peers: list[Peer]) -> Rules:
@@ -295,6 +301,35 @@ def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
                 for peer in (first, second):
                     assert await bodies(peer, "apart") == {b"ours", b"theirs"}
 
+    five.run(scenario)
+
+
+def test_two_halves_that_forgot_each_other_become_one_when_the_network_heals(
+    five: Five, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence of the other half empties the routing tables of its peers, as in a network split: ``tests/net/test_split.py``."""
+    from swarmnet_protocols.directory.dht import node as dht_node
+
+    async def scenario(peers: list[Peer]) -> None:
+        halves = (peers[:2], peers[2:])
+        for here, there in (halves, halves[::-1]):
+            for peer in here:
+                for other in map(hivemind_id, there):
+                    await peer.node.protocol.update_routing_table(None, other, responded=False)
+                    peer.node.blacklist.register_failure(other)
+                    assert peer.node.protocol.routing_table.get(peer_id=other) is None
+                    assert other in peer.node.blacklist
+        async with asyncio.timeout(10.0):
+            while any(  # noqa: ASYNC110 - routing tables have no event
+                peer.node.protocol.routing_table.get(peer_id=hivemind_id(other)) is None
+                or hivemind_id(other) in peer.node.blacklist
+                for peer in peers
+                for other in peers
+                if other is not peer
+            ):
+                await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(dht_node, "_LOST_PERIOD_S", 0.2)
     five.run(scenario)
 
 

@@ -1,4 +1,5 @@
-"""A client process that sends a prompt every few seconds, and prints one JSON object for each answer.
+"""A client process that sends a prompt every few seconds, and prints one JSON object for each answer: its tokens or its error, its seconds, the
+time of its end, and the number of hosts that the client knows then.
 
 python -m tests.support.asking_client SWARM_FILE CACHE_DIR PERIOD_S TOTAL_S BOOTSTRAP...
 """
@@ -25,7 +26,9 @@ def main(swarm: str, cache_dir: str, period_s: float, total_s: float, bootstrap:
                 row["tokens"] = greedy(model, [[1, 2, 3, 4, 5]], 8)[0]
             except SwarmnetError as error:
                 row["error"] = str(error)
+            row["ended"] = time.monotonic()
             row["s"] = round(time.monotonic() - began, 3)
+            row["hosts"] = len(model._runtime.swarm.hosts)
             print(json.dumps(row), flush=True)
             time.sleep(period_s)
 

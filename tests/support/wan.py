@@ -47,23 +47,23 @@ class Uplink:
 
 
 class WanHost:
-    """One host: run a command at its ``place``; ``cut`` it off, ``heal`` it."""
+    """One host: run a command at its ``place``; ``cut`` it off, ``heal`` it. Packets pass between hosts of the same ``side``."""
 
     def __init__(self, number: int, namespace: str, tun: int, uplink: Uplink) -> None:
         self.number = number
         self.place = Place(f"{NETWORK}.{number}", ("ip", "netns", "exec", namespace))
         self.tun = tun
         self.uplink = uplink
-        self.is_cut = False
+        self.side = 0
         self.free_at = 0.0
         self.down_free_at = 0.0
 
     def cut(self) -> None:
         """Drop its packets from here on, without a notice to any host."""
-        self.is_cut = True
+        self.side = -self.number
 
     def heal(self) -> None:
-        self.is_cut = False
+        self.side = 0
 
 
 class Router:
@@ -92,7 +92,7 @@ class Router:
         if packet[0] >> 4 != 4 or packet[16:19] != bytes(map(int, NETWORK.split("."))):
             return
         sink = self._hosts.get(packet[19])
-        if sink is None or source.is_cut or sink.is_cut:
+        if sink is None or source.side != sink.side:
             return
         if self._rng.random() < max(source.uplink.loss, sink.uplink.loss):
             return

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
@@ -91,7 +92,7 @@ class DhtDirectory:
         """
 
         from swarmnet_protocols.directory.dht.contacts import Contacts
-        from swarmnet_protocols.directory.dht.node import create_node
+        from swarmnet_protocols.directory.dht.node import create_node, find_lost_peers
         from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
         swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
@@ -101,10 +102,12 @@ class DhtDirectory:
         directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
         if not client_mode:
             directory.set_reachable(is_reachable)
+        finding = asyncio.create_task(find_lost_peers(node))
         try:
             await directory._join()
             yield directory
         finally:
+            await cancel(finding)
             # If p2pd has died, hivemind would wait for its answers without end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):

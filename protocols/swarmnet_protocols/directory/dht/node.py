@@ -4,11 +4,13 @@ Importing this module imports hivemind, so other modules import it late.
 """
 
 import asyncio
+import functools
 import random
+from collections import OrderedDict
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
-from hivemind.dht.node import DHTNode
+from hivemind.dht.node import Blacklist, DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
@@ -39,6 +41,12 @@ _SERIALIZED = 3
 KEY_BYTES = 20
 _RNG = random.SystemRandom()
 _DEPTH_MODULO = 5
+_LOST_PERIOD_S = 3.0
+_LOST_AT_ONCE = 2
+"""Lost peers that are called in each period. A call to one that is gone costs a few packets."""
+_MAX_LOST = 64
+_LOST_S = 3600.0
+"""Seconds after which a lost peer is not called any more, as long as its contact lives."""
 _PARALLEL_RPC = 64
 
 
@@ -87,6 +95,13 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     _rpc_handlers = None  # not inherited: the parent's handlers have its class name
     _stub_type = None
     p2p: GuardedP2P
+    blacklist: Blacklist
+    """Of the node that uses this protocol."""
+
+    @functools.cached_property
+    def lost(self) -> OrderedDict[PeerID, float]:
+        """The peers that did not answer and left the routing table, with the loop's time of that; at most ``_MAX_LOST``, the latest."""
+        return OrderedDict()
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         scope = self.p2p.scope_of(context.remote_id)
@@ -137,7 +152,15 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
     ) -> None:
-        if not responded or node_id == node_id_of(peer_id):
+        if responded and node_id == node_id_of(peer_id):
+            self.lost.pop(peer_id, None)
+            self.blacklist.register_success(peer_id)
+            await super().update_routing_table(node_id, peer_id, responded)
+        elif not responded:
+            if self.routing_table.get(peer_id=peer_id) is not None:
+                self.lost[peer_id] = asyncio.get_running_loop().time()
+                while len(self.lost) > _MAX_LOST:
+                    self.lost.popitem(last=False)
             await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
@@ -166,6 +189,23 @@ def set_reachable(node: DHTNode, *, is_reachable: bool) -> None:
     node.protocol.node_info = own
 
 
+async def find_lost_peers(node: DHTNode) -> None:
+    """Call peers that stopped answering again, some in each period, until cancelled.
+
+    When the network splits, each part forgets the peers of the others, and knows enough peers not to ask a bootstrap peer. Without these calls the parts
+    would stay apart after the network heals.
+    """
+    loop, lost = asyncio.get_running_loop(), node.protocol.lost
+    while True:
+        await asyncio.sleep(_LOST_PERIOD_S * _RNG.uniform(0.5, 1.5))
+        for peer in [peer for peer, since in lost.items() if since < loop.time() - _LOST_S]:
+            del lost[peer]
+        chosen = _RNG.sample(list(lost), min(_LOST_AT_ONCE, len(lost)))
+        found = await asyncio.gather(*map(node.protocol.call_ping, chosen))
+        if any(found):
+            await node.find_nearest_nodes([node.node_id])
+
+
 async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
     """A node with an empty routing table."""
     node_id = node_id_of(p2p.peer_id)
@@ -187,6 +227,7 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
     # In client mode the node registers no handlers, so the protocol it makes for itself can be replaced by ours.
     node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
     node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
+    node.protocol.blacklist = node.blacklist
     if not client_mode:
         await p2p.add_protobuf_handler(DHT_SAMPLE.id, node.protocol.rpc_sample, records_pb2.SampleRequest)
     node.protocol.storage = BoundedStorage(StorageLimits(), clock, _blocks_of)
