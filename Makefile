@@ -92,6 +92,7 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.exactness
 	$(BIN)/python -m tests.bench.decode
+	$(BIN)/python -m tests.bench.long_inputs
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover
 	$(BIN)/python -m tests.bench.handover --moves 10

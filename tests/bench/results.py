@@ -100,6 +100,38 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 key("prompt_over_llama_cpp_rpc"),
             ),
         ],
+        "long_inputs": [
+            Headline(
+                "a forward of 8 x 128 tokens through three loopback hops",
+                "x one process",
+                "at least 0.95",
+                key("seconds_ratios", kind="rows"),
+            ),
+            Headline(
+                "the same in processor time", "x one process", "at least 0.95", key("cpu_ratios", kind="rows")
+            ),
+            Headline(
+                "a prompt of 2,048 tokens through three loopback hops",
+                "x one process",
+                "at least 0.95",
+                key("seconds_ratios", kind="prompt"),
+            ),
+            Headline(
+                "the same in processor time",
+                "x one process",
+                "at least 0.95",
+                key("cpu_ratios", kind="prompt"),
+            ),
+            Headline(
+                "decoding of a text without repetition, with drafts",
+                "x without",
+                "at least 0.97",
+                key("seconds_ratios", kind="decode"),
+            ),
+            Headline(
+                "the same in processor time", "x without", "at least 0.97", key("cpu_ratios", kind="decode")
+            ),
+        ],
         "concurrency": [
             Headline("eight clients together", "x one client", "at least 2.5", key("ratio")),
             Headline("their rate", "tokens/s", "", key("together_tokens_per_s")),
