@@ -52,7 +52,7 @@ OVERLOAD = (
     ),
     Defence(
         "a client does not flood a busy host with requests",
-        replacing(swarm, "MIN_BUSY_S", 0.0),
+        replacing(swarm, "MIN_OVERLOADED_S", 0.0),
         of_a_host(test_overload.test_a_busy_host_is_asked_at_most_once_a_second),
     ),
 )

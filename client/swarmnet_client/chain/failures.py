@@ -62,14 +62,14 @@ class Blame:
     def attribute(
         self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), sent_by: Hop | None = None
     ) -> list[Hop]:
-        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace. A busy host is left alone instead.
+        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace. An overloaded host is left alone instead.
 
         ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client. Hosts that this
         failure clears are unbanned. Raises ``ConfigError`` when the client is at fault: no single host, or none that can be replaced, can
         have caused all refusals.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
-            self._swarm.busy(hop.peer, error.retry_after_s)
+            self._swarm.overloaded(hop.peer, error.retry_after_s)
             return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS

@@ -63,7 +63,7 @@ SEPARATED_S = 60.0
 """Seconds for which two hosts that did not reach each other are not made neighbours."""
 CONVICTED_S = 6 * 3600.0
 """Seconds for which a host with wrong outputs is not used."""
-MIN_BUSY_S = 1.0
+MIN_OVERLOADED_S = 1.0
 """Least seconds for which a host that refused work because of its load is not asked again."""
 
 
@@ -233,14 +233,14 @@ class Swarm:
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
         hosts = tuple(host for host in view.hosts if host.peer not in avoid)
-        busy_s = self._exclusions.busy(self._now())
-        view = replace(view, hosts=tuple(host for host in hosts if host.peer not in busy_s))
+        waits_s = self._exclusions.overloaded(self._now())
+        view = replace(view, hosts=tuple(host for host in hosts if host.peer not in waits_s))
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
-            wait_s = shortest_wait_s(error.missing, hosts, busy_s)
+            wait_s = shortest_wait_s(error.missing, hosts, waits_s)
             if wait_s is not None:
                 raise HostsBusy(error.missing, wait_s) from error
             raise self.no_route(error.missing) from error
@@ -285,7 +285,7 @@ class Swarm:
         """A host answered: lift its ban."""
         self._exclusions.bans.served(peer)
 
-    def busy(self, peer: PeerId, wait_s: float) -> None:
+    def overloaded(self, peer: PeerId, wait_s: float) -> None:
         """A host has refused work that would wait for ``wait_s``: do not use it until then."""
         self._exclusions.refused(peer, wait_s, self._now())
 
@@ -375,21 +375,21 @@ class _CountingStream(StreamWrapper):
 
 
 def shortest_wait_s(
-    missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], busy_s: Mapping[PeerId, float]
+    missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], waits_s: Mapping[PeerId, float]
 ) -> float | None:
-    """Seconds until each of the ``missing`` blocks has a host that is not busy; None if one of them has no busy host. Pure.
+    """Seconds until each of the ``missing`` blocks has a host that is not overloaded; None if one of them has no overloaded host. Pure.
 
-    ``busy_s``: the seconds left, by host.
+    ``waits_s``: the seconds left, by host.
     """
-    waits_s = [
+    of_blocks = [
         min(
-            (busy_s[host.peer] for host in hosts if host.peer in busy_s and host.start <= block < host.end),
+            (waits_s[host.peer] for host in hosts if host.peer in waits_s and host.start <= block < host.end),
             default=math.inf,
         )
         for start, end in missing
         for block in range(start, end)
     ]
-    longest_s = max(waits_s, default=math.inf)
+    longest_s = max(of_blocks, default=math.inf)
     return longest_s if math.isfinite(longest_s) else None
 
 
@@ -398,25 +398,27 @@ class Exclusions:
 
     1. A pair of hosts that do not reach each other: both are used, but not one after the other.
     2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
-    3. A busy host, which refused work because of its load: it is not used until the wait that it expected is over.
+    3. An overloaded host, which refused work because of its load: it is not used until the wait that it expected is over.
     4. A convicted host, whose outputs were wrong: it is not used at all.
     """
 
     def __init__(self) -> None:
         self.bans = Bans()
-        self._busy_until: dict[PeerId, float] = {}
+        self._overloaded_until: dict[PeerId, float] = {}
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
         """When the separation ends, and which of the two reported that it does not reach the other."""
 
     def refused(self, peer: PeerId, wait_s: float, now: float) -> None:
-        """Leave a busy host alone for ``wait_s``, at least ``MIN_BUSY_S``."""
-        self._busy_until = {each: until for each, until in self._busy_until.items() if until > now}
-        self._busy_until[peer] = now + max(wait_s, MIN_BUSY_S)
+        """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``."""
+        self._overloaded_until = {
+            each: until for each, until in self._overloaded_until.items() if until > now
+        }
+        self._overloaded_until[peer] = now + max(wait_s, MIN_OVERLOADED_S)
 
-    def busy(self, now: float) -> dict[PeerId, float]:
-        """The busy hosts, each with the seconds that it is left alone."""
-        return {peer: until - now for peer, until in self._busy_until.items() if until > now}
+    def overloaded(self, now: float) -> dict[PeerId, float]:
+        """The overloaded hosts, each with the seconds that it is left alone."""
+        return {peer: until - now for peer, until in self._overloaded_until.items() if until > now}
 
     def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
         """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.

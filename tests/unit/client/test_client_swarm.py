@@ -7,7 +7,7 @@ from collections import Counter
 from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
 from swarmnet_client.swarm.swarm import (
     CONVICTED_S,
-    MIN_BUSY_S,
+    MIN_OVERLOADED_S,
     SEPARATED_S,
     Exclusions,
     shortest_wait_s,
@@ -53,13 +53,13 @@ def test_a_conviction_outlasts_an_answer() -> None:
     assert exclusions.is_convicted(ONE, now=0.0)
 
 
-def test_a_busy_host_is_left_alone_for_the_wait_that_it_expects() -> None:
+def test_an_overloaded_host_is_left_alone_for_the_wait_that_it_expects() -> None:
     exclusions = Exclusions()
     exclusions.refused(ONE, 12.0, now=5.0)
     exclusions.refused(OTHER, 0.0, now=5.0)
-    assert exclusions.busy(5.0) == {ONE: 12.0, OTHER: MIN_BUSY_S}
-    assert exclusions.busy(5.0 + MIN_BUSY_S) == {ONE: 12.0 - MIN_BUSY_S}
-    assert not exclusions.busy(17.0)
+    assert exclusions.overloaded(5.0) == {ONE: 12.0, OTHER: MIN_OVERLOADED_S}
+    assert exclusions.overloaded(5.0 + MIN_OVERLOADED_S) == {ONE: 12.0 - MIN_OVERLOADED_S}
+    assert not exclusions.overloaded(17.0)
 
 
 def test_the_shortest_wait_is_that_until_every_block_has_a_host() -> None:
@@ -68,10 +68,10 @@ def test_the_shortest_wait_is_that_until_every_block_has_a_host() -> None:
         HostInfo(OTHER, 0, 6, 0.1),
         HostInfo(PeerId("third"), 4, 8, 0.1),
     ]
-    busy_s = {ONE: 3.0, OTHER: 9.0, PeerId("third"): 5.0}
-    assert shortest_wait_s([(0, 4)], hosts, busy_s) == 3.0
-    assert shortest_wait_s([(0, 8)], hosts, busy_s) == 5.0
-    assert shortest_wait_s([(0, 9)], hosts, busy_s) is None, "block 8 has no host"
+    waits_s = {ONE: 3.0, OTHER: 9.0, PeerId("third"): 5.0}
+    assert shortest_wait_s([(0, 4)], hosts, waits_s) == 3.0
+    assert shortest_wait_s([(0, 8)], hosts, waits_s) == 5.0
+    assert shortest_wait_s([(0, 9)], hosts, waits_s) is None, "block 8 has no host"
     assert shortest_wait_s([(0, 4)], hosts, {}) is None, "none is busy"
 
 
