@@ -1,6 +1,6 @@
 """How long an answer stands still when a node that serves it is killed, hangs, or is cut off.
 
-    python -m tests.bench.failover [--runs 5] [--faults kill stop cut] [--prompt-tokens 128] [--seed 0]
+    python -m tests.bench.failover [--runs 5] [--faults kill stop cut] [--prompt-tokens 128] [--standby] [--seed 0]
 
 Three hops with a spare for the middle one; each run faults it at a seeded random token. A stall is the longest wait for
 one token in the run; ``replay_s`` is how long the same chain takes to compute such a prompt when nothing fails.
@@ -38,10 +38,10 @@ PLAIN = "--no-speculate"
 
 
 def faulted(
-    lab: Swarm, fault: Callable[[NodeProcess], None], ids: list[int], token: int
+    lab: Swarm, fault: Callable[[NodeProcess], None], ids: list[int], token: int, *, standby: bool | None
 ) -> tuple[float, list[int]]:
     """The longest stall of a run whose middle hop is faulted at ``token``, and the tokens it gave."""
-    with lab.connect() as model:
+    with lab.connect(standby=standby) as model:
         strike = Strike(lab, model, fault)
         (tokens,) = greedy(model, [ids], TOKENS, At((token, strike)))
         stall_s: float = model.last_run.longest_stall_s
@@ -110,14 +110,26 @@ def report(fault: str, runs: list[tuple[float, list[int]]], expected: list[int],
 def on_loopback(folder: Path, arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     ids = [rng.randrange(1000, 20000) for _ in range(arguments.prompt_tokens)]
+    earliest = TOKENS // 2 if arguments.standby else 1
+    """A standby is ready some tokens after the prompt."""
     with swarm(folder / "lab", folder / "cache", *SPANS) as lab:
         with lab.connect() as model:
             undisturbed = [timed_generate(model, [ids], TOKENS) for _ in range(2)][1]
             replay_s = timed_generate(model, [ids], 1)["seconds"]
         for name, fault in (("kill", kill), ("stop", stop)):
             if name in arguments.faults:
-                runs = [faulted(lab, fault, ids, rng.randrange(1, TOKENS)) for _ in range(arguments.runs)]
-                report(name, runs, undisturbed["ids"][0], replay_s=round(replay_s, 3))
+                runs = [
+                    faulted(
+                        lab, fault, ids, rng.randrange(earliest, TOKENS), standby=arguments.standby or None
+                    )
+                    for _ in range(arguments.runs)
+                ]
+                more = {
+                    "prompt_tokens": len(ids),
+                    "standby": arguments.standby,
+                    "replay_s": round(replay_s, 3),
+                }
+                report(name, runs, undisturbed["ids"][0], **more)
 
 
 def on_emulated_links(folder: Path, arguments: argparse.Namespace) -> None:
@@ -140,6 +152,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--faults", nargs="+", choices=list(GOALS_S), default=list(GOALS_S))
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--standby", action="store_true", help="the session asks for standbys; not for cuts")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -101,13 +101,14 @@ class Swarm:
             _ = node.ready
         return nodes
 
-    def connect(self, *, bootstrap: Sequence[str] | None = None) -> Any:
-        """A client of this swarm: a transformers model that knows every running node, or those of ``bootstrap``."""
+    def connect(self, *, bootstrap: Sequence[str] | None = None, **options: Any) -> Any:
+        """A client of this swarm: a transformers model that knows every running node, or those of ``bootstrap``. ``options``: those of
+        ``from_pretrained``."""
         from swarmnet import AutoSwarmModelForCausalLM
 
         known = self.bootstrap if bootstrap is None else bootstrap
         return AutoSwarmModelForCausalLM.from_pretrained(
-            self.model, swarm=self.file, bootstrap=known, cache_dir=self.cache_dir
+            self.model, swarm=self.file, bootstrap=known, cache_dir=self.cache_dir, **options
         )
 
     def close(self) -> None:
