@@ -514,6 +514,29 @@ def test_a_dead_bootstrap_peer_is_named_once_and_in_one_line(
     assert "\n" not in said
 
 
+def test_a_cancelled_lookup_leaves_no_task_behind(five: Five, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        from swarmnet_protocols.directory.dht.node import SwarmDirectoryV1
+
+        async def late(*_: object) -> None:
+            await asyncio.sleep(1.0)
+
+        before = asyncio.all_tasks()
+        with monkeypatch.context() as slow:
+            slow.setattr(SwarmDirectoryV1, "call_find", late)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await peers[1].directory.lookup("anything")
+        async with asyncio.timeout(10.0):
+            while peers[1].node._searches:  # noqa: ASYNC110 - searches have no event
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        left = [str(task.get_coro()) for task in asyncio.all_tasks() - before]
+        assert not [each for each in left if "Event.wait" in each or "worker" in each]
+
+    five.run(scenario)
+
+
 def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario(peers: list[Peer]) -> None:
         await peers[0].node.protocol.call_ping(type(hivemind_id(peers[0])).from_base58(MALLORY.peer_id))

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import random
 from collections import OrderedDict
+from collections.abc import Coroutine
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -176,6 +177,24 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
 
 class _Node(DHTNode):  # type: ignore[misc]
+    @functools.cached_property
+    def _searches(self) -> "set[asyncio.Task[Any]]":
+        """Searches that run; a cancelled caller does not wait for its own."""
+        return set()
+
+    async def find_nearest_nodes(self, *arguments: Any, **options: Any) -> Any:
+        return await self._to_the_end(super().find_nearest_nodes(*arguments, **options))
+
+    async def get_many(self, *arguments: Any, **options: Any) -> Any:
+        return await self._to_the_end(super().get_many(*arguments, **options))
+
+    async def _to_the_end(self, search: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``search``, which goes on if its caller is cancelled: hivemind leaves tasks pending when a search is cancelled."""
+        task = asyncio.create_task(search)
+        self._searches.add(task)
+        task.add_done_callback(self._searches.discard)
+        return await asyncio.shield(task)
+
     def _filter_blacklisted(self, peer_ids: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
         """Also drop neighbours whose node id does not follow from their peer id."""
         bound = {node_id: peer for node_id, peer in peer_ids.items() if node_id == node_id_of(peer)}
