@@ -90,7 +90,7 @@ ROUTING = (
         lambda _: test.test_a_claim_of_no_queue_gains_nothing(),
     ),
     Defence(
-        "an unmeasured claim of no work counts as the median",
+        "a claim of no work counts as the median",
         replacing(chain_search, "median_high", min),
         lambda _: test.test_a_claim_of_no_work_gains_nothing(),
     ),

@@ -201,8 +201,9 @@ def credible(view: View) -> View:
 
     A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median of the measured hosts, or
     of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. Announcements of less than that are used unchanged, because they gain a host nothing.
-    The queue of an unmeasured host, and its share of busy time, are at least the median of all; the queue of a measured host is part of its
-    measured speed. While other hosts report that share, a host that does not counts as always busy, so that clients use hosts whose load they know.
+    The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
+    The busy share of each host is at least the median: a client cannot measure it. While other hosts report it, a host that does not counts as
+    always busy, so that clients use hosts whose load they know.
     ``unaudited`` is filled in, since a dishonest host could announce a precision of its own to avoid audits.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
@@ -214,15 +215,19 @@ def credible(view: View) -> View:
     floor_s = min(known.values()) if view.explore and is_enough else median_high(speeds.values())
     block_s = {peer: step_s if step_s > floor_s else floor_s for peer, step_s in announced.items()} | known
 
-    def at_least_usual(reported: Mapping[PeerId, float], unknown: float) -> Mapping[PeerId, float]:
-        usual = median_high(reported.values())
-        return {peer: max(reported.get(peer, unknown), 0.0 if peer in known else usual) for peer in announced}
-
+    queue_s, busy = view.queue_s, view.busy
+    if queue_s:
+        wait_s = median_high(queue_s.values())
+        queue_s = {peer: max(queue_s.get(peer, 0.0), wait_s) for peer in announced if peer not in known}
+        queue_s |= {peer: view.queue_s.get(peer, 0.0) for peer in known}
+    if busy:
+        usual = median_high(busy.values())
+        busy = {peer: max(busy.get(peer, 1.0), usual) for peer in announced}
     return replace(
         view,
         block_s=block_s,
-        queue_s=at_least_usual(view.queue_s, 0.0) if view.queue_s else {},
-        busy=at_least_usual(view.busy, 1.0) if view.busy else {},
+        queue_s=queue_s,
+        busy=busy,
         delay_s={**view.delay_s, **{peer: view.delay_to(peer) for peer in announced}},
         unaudited=_alone_in_precision(view.hosts),
     )

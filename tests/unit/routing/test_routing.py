@@ -111,12 +111,12 @@ def test_a_busy_or_distant_host_is_avoided() -> None:
 
 
 def test_a_host_with_time_to_spare_is_preferred_although_no_step_waits_at_the_others() -> None:
-    """A fifth of A's time is left, so B is better unless it is five times slower. C reports nothing."""
+    """A fifth of A's time is left and two fifths of B's, the median share: B is better unless it is twice as slow. C reports nothing."""
     delays = dict.fromkeys((A, B, C), 0.001)
-    for slower, best in ((3, B), (8, A)):
+    for slower, best in ((1.5, B), (3, A)):
         hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1 * slower), HostInfo(C, 0, 4, 0.1)]
         measured = {host.peer: host.block_s for host in hosts}
-        view = View(hosts, delays, busy={A: 0.8, B: 0.0}, block_s=measured)
+        view = View(hosts, delays, busy={A: 0.8, B: 0.6, D: 0.6}, block_s=measured)
         for seed in range(10):
             assert chain(view, seed=seed)[0].peer == best
     assert chain(View(hosts[2:], delays, busy={A: 0.0}))[0].peer == C
