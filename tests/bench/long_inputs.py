@@ -75,9 +75,17 @@ class OtherProcesses:
 
 
 def report(kind: str, one: Callable[[int], Figures], other: Callable[[int], Figures], rounds: int) -> None:
-    """Measure in turns, after a round to warm up, and print."""
+    """Measure in turns, after a round to warm up, and print. Each side is first in every second round."""
     rng = random.Random(kind)
-    pairs = [(one(seed), other(seed)) for seed in (rng.getrandbits(30) for _ in range(rounds + 1))][1:]
+    pairs: list[tuple[Figures, Figures]] = []
+    for number in range(rounds + 1):
+        seed = rng.getrandbits(30)
+        if number % 2:
+            pairs.append((one(seed), other(seed)))
+        else:
+            second = other(seed)
+            pairs.append((one(seed), second))
+    pairs = pairs[1:]
     figures: dict[str, Any] = {"bench": "long_inputs", "kind": kind, "load": round(os.getloadavg()[0], 1)}
     for name in ("seconds", "cpu"):
         figures[f"one_{name}"] = [round(each[name], 2) for each, _ in pairs]
