@@ -93,7 +93,7 @@ class Outlook:
     @cached_property
     def is_balanced(self) -> bool:
         """Whether no move of any host could raise the throughput clearly."""
-        return self.supply.can_give((1 - DEAD_BAND) * self.supply.mean)
+        return self.throughput >= (1 - DEAD_BAND) * self.supply.mean
 
     @cached_property
     def demand(self) -> float:
@@ -109,11 +109,6 @@ class Outlook:
     def short(self) -> float:
         """The shortage at this demand, in blocks per second."""
         return self.blocks * self.demand - self.served
-
-    @cached_property
-    def short_blocks(self) -> frozenset[int]:
-        """The blocks where more hosts would raise what is served at this demand."""
-        return self.supply.short_blocks(self.demand)
 
     @cached_property
     def holders(self) -> list[int]:
@@ -193,14 +188,16 @@ def _target(
 
     def gain(span: tuple[int, int]) -> tuple[float, float]:
         """The throughput with the host on ``span``, and the additional blocks per second that are served; zeros for too little gain or an unsafe move."""
-        if not outlook.short_blocks.isdisjoint(range(*span)) and _is_safe(outlook, mine, *span):
-            after = without.copy()
-            after.add(*span, speed)
-            more = after.served(outlook.demand) - outlook.served
-            is_useful = more >= USEFUL * min(speed, outlook.short)
-            if more > 0 and after.can_give(outlook.throughput * (1.0 if is_useful else 1 + RAISE)):
-                return after.throughput(), more
-        return 0.0, 0.0
+        if not _is_safe(outlook, mine, *span):
+            return 0.0, 0.0
+        after = without.copy()
+        after.add(*span, speed)
+        more = after.served(outlook.demand) - outlook.served
+        if more <= 0:
+            return 0.0, 0.0
+        is_useful = more >= USEFUL * min(speed, outlook.short)
+        least = outlook.throughput * (1.0 if is_useful else 1 + RAISE)
+        return (after.throughput(), more) if after.can_give(least) else (0.0, 0.0)
 
     if last is not None and last[1] - last[0] == length and (known := gain(last)[1]):
         return last, known / speed

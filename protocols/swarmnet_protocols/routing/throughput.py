@@ -12,7 +12,7 @@ as one.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -103,8 +103,7 @@ class Supply:
         """The least ratio of the module's equation, found by Dinkelbach's method: each filling that falls short yields a smaller ratio."""
         demand = self.mean
         while demand > 0.0:
-            cuts = self._cuts(*self._filled(demand), demand)
-            ratio = min((total / len(blocks) for total, blocks in cuts), default=demand)
+            ratio = self._tightest(*self._filled(demand), demand)
             if ratio >= demand * (1 - ROUNDING):
                 break
             demand = ratio
@@ -117,11 +116,6 @@ class Supply:
     def can_give(self, demand: float) -> bool:
         """Whether the throughput is at least ``demand``. Takes a fraction of the time of ``throughput``."""
         return self.served(demand) >= self.blocks * demand * (1 - ROUNDING)
-
-    def short_blocks(self, demand: float) -> frozenset[int]:
-        """The blocks where another host would raise what is served if each block takes at most ``demand`` tokens per second."""
-        cuts = self._cuts(*self._filled(demand), demand)
-        return frozenset(block for _, blocks in cuts for block in blocks)
 
     def _filled(self, demand: float) -> tuple[list[float], list[int]]:
         """The division of the hosts' time that serves the most, if each block takes at most ``demand`` tokens per second.
@@ -155,16 +149,16 @@ class Supply:
             furthest.append(last)
         return taken, furthest
 
-    def _cuts(
-        self, taken: Sequence[float], furthest: Sequence[int], demand: float
-    ) -> Iterator[tuple[float, list[int]]]:
-        """The sets of blocks that get less than ``demand`` tokens per second, each with the blocks per second that are spent on it."""
+    def _tightest(self, taken: Sequence[float], furthest: Sequence[int], demand: float) -> float:
+        """The smallest ratio among the cuts that keep ``demand`` tokens per second from some block; ``demand`` if none does."""
+        smallest = demand
         for part, (start, end) in enumerate(pairwise(self._bounds)):
             if taken[part] < (end - start) * demand * (1 - ROUNDING):
                 # The cut: these blocks and, of those before them, all that took from a host which also has a block of the cut.
-                total, cut, first = taken[part], [*range(start, end)], start
+                total, size, first = taken[part], end - start, start
                 for earlier in range(part - 1, -1, -1):
                     if furthest[earlier] > first:
-                        cut += range(self._bounds[earlier], self._bounds[earlier + 1])
-                        total, first = total + taken[earlier], self._bounds[earlier]
-                yield total, cut
+                        first = self._bounds[earlier]
+                        total, size = total + taken[earlier], size + self._bounds[earlier + 1] - first
+                smallest = min(smallest, total / size)
+        return smallest
