@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from swarmnet_protocols.errors import IntegrityError
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PretrainedConfig
 
 ARCHITECTURE = "gpt-oss"
@@ -105,6 +104,7 @@ class GptOssTensors:
 
 def _taking_turns(gate: "np.ndarray[Any, Any]", up: "np.ndarray[Any, Any]", name: str) -> Any:
     """The weights [E, D, 2 I] from two of [E, I, D], or the biases [E, 2 I] from two of [E, I]."""
+    import numpy as np
     import torch
 
     if gate.shape != up.shape:
