@@ -46,8 +46,8 @@ class ModelHub:
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     """The ranges [start, end) that were asked for."""
     fault: str = ""
-    """What is wrong with answers to requests for a range: ``whole``, ``shifted``, ``endless``, ``silent``, ``compressed``, ``nothing``, ``short``, ``half``,
-    ``a few bytes`` or ``drop by drop``."""
+    """The fault of all answers to requests for a range: ``whole`` (the whole file), ``shifted``, ``endless``, ``silent``, ``compressed``, ``drop by drop``, or
+    a part of the range that ``_SHORT`` names; empty: none."""
     is_closed: bool = False
     """Whether every request is refused."""
     bytes_per_s: float = math.inf

@@ -68,7 +68,7 @@ MIN_OVERLOADED_S = 1.0
 
 
 class HostsBusy(ResourceLimitReached):
-    """All hosts of some blocks have more work than they take. The first of them may take more after ``retry_after_s``."""
+    """All hosts of some blocks have refused work because of their load. After ``retry_after_s`` each block has a host that may take more."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], wait_s: float) -> None:
         blocks = ", ".join(f"{start}:{end}" for start, end in spans)
@@ -377,7 +377,7 @@ class _CountingStream(StreamWrapper):
 def shortest_wait_s(
     missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], waits_s: Mapping[PeerId, float]
 ) -> float | None:
-    """Seconds until each of the ``missing`` blocks has a host that is not overloaded; None if one of them has no overloaded host. Pure.
+    """Seconds until each of the ``missing`` blocks has a host that is not overloaded; None if one of them has no host at all. Pure.
 
     ``waits_s``: the seconds left, by host.
     """

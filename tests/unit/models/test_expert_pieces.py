@@ -1,4 +1,4 @@
-"""Of a model with many experts, a host fetches the pieces of its experts only: files are cut at the edges of experts."""
+"""A host of some experts fetches only the pieces that hold them, because files are cut into pieces at the edges of experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -186,7 +186,7 @@ def test_a_noted_piece_that_changed_on_disk_is_fetched_again(
 def test_a_table_that_comes_later_is_compared_with_noted_pieces(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
-    """What the hub sent wrong before the table was known is fetched again."""
+    """A piece that the hub sent with a wrong byte, while no table was known, is fetched again once a table is known."""
     hub, whole = lone
     whole.verify()
     model = load(tmp_path, None, LONE)

@@ -4,7 +4,6 @@ Importing this module imports hivemind, so other modules import it late.
 """
 
 import asyncio
-import functools
 import random
 from collections import OrderedDict
 from collections.abc import Coroutine
@@ -47,7 +46,7 @@ _LOST_AT_ONCE = 2
 """Lost peers that are called in each period. A call to one that is gone costs a few packets."""
 _MAX_LOST = 64
 _LOST_S = 3600.0
-"""Seconds after which a lost peer is not called any more, as long as its contact lives."""
+"""Seconds after which a lost peer is not called any more: its contact, with its addresses, has expired."""
 _PARALLEL_RPC = 64
 
 
@@ -97,12 +96,12 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     _stub_type = None
     p2p: GuardedP2P
     blacklist: Blacklist
-    """Of the node that uses this protocol."""
+    """The peers that searches leave out for a while, because they did not answer: the node's own list, set by ``create_node``."""
 
-    @functools.cached_property
-    def lost(self) -> OrderedDict[PeerID, float]:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lost: OrderedDict[PeerID, float] = OrderedDict()
         """The peers that did not answer and left the routing table, with the loop's time of that; at most ``_MAX_LOST``, the latest."""
-        return OrderedDict()
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         scope = self.p2p.scope_of(context.remote_id)
@@ -153,16 +152,16 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
     ) -> None:
-        if responded and node_id == node_id_of(peer_id):
+        if responded and node_id != node_id_of(peer_id):
+            return
+        if responded:
             self.lost.pop(peer_id, None)
             self.blacklist.register_success(peer_id)
-            await super().update_routing_table(node_id, peer_id, responded)
-        elif not responded:
-            if self.routing_table.get(peer_id=peer_id) is not None:
-                self.lost[peer_id] = asyncio.get_running_loop().time()
-                while len(self.lost) > _MAX_LOST:
-                    self.lost.popitem(last=False)
-            await super().update_routing_table(node_id, peer_id, responded)
+        elif self.routing_table.get(peer_id=peer_id) is not None:
+            self.lost[peer_id] = asyncio.get_running_loop().time()
+            while len(self.lost) > _MAX_LOST:
+                self.lost.popitem(last=False)
+        await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Drop invalid records, so that one of them does not hide the valid ones."""
@@ -177,10 +176,10 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
 
 class _Node(DHTNode):  # type: ignore[misc]
-    @functools.cached_property
-    def _searches(self) -> "set[asyncio.Task[Any]]":
-        """Searches that run; a cancelled caller does not wait for its own."""
-        return set()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._searches: set[asyncio.Task[Any]] = set()
+        """Searches that run, also those whose callers were cancelled."""
 
     async def find_nearest_nodes(self, *arguments: Any, **options: Any) -> Any:
         return await self._to_the_end(super().find_nearest_nodes(*arguments, **options))
@@ -189,7 +188,7 @@ class _Node(DHTNode):  # type: ignore[misc]
         return await self._to_the_end(super().get_many(*arguments, **options))
 
     async def _to_the_end(self, search: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``search``, which goes on if its caller is cancelled: hivemind leaves tasks pending when a search is cancelled."""
+        """The result of ``search``. If the caller is cancelled, the search goes on to its end: hivemind would leave tasks of a cancelled one pending."""
         task = asyncio.create_task(search)
         self._searches.add(task)
         task.add_done_callback(self._searches.discard)
