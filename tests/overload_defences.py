@@ -4,13 +4,14 @@ from collections.abc import Hashable, Mapping
 
 from swarmnet_client.chain.failures import WaitBudget
 from swarmnet_client.swarm import swarm
-from swarmnet_node.hosting import host
+from swarmnet_node.hosting import host, host_limits
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.net import PeerId
 from tests.defences import Defence, Patch, replacing, yes
 from tests.limit_defences import of_a_host
 from tests.sim import test_overload
+from tests.support.swarm_lab import Reference
 
 
 def wait_for_all_that_is_queued(queued: Mapping[Hashable, int], _: Hashable, position_s: float) -> float:
@@ -20,11 +21,20 @@ def wait_for_all_that_is_queued(queued: Mapping[Hashable, int], _: Hashable, pos
 def only_at_the_opening(patch: Patch) -> None:
     check = Host._check_wait
 
-    def check_new(self: Host, client: PeerId, own: HostedSession | None = None) -> None:
+    def check_new(
+        self: Host, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
+    ) -> None:
         if own is None:
-            check(self, client)
+            check(self, client, continues=continues)
 
     patch.setattr(Host, "_check_wait", check_new)
+
+
+def a_claim_to_continue(reference: Reference) -> None:
+    with Patch.context() as patch:
+        test_overload.test_a_session_that_only_claims_to_continue_an_answer_is_refused_at_its_first_step(
+            reference, patch
+        )
 
 
 OVERLOAD = (
@@ -39,6 +49,21 @@ OVERLOAD = (
         of_a_host(
             test_overload.test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_step
         ),
+    ),
+    Defence(
+        "a session that only claims to continue an answer is refused like a new one",
+        only_at_the_opening,
+        of_a_host(a_claim_to_continue),
+    ),
+    Defence(
+        "an answer under way goes before new work",
+        replacing(host_limits, "CONTINUED_WAITS", 1.0),
+        of_a_host(test_overload.test_an_answer_under_way_continues_on_a_host_that_refuses_new_ones),
+    ),
+    Defence(
+        "it does not go to a host that would take too long",
+        replacing(host_limits, "CONTINUED_WAITS", 100.0),
+        of_a_host(test_overload.test_a_host_that_is_far_too_busy_refuses_answers_under_way_too),
     ),
     Defence(
         "a flood of one client does not have others refused",

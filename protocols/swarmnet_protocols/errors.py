@@ -31,6 +31,10 @@ class PeerUnreachable(Unreachable):
     """A stream to this peer could not be opened within its deadline."""
 
 
+def _spans(blocks: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{start}:{end}" for start, end in blocks)
+
+
 class NoRoute(Unreachable):
     """Some blocks of the model have no live host."""
 
@@ -41,13 +45,15 @@ class NoRoute(Unreachable):
         hint: str = "",
         among_trusted: bool = False,
         missing_experts: str = "",
+        message: str = "",
     ) -> None:
         """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered.
 
         ``missing_experts``: the routed experts for which a host of some of these blocks waits, as ``block:experts``.
+        ``message``: what to say instead of that no host serves these blocks.
         """
-        spans = ", ".join(f"{start}:{end}" for start, end in missing)
-        what = f"no trusted host serves blocks {spans}" if among_trusted else f"no host serves blocks {spans}"
+        whose = "no trusted host" if among_trusted else "no host"
+        what = message or f"{whose} serves blocks {_spans(missing)}"
         if missing_experts:
             what += f"; hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
             wanted = "auto" if missing_experts.endswith("…") else f"'{missing_experts}'"
@@ -60,6 +66,19 @@ class NoRoute(Unreachable):
             or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )
         self.missing = tuple(missing)
+
+
+class HostsBusy(NoRoute):
+    """All hosts of some blocks have refused work because of their load. After ``retry_after_s`` each block has a host that may take more."""
+
+    def __init__(self, missing: Sequence[tuple[int, int]], wait_s: float) -> None:
+        super().__init__(
+            missing,
+            message=f"all hosts of blocks {_spans(missing)} are busy; the shortest expected wait is {wait_s:.0f} s",
+            hint="try again then, let `run` wait with --wait SECONDS, or start another node: swarmnet join SWARM "
+            f"--blocks {missing[0][0]}:{missing[0][1]}",
+        )
+        self.retry_after_s = wait_s
 
 
 class MissingExperts(Unreachable):

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from swarmnet_client.batching.continuous_batching import Busy
-from swarmnet_client.swarm.swarm import HostsBusy
 from swarmnet_protocols import errors
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
@@ -59,16 +58,16 @@ def api_error(error: Exception) -> ApiError:
 def swarm_error(error: errors.SwarmnetError) -> ApiError:
     """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
-    if isinstance(error, Busy):
-        return ApiError(503, message, "overloaded", "server_error", retry_after_s=error.retry_after_s)
+    if isinstance(error, Busy | errors.HostsBusy):
+        wait_s = max(1, math.ceil(error.retry_after_s))
+        return ApiError(503, message, "overloaded", "server_error", retry_after_s=wait_s)
     if isinstance(error, errors.Unreachable):
         return ApiError(503, message, "no_route", "server_error", retry_after_s=RETRY_S)
     if isinstance(error, errors.OutOfResources):
         wait_s = (
             max(1, math.ceil(error.retry_after_s)) if isinstance(error, ResourceLimitReached) else RETRY_S
         )
-        code = "overloaded" if isinstance(error, HostsBusy) else "out_of_resources"
-        return ApiError(503, message, code, "server_error", retry_after_s=wait_s)
+        return ApiError(503, message, "out_of_resources", "server_error", retry_after_s=wait_s)
     return ApiError(500, message, "internal_error", "server_error")
 
 

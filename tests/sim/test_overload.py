@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.swarm.swarm import HostsBusy, Swarm
+from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_protocols.errors import HostsBusy
 from swarmnet_protocols.session.steps import Row
 from tests.support.gateway import Caller, refused, served
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -26,12 +29,12 @@ LIMITS = HostLimits(max_wait_s=5.0)
 ALWAYS_BUSY = HostLimits(max_wait_s=-1.0)
 
 
-async def start_slow_host(lab: Lab) -> None:
-    await lab.start("a", lab.hosting(BLOCKS, limits=LIMITS), TimedExecutor(FORWARD_S))
+async def start_slow_host(lab: Lab, limits: HostLimits = LIMITS) -> None:
+    await lab.start("a", lab.hosting(BLOCKS, limits=limits), TimedExecutor(FORWARD_S))
 
 
 @asynccontextmanager
-async def sending_prompts(lab: Lab, sessions: dict[str, int]) -> AsyncIterator[None]:
+async def sending_prompts(lab: Lab, clients: dict[str, int]) -> AsyncIterator[None]:
     """Clients that compute long prompts in so many sessions at once, for as long as the context is open."""
 
     async def ask(name: str, chain: Chain) -> None:
@@ -40,7 +43,7 @@ async def sending_prompts(lab: Lab, sessions: dict[str, int]) -> AsyncIterator[N
 
     async with AsyncExitStack() as stack:
         asking = []
-        for name, count in sessions.items():
+        for name, count in clients.items():
             swarm = await stack.enter_async_context(lab.client(name))
             await swarm.refresh()
             for _ in range(count):
@@ -209,3 +212,57 @@ def test_an_answer_under_way_waits_for_busy_hosts_as_long_as_for_a_failed_one(re
                 return [*began, reference.next_token(await rest)]
 
     assert simulate(reference, scenario) == reference.greedy(PROMPT, 2)
+
+
+async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
+    """Two tokens of a chain that lost its host after the first. The other host is busy for about 20 s, and refuses new sessions beyond ``max_wait_s``."""
+    await start_slow_host(lab, HostLimits(max_wait_s=max_wait_s))
+    async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
+        await swarm.refresh()
+        with pytest.raises(HostsBusy):
+            await answer(lab, swarm)
+        await lab.start("b", lab.hosting(BLOCKS))
+        await asyncio.sleep(1.0)  # it announces itself
+        await swarm.refresh()
+        async with lab.chain(swarm) as chain:
+            began = await lab.generate(chain, PROMPT, 1)
+            assert lab.sessions()["b"] == 1
+            await lab.stop("b")
+            output = await chain.forward((Row(0, len(PROMPT), 1, 1, 0),), torch.tensor(began))
+            return [*began, lab.reference.next_token(output)]
+
+
+def test_an_answer_under_way_continues_on_a_host_that_refuses_new_ones(reference: Reference) -> None:
+    def scenario(lab: Lab) -> Any:
+        return lose_the_only_idle_host(lab, max_wait_s=12.0)
+
+    assert simulate(reference, scenario) == reference.greedy(PROMPT, 2)
+
+
+def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        with pytest.raises(HostsBusy):
+            await lose_the_only_idle_host(lab, max_wait_s=5.0)
+
+    simulate(reference, scenario)
+
+
+def test_a_session_that_only_claims_to_continue_an_answer_is_refused_at_its_first_step(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def claim(*arguments: Any, **options: Any) -> LiveHop:
+        return await open_hop(*arguments, **options | {"role": SessionRole.SUCCESSOR})
+
+    monkeypatch.setattr(sessions, "open_hop", claim)
+
+    async def scenario(lab: Lab) -> int:
+        await start_slow_host(lab, HostLimits(max_wait_s=12.0))
+        async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
+            await swarm.refresh()
+            with pytest.raises(HostsBusy):
+                await answer(lab, swarm)
+        host = lab.nodes["a"]._host
+        assert host is not None
+        return host.counters.refused["overloaded"]
+
+    assert simulate(reference, scenario) == 1

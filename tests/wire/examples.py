@@ -132,6 +132,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionRequest(tee=pb.Tee(epoch=3, standby=_PEER))
     yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, timed=True))
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, continues=True))
     yield pb.SessionReply(
         timed=pb.Timed(
             step=300,

@@ -18,7 +18,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
-from swarmnet_client.swarm.swarm import HostsBusy, Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.threads import compute_on
@@ -196,7 +196,7 @@ class Batcher:
         self._past_failovers += group.report.failovers
         self._past_wrong_hosts += len(group.report.wrong)
         left = group.answers
-        if isinstance(why, OutOfResources) and not isinstance(why, HostsBusy):
+        if isinstance(why, OutOfResources):
             self._room = max(1.0, len(left) // 2)
             self._kept //= 2
         for answer in reversed(left):
@@ -213,7 +213,7 @@ def _positions(request: Request) -> int:
 
 def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
     """Whether an answer continues on another chain after ``why``. Counts the attempt."""
-    if isinstance(why, NoRoute | HostsBusy | NotAuthorised | ConfigError):
+    if isinstance(why, NoRoute | NotAuthorised | ConfigError):
         return False
     if len(answer.ids) > answer.ids_at_retry:
         answer.retries, answer.ids_at_retry = 0, len(answer.ids)

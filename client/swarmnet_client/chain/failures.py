@@ -7,7 +7,7 @@ use its outputs. So the client is blamed if independent hosts refuse for the sam
 
 from collections.abc import Sequence
 
-from swarmnet_client.swarm.swarm import HostsBusy, Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
@@ -60,16 +60,23 @@ class Blame:
         self._suspects = Suspects()
 
     def attribute(
-        self, error: SwarmnetError, hop: Hop, *, made_by: Sequence[Hop] = (), sent_by: Hop | None = None
+        self,
+        error: SwarmnetError,
+        hop: Hop,
+        *,
+        made_by: Sequence[Hop] = (),
+        sent_by: Hop | None = None,
+        continues: bool = False,
     ) -> list[Hop]:
         """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace. An overloaded host is left alone instead.
 
-        ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client. Hosts that this
+        ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client.
+        ``continues``: whether the hop was to continue an answer. Hosts that this
         failure clears are unbanned. Raises ``ConfigError`` when the client is at fault: no single host, or none that can be replaced, can
         have caused all refusals.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
-            self._swarm.overloaded(hop.peer, error.retry_after_s)
+            self._swarm.overloaded(hop.peer, error.retry_after_s, continues=continues)
             return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
@@ -161,7 +168,7 @@ def is_missing_experts(error: SwarmnetError | None) -> bool:
 
 def explain(error: SwarmnetError) -> SwarmnetError:
     """The error for the user after many attempts. ``error`` ended the last attempt."""
-    if isinstance(error, NoRoute | NotAuthorised | HostsBusy):
+    if isinstance(error, NoRoute | NotAuthorised):
         return error
     if isinstance(error, IncompatibleVersion):
         return IncompatibleVersion(

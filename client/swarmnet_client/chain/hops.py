@@ -33,6 +33,8 @@ class SessionRole(Enum):
 
     HOP = auto()
     """It sends its outputs to the next hop, or to the client if it is the last hop."""
+    SUCCESSOR = auto()
+    """It is a hop that takes the place of a lost one after the chain has answered: it begins with a replay."""
     STANDBY = auto()
     """It is the last session of a standby, and sends to no peer until it takes over."""
     SPARE = auto()
@@ -268,9 +270,10 @@ async def open_hop(
         next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
-        standby=role is not SessionRole.HOP,
+        standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
         spare=role is SessionRole.SPARE,
         timed=spec.trace is not None,
+        continues=role is SessionRole.SUCCESSOR,
     )
 
     async def ask(adapter: bytes) -> LiveHop:

@@ -50,7 +50,8 @@ class HopSessions:
     ) -> list[LiveHop]:
         """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
 
-        ``failed`` is told of the others. ``role`` is that of the last session. Raises ``ConfigError`` if no host would take the chain's adapter.
+        ``failed`` is told of the others. ``role`` is that of the last session, or of all if they are successors. Raises ``ConfigError`` if no host would
+        take the chain's adapter.
         """
         epoch = self.next_epoch()
         planned = [(hop, self.swarm.new_session()) for hop in route]
@@ -68,7 +69,7 @@ class HopSessions:
                     hop,
                     (session, epoch),
                     target,
-                    role=role if hop is last else SessionRole.HOP,
+                    role=role if hop is last or role is SessionRole.SUCCESSOR else SessionRole.HOP,
                 )
             except ConfigError:
                 raise  # the adapter is at fault: no other host would take it

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, SessionRole
 from swarmnet_client.chain.sessions import HopSessions
-from swarmnet_client.swarm.swarm import HostsBusy, Swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
@@ -216,7 +216,7 @@ class Standbys:
                     await asyncio.sleep(min(backoff_s, timing.stall_s))
                 try:
                     route = self._route(place, after, precision)
-                except (NoRoute, HostsBusy):
+                except NoRoute:
                     route = []
                 if not route or (place.is_spare and len(route) > 1):
                     place.refusing.clear()

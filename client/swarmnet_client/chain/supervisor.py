@@ -35,6 +35,7 @@ from swarmnet_client.chain.hops import (
     ChainSpec,
     ClientLink,
     LiveHop,
+    SessionRole,
     SessionStream,
     gaps,
     upstream,
@@ -42,9 +43,10 @@ from swarmnet_client.chain.hops import (
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.swarm import CONVICTED_S, HostsBusy, Swarm
+from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
+    HostsBusy,
     NoRoute,
     ProtocolViolation,
     SwarmnetError,
@@ -168,9 +170,10 @@ class ChainSupervisor:
 
     def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
         """The error for a chain that cannot be repaired."""
-        error = explain(self._last_error or self._swarm.no_route(missing))
+        no_route = partial(self._swarm.no_route, missing, continues=self._continues)
+        error = explain(self._last_error or no_route())
         is_unhosted = isinstance(self._last_error, Unreachable) or not self._swarm.hosts
-        return self._swarm.no_route(missing) if is_unhosted and type(error) is Unreachable else error
+        return no_route() if is_unhosted and type(error) is Unreachable else error
 
     def _drop_stuck_hop(self) -> None:
         """Replace a hop that sends heartbeats, has its inputs, and has not computed for ``stall_s``."""
@@ -235,6 +238,7 @@ class ChainSupervisor:
                         source=source,
                         sink=after.hop.peer if after else None,
                         precision=self._precision(),
+                        continues=self._continues,
                     )
                 except HostsBusy as error:
                     await self._wait_for_hosts(error)
@@ -243,7 +247,8 @@ class ChainSupervisor:
                     if not is_missing_experts(self._last_error):  # which is why the host is not there
                         self._last_error = error
                     continue
-                opened = await self._sessions.open(route, after, self._open_failed)
+                role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
+                opened = await self._sessions.open(route, after, self._open_failed, role=role)
                 self._hops = sorted([*self._hops, *opened], key=lambda live: live.hop.start)
             rounds += 1
 
@@ -253,7 +258,7 @@ class ChainSupervisor:
         A chain that has answered is worth the time of a repair.
         """
         recover_s = self._swarm.timing.recover_s
-        most_s = max(self._spec.wait_s, recover_s if self._in_flight.acked else 0.0)
+        most_s = max(self._spec.wait_s, recover_s if self._continues else 0.0)
         now = asyncio.get_running_loop().time()
         if not self._wait_budget.may_wait(busy.retry_after_s, most_s, now):
             raise busy
@@ -263,8 +268,13 @@ class ChainSupervisor:
         await asyncio.sleep(busy.retry_after_s)
 
     def _open_failed(self, hop: Hop, error: SwarmnetError) -> None:
-        self._blame.attribute(error, hop)
+        self._blame.attribute(error, hop, continues=self._continues)
         self._last_error = error
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the chain has answered, so that hosts which are added now continue an answer."""
+        return bool(self._in_flight.acked)
 
     def _precision(self) -> str | None:
         """The precision that new hops should have: that of the chain, or of its first hops; None before there are any."""

@@ -28,7 +28,7 @@ from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
-from swarmnet_protocols.errors import NoRoute, SwarmnetError
+from swarmnet_protocols.errors import HostsBusy, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.machine.aio import cancel
@@ -43,7 +43,6 @@ from swarmnet_protocols.net import (
     Transport,
     TransportWrapper,
 )
-from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.routing.chain_search import (
     Bans,
     Hop,
@@ -65,19 +64,6 @@ CONVICTED_S = 6 * 3600.0
 """Seconds for which a host with wrong outputs is not used."""
 MIN_OVERLOADED_S = 1.0
 """Least seconds for which a host that refused work because of its load is not asked again."""
-
-
-class HostsBusy(ResourceLimitReached):
-    """All hosts of some blocks have refused work because of their load. After ``retry_after_s`` each block has a host that may take more."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]], wait_s: float) -> None:
-        blocks = ", ".join(f"{start}:{end}" for start, end in spans)
-        super().__init__(
-            f"all hosts of blocks {blocks} are busy; the shortest expected wait is {wait_s:.0f} s",
-            wait_s,
-            hint="try again then, let `run` wait with --wait SECONDS, or start another node: swarmnet join SWARM "
-            f"--blocks {spans[0][0]}:{spans[0][1]}",
-        )
 
 
 class Swarm:
@@ -226,27 +212,37 @@ class Swarm:
         sink: PeerId | None = None,
         precision: str | None = None,
         avoid: frozenset[PeerId] = frozenset(),
+        continues: bool = False,
     ) -> list[Hop]:
         """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
+
+        ``continues``: the hosts are to continue an answer, and may have refused new work.
 
         Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work because of their load.
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
-        hosts = tuple(host for host in view.hosts if host.peer not in avoid)
-        waits_s = self._exclusions.overloaded(self._now())
-        view = replace(view, hosts=tuple(host for host in hosts if host.peer not in waits_s))
+        excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
+        view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in excluded))
         try:
             return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
-            wait_s = shortest_wait_s(error.missing, hosts, waits_s)
-            if wait_s is not None:
-                raise HostsBusy(error.missing, wait_s) from error
-            raise self.no_route(error.missing) from error
+            raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
 
-    def no_route(self, missing: Sequence[tuple[int, int]]) -> NoRoute:
-        """The error for blocks without a host that this client may use."""
+    def no_route(
+        self,
+        missing: Sequence[tuple[int, int]],
+        *,
+        avoid: frozenset[PeerId] = frozenset(),
+        continues: bool = False,
+    ) -> NoRoute:
+        """The error for blocks without a host that may be used, as for ``route``: ``HostsBusy`` if hosts that are overloaded have all of them."""
+        hosts = [host for host in self.hosts if host.peer not in avoid]
+        waits_s = self._exclusions.overloaded(self._now(), continues=continues)
+        wait_s = shortest_wait_s(missing, hosts, waits_s)
+        if wait_s is not None:
+            return HostsBusy(missing, wait_s)
         hint = ""
         if not uncovered([each.info for each in self._announced.known if each.is_incompatible], missing[0]):
             hint = "hosts of these blocks run another version of swarmnet: install the version that they run"
@@ -285,9 +281,9 @@ class Swarm:
         """A host answered: lift its ban."""
         self._exclusions.bans.served(peer)
 
-    def overloaded(self, peer: PeerId, wait_s: float) -> None:
-        """A host has refused work that would wait for ``wait_s``: do not use it until then."""
-        self._exclusions.refused(peer, wait_s, self._now())
+    def overloaded(self, peer: PeerId, wait_s: float, *, continues: bool = False) -> None:
+        """A host has refused new work that would wait for ``wait_s``, or an answer that ``continues``: do not use it for such work until then."""
+        self._exclusions.refused(peer, wait_s, self._now(), continues=continues)
 
     def separate(self, one: PeerId, other: PeerId) -> bool:
         """Two hosts are alive, and ``one`` reports that it does not reach ``other``: do not make them neighbours for a while.
@@ -398,27 +394,30 @@ class Exclusions:
 
     1. A pair of hosts that do not reach each other: both are used, but not one after the other.
     2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
-    3. An overloaded host, which refused work because of its load: it is not used until the wait that it expected is over.
+    3. An overloaded host, which refused work because of its load: it is not used until the wait that it expected is over, except to
+       continue an answer if it has refused only new work.
     4. A convicted host, whose outputs were wrong: it is not used at all.
     """
 
     def __init__(self) -> None:
         self.bans = Bans()
-        self._overloaded_until: dict[PeerId, float] = {}
+        self._overloaded_until: dict[bool, dict[PeerId, float]] = {False: {}, True: {}}
+        """By whether the work continues an answer."""
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
         """When the separation ends, and which of the two reported that it does not reach the other."""
 
-    def refused(self, peer: PeerId, wait_s: float, now: float) -> None:
-        """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``."""
-        self._overloaded_until = {
-            each: until for each, until in self._overloaded_until.items() if until > now
-        }
-        self._overloaded_until[peer] = now + max(wait_s, MIN_OVERLOADED_S)
+    def refused(self, peer: PeerId, wait_s: float, now: float, *, continues: bool = False) -> None:
+        """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``: with new work, and with all if it refused one that ``continues``."""
+        for kind in {False, continues}:
+            left = self.overloaded(now, continues=kind)
+            self._overloaded_until[kind] = {each: now + left_s for each, left_s in left.items()}
+            self._overloaded_until[kind][peer] = now + max(wait_s, MIN_OVERLOADED_S)
 
-    def overloaded(self, now: float) -> dict[PeerId, float]:
-        """The overloaded hosts, each with the seconds that it is left alone."""
-        return {peer: until - now for peer, until in self._overloaded_until.items() if until > now}
+    def overloaded(self, now: float, *, continues: bool = False) -> dict[PeerId, float]:
+        """The hosts that are overloaded for new work, or for work that ``continues`` an answer, each with the seconds that it is left alone."""
+        until = self._overloaded_until[continues]
+        return {peer: until_s - now for peer, until_s in until.items() if until_s > now}
 
     def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
         """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.

@@ -225,7 +225,7 @@ class Host:
         self._check_served(wanted)
         if wanted.spare and self._is_used():
             raise idle()
-        self._check_wait(client.peer)
+        self._check_wait(client.peer, continues=wanted.continues)
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
@@ -235,14 +235,16 @@ class Host:
             self._end_spares()
         return session
 
-    def _check_wait(self, client: PeerId, own: HostedSession | None = None) -> None:
-        """Raise ``Refusal`` if new work of ``client`` would wait too long. ``own``: the session with that work."""
+    def _check_wait(
+        self, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
+    ) -> None:
+        """Raise ``Refusal`` if new work of ``client``, or an answer that it ``continues``, would wait too long. ``own``: the session with that work."""
         queued: Counter[PeerId] = Counter()
         for session in self.sessions:
             if session is not own and session.engine is self.engine:
                 queued[session.stream.peer] += session.queued_positions
         wait_s = expected_wait_s(queued, client, self.engine.position_s)
-        if wait_s > self.limits.max_wait_s:
+        if wait_s > self.limits.max_session_wait_s(continues=continues):
             raise Refusal.busy(wait_s)
 
     def _is_used(self) -> bool:

@@ -14,6 +14,8 @@ CLIENTS_AT_ONCE = 6
 """The limit on received messages of all clients, as a multiple of that of one client."""
 BURST_S = 4.0
 """Seconds of its rate that a client may use in one burst after a pause."""
+CONTINUED_WAITS = 2.0
+"""Expected wait for which a session that continues an answer is refused, in times of that for a new one."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,15 @@ class HostLimits:
     adapter_bytes_per_client: int = 128 << 20
     adapter_idle_s: float = 1800.0
     max_wait_s: float = 20.0
-    """Longest expected wait, in seconds, for which a new session or its first step is not refused. Well below ``Timing.stall_s``, after which
-    clients give up a host that computes nothing for them."""
+    """Longest expected wait, in seconds, for which a new session or its first step is not refused."""
+
+    def max_session_wait_s(self, *, continues: bool) -> float:
+        """Longest expected wait for which a session is not refused.
+
+        Twice as long if it ``continues`` an answer, of which work would be lost. Both are well below ``Timing.stall_s``, after which clients
+        give up a host that computes nothing for them.
+        """
+        return CONTINUED_WAITS * self.max_wait_s if continues else self.max_wait_s
 
     def client_cache_bytes(self, max_cache_bytes: int) -> int:
         """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""

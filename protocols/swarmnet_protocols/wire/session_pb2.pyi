@@ -69,7 +69,7 @@ class Resume(_message.Message):
     def __init__(self, session: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby", "timed", "spare")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby", "timed", "spare", "continues")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Open(_message.Message):
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     TIMED_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -94,7 +95,8 @@ class Open(_message.Message):
     standby: bool
     timed: bool
     spare: bool
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ..., spare: _Optional[bool] = ...) -> None: ...
+    continues: bool
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ..., spare: _Optional[bool] = ..., continues: _Optional[bool] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next")

@@ -62,6 +62,14 @@ def test_an_overloaded_host_is_left_alone_for_the_wait_that_it_expects() -> None
     assert not exclusions.overloaded(17.0)
 
 
+def test_a_host_that_refused_new_work_may_continue_an_answer_unless_it_refused_that_too() -> None:
+    exclusions = Exclusions()
+    exclusions.refused(ONE, 12.0, now=0.0)
+    exclusions.refused(OTHER, 12.0, now=0.0, continues=True)
+    assert exclusions.overloaded(0.0, continues=True) == {OTHER: 12.0}
+    assert exclusions.overloaded(0.0) == {ONE: 12.0, OTHER: 12.0}
+
+
 def test_the_shortest_wait_is_that_until_every_block_has_a_host() -> None:
     hosts = [
         HostInfo(ONE, 0, 4, 0.1),

@@ -4,8 +4,7 @@ import pytest
 
 from swarmnet.gateway.errors import RETRY_S, api_error
 from swarmnet_client.batching.continuous_batching import Busy
-from swarmnet_client.swarm.swarm import HostsBusy
-from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import HostsBusy, NoRoute, OutOfResources, SwarmnetError
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
 
