@@ -1,7 +1,6 @@
 """A node that hosts routed experts and no whole block: it computes rows for hosts of the blocks, and has no state of clients."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,8 +15,8 @@ from swarmnet_node.experts.rearranging import Followed, accepted_drops, accepted
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
-from swarmnet_node.node import Dependencies, Services
 from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
@@ -76,15 +75,15 @@ class ExpertHosting:
         return self.experts is not None
 
 
-class ExpertNode:
-    """A running node with experts. Made by ``run``."""
+class ExpertNode(RunningNode):
+    """A node that hosts routed experts only."""
 
     engine = None
     """It computes no blocks, so it has no engine and no host of sessions."""
     host = None
 
     def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
-        self._dependencies = dependencies
+        super().__init__(dependencies)
         self._hosting = hosting
         self._state = pb.HOST_STATE_JOINING
         self.experts: BlockExperts = hosting.experts or {}
@@ -93,22 +92,33 @@ class ExpertNode:
         self._followed: Followed | None = None
         self._rearranging: asyncio.Task[None] | None = None
         self._weight_bytes = 0
-        self._started = asyncio.get_running_loop().time()
-        self._leaving: asyncio.Task[None] | None = None
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @classmethod
     @asynccontextmanager
-    async def run(cls, dependencies: Dependencies, hosting: ExpertHosting) -> AsyncIterator["ExpertNode"]:
-        """A node that serves while the context is open. Raises what loading raises."""
-        node = cls(dependencies, hosting)
-        if not node.experts:
-            node.experts = choose_experts(hosting.counts, await node._others(), hosting.capacity)
+    async def running(self) -> AsyncIterator[None]:
+        background: list[asyncio.Task[None]] = []
+        async with Services.on(self._dependencies.transport) as services:
+            try:
+                await self._serve(await self._load(), services)
+                background += [
+                    asyncio.create_task(self._keep_announcing(), name="announce"),
+                    asyncio.create_task(self._keep_listed(), name="catalog"),
+                ]
+                yield
+            finally:
+                await cancel(*background, self._rearranging)
+                await self._stop()
+                self._service = None
+
+    async def _load(self) -> ExpertService:
+        """Choose the experts, unless its owner did, and load them."""
+        dependencies, hosting = self._dependencies, self._hosting
+        if not self.experts:
+            self.experts = choose_experts(hosting.counts, await self._others(), hosting.capacity)
         loop = asyncio.get_running_loop()
-        modules = await loop.run_in_executor(dependencies.executor, node._load)
-        row_s = await loop.run_in_executor(dependencies.executor, node._measure, modules)
-        node._weight_bytes = sum(
-            expert_bytes(modules[block]) * len(experts) for block, experts in node.experts.items()
+        modules = await loop.run_in_executor(dependencies.executor, self._load_modules)
+        row_s = await loop.run_in_executor(dependencies.executor, self._measure, modules)
+        self._weight_bytes = sum(
+            expert_bytes(modules[block]) * len(experts) for block, experts in self.experts.items()
         )
         shared = ExpertModel(
             dependencies.directory.swarm,
@@ -117,7 +127,7 @@ class ExpertNode:
             hosting.dtype,
             hosting.precision,
         )
-        service = ExpertService(
+        return ExpertService(
             modules,
             dependencies.executor,
             shared,
@@ -125,39 +135,22 @@ class ExpertNode:
             row_s=row_s,
             capacity=hosting.capacity,
         )
-        if hosting.capacity:
-            service.on_rearrange = node._on_rearrange
-        async with Services.on(dependencies.transport) as services:
-            await services.serve(EXPERTS, service.handle)
-            if hosting.library is not None:
-                weights = WeightServer(hosting.library, lambda: service.streams > 0, dependencies.timing)
-                await services.serve(WEIGHTS, weights.handle)
-            node._service = service
-            await services.serve(REPORT, Reporter(node.report).handle)
-            node._state = pb.HOST_STATE_ONLINE
-            await node._announce()
-            node._log("online")
-            announcing = asyncio.create_task(node._keep_announcing(), name="announce")
-            model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
-            listing = asyncio.create_task(keep_model_announced(dependencies.directory, model), name="catalog")
-            try:
-                yield node
-            finally:
-                await cancel(announcing, listing, node._leaving, node._rearranging)
-                if node._leaving is None:
-                    node._state = pb.HOST_STATE_LEAVING
-                    with contextlib.suppress(SwarmnetError, TimeoutError):
-                        async with asyncio.timeout(1.0):
-                            await node._announce()
-                node._service = None
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """It hosts no whole block."""
-        return 0, 0
+    async def _serve(self, service: ExpertService, services: Services) -> None:
+        hosting = self._hosting
+        if hosting.capacity:
+            service.on_rearrange = self._on_rearrange
+        await services.serve(EXPERTS, service.handle)
+        if hosting.library is not None:
+            weights = WeightServer(hosting.library, lambda: service.streams > 0, self._dependencies.timing)
+            await services.serve(WEIGHTS, weights.handle)
+        self._service = service
+        await services.serve(REPORT, Reporter(self.report).handle)
+        self._state = pb.HOST_STATE_ONLINE
+        await self._announce()
+        self._log("online")
 
     def status(self) -> NodeStatus:
-        """The status of the node."""
         hosting, service = self._hosting, self._service
         return NodeStatus(
             peer_id=self._dependencies.transport.peer_id,
@@ -168,7 +161,7 @@ class ExpertNode:
             end=0,
             total_blocks=hosting.total_blocks,
             addresses=tuple(self._dependencies.transport.addresses()),
-            uptime_s=asyncio.get_running_loop().time() - self._started,
+            uptime_s=self._uptime_s,
             sessions=0,
             cache_bytes=0,
             cache_bytes_limit=0,
@@ -186,7 +179,6 @@ class ExpertNode:
         )
 
     def report(self) -> report_pb2.NodeReport:
-        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
         if self._service is None:
             raise Unreachable("this node is not serving")
         return self._service.report(self.status(), self._hosting.public_name)
@@ -195,44 +187,11 @@ class ExpertNode:
         """The hosting of the next run, after a pause: the same experts."""
         return replace(self._hosting, experts=self.experts)
 
-    def finish(self, grace_s: float) -> None:
-        """Take no new streams and have hosts ask other peers; ``finished`` when they have, or after ``grace_s``."""
-        if self._leaving is None:
-            self._log("leaving")
-            self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+    async def _dismiss(self) -> None:
+        if self._service is not None:
+            await self._service.leave()
 
-    async def rest(self) -> NoReturn:
-        """Wait until cancelled: the last announcement said that the node has left. Not for a node inside ``run``."""
-        self._state = pb.HOST_STATE_PAUSED
-        self._log("paused")
-        await asyncio.Future()
-        raise AssertionError
-
-    async def finished(self) -> None:
-        """Wait until ``finish`` is done. Raises the error of ``fail``."""
-        await asyncio.shield(self._ended)
-
-    def fail(self, error: SwarmnetError) -> None:
-        """The node cannot go on: ``finished`` raises ``error``."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-
-    async def _leave(self, grace_s: float) -> None:
-        """Hosts read the announcement and end their streams."""
-        self._state = pb.HOST_STATE_LEAVING
-        try:
-            async with asyncio.timeout(grace_s):
-                with contextlib.suppress(SwarmnetError):
-                    await self._announce()
-                if self._service is not None:
-                    await self._service.leave()
-        except TimeoutError:
-            pass
-        finally:
-            if not self._ended.done():
-                self._ended.set_result(None)
-
-    def _load(self) -> dict[int, ExpertsModule]:
+    def _load_modules(self) -> dict[int, ExpertsModule]:
         return {block: self._hosting.load(block, self.experts[block]) for block in self.experts}
 
     def _measure(self, modules: Mapping[int, ExpertsModule]) -> float:
@@ -306,6 +265,11 @@ class ExpertNode:
             dependencies.rng,
             dependencies.timing,
         )
+
+    async def _keep_listed(self) -> NoReturn:
+        hosting = self._hosting
+        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+        await keep_model_announced(self._dependencies.directory, model)
 
     async def _announce(self) -> None:
         if self._service is not None:

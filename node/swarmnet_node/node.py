@@ -1,15 +1,13 @@
 """A node: chooses its blocks, loads them, serves and announces them, and leaves after its sessions have moved.
 
-``Node.run`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
+``Node`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -40,24 +38,21 @@ from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_protocols.directory import Directory
+from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
-from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.machine.threads import stay_serial
-from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
 from swarmnet_protocols.routing.throughput import Claim
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
 
@@ -67,24 +62,6 @@ MIN_STEP_S = 1e-6
 """Least measured seconds of a step: 0 would mean that it is not measured."""
 INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
-
-
-@dataclass(frozen=True)
-class Dependencies:
-    """The dependencies of a node: transport, directory, clocks, randomness."""
-
-    transport: Transport
-    directory: Directory
-    executor: Executor
-    rng: random.Random
-    timing: Timing = field(default_factory=Timing)
-    stopwatch: Callable[[], float] = time.perf_counter
-    """Clock for the times of forwards. The loop's own clock stands still while the loop is blocked."""
-    """Lock for computing, where nodes share the cores of a machine."""
-    clock: Clock = wall_clock
-    """Clock by which records expire."""
-    warning: Callable[[], str] = str
-    """A warning for the owner; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +99,12 @@ class Hosting:
         return self.placed is not None
 
 
-class Node:
-    """A running node. Made by ``run``."""
+class Node(RunningNode):
+    """A node that hosts whole blocks."""
 
     def __init__(self, dependencies: Dependencies, hosting: Hosting) -> None:
-        self._dependencies = dependencies
+        super().__init__(dependencies)
         self._hosting = hosting
-        self._state = pb.HOST_STATE_CHOOSING
         self._claims = ClaimReader(
             dependencies.directory,
             hosting.manifest,
@@ -149,75 +125,61 @@ class Node:
         self._expert_service: ExpertService | None = None
         self._dispatcher: ExpertDispatcher | None = None
         self._expert_cache: ExpertCache | None = None
-        self._started = asyncio.get_running_loop().time()
-        self._leaving: asyncio.Task[None] | None = None
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @classmethod
     @asynccontextmanager
-    async def run(cls, dependencies: Dependencies, hosting: Hosting) -> AsyncIterator["Node"]:
-        """A node that serves while the context is open. Raises what loading raises."""
-        node = cls(dependencies, hosting)
-        if hosting.placed is None:
-            await node._choose()
-        node._state = pb.HOST_STATE_JOINING
-        await node._announce()
-        loop = asyncio.get_running_loop()
-        stage = await loop.run_in_executor(dependencies.executor, hosting.load, *node.span)
-        async with node._contexts, Services.on(dependencies.transport) as services:
-            if hosting.experts is not None:
-                await node._share_experts(stage, services, hosting.experts)
-            await services.serve(REPORT, Reporter(node.report).handle)
-            node._step_s = await node._measure_first(stage)
-            engine = await node._start_engine(stage)
-            node._engine = engine
-            host = Host(
-                services,
-                engine,
-                HostedModel(dependencies.directory.swarm, hosting.manifest, node.span[0]),
-                timing=dependencies.timing,
-                limits=hosting.limits,
-                clock=dependencies.clock,
-            )
-            node._host = host
-            host.coordinate = lambda: node._own.coordinate
-            await host.serve()
-            if hosting.library is not None:
-                weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
-                await services.serve(WEIGHTS, weights.handle)
-            node._state = pb.HOST_STATE_ONLINE
-            await node._announce()
-            node._log("online")
-            announcing = asyncio.create_task(node._keep_announcing(), name="announce")
-            locating = asyncio.create_task(
-                keep_located(
-                    dependencies.transport,
-                    HostSample(dependencies.directory, hosting.manifest, dependencies.rng),
-                    node._own,
-                    dependencies.rng,
-                    dependencies.timing,
-                ),
-                name="locate",
-            )
-            listing = asyncio.create_task(node._keep_listed(), name="catalog")
-            if hosting.may_move:
-                node._moving = asyncio.create_task(node._mover().run(), name="move")
+    async def running(self) -> AsyncIterator[None]:
+        background: list[asyncio.Task[None]] = []
+        async with self._contexts, Services.on(self._dependencies.transport) as services:
             try:
-                yield node
+                await self._load_and_serve(services)
+                background += [
+                    asyncio.create_task(self._keep_announcing(), name="announce"),
+                    asyncio.create_task(self._keep_located(), name="locate"),
+                    asyncio.create_task(self._keep_listed(), name="catalog"),
+                ]
+                if self._hosting.may_move:
+                    self._moving = asyncio.create_task(self._mover().run(), name="move")
+                yield
             finally:
-                await cancel(announcing, listing, locating, node._moving, node._leaving)
-                host.adapters.clear()
-                if node._leaving is None:
-                    # New clients must not choose this host. Clients that use it notice the end of its streams.
-                    node._state = pb.HOST_STATE_LEAVING
-                    with contextlib.suppress(SwarmnetError, TimeoutError):
-                        async with asyncio.timeout(1.0):
-                            await node._announce()
+                await cancel(*background, self._moving)
+                await self._stop()
                 # A late status request must not keep the blocks in memory.
-                node._engine = node._host = node._expert_service = node._dispatcher = None
-                node._expert_cache = None
+                self._engine = self._host = self._expert_service = self._dispatcher = None
+                self._expert_cache = None
 
-    async def _share_experts(self, stage: Stage, services: "Services", options: ExpertOptions) -> None:
+    async def _load_and_serve(self, services: Services) -> None:
+        """Choose blocks, load them, wait for the experts that they lack, and serve clients."""
+        dependencies, hosting = self._dependencies, self._hosting
+        if hosting.placed is None:
+            await self._choose()
+        self._state = pb.HOST_STATE_JOINING
+        await self._announce()
+        loop = asyncio.get_running_loop()
+        stage = await loop.run_in_executor(dependencies.executor, hosting.load, *self.span)
+        if hosting.experts is not None:
+            await self._share_experts(stage, services, hosting.experts)
+        await services.serve(REPORT, Reporter(self.report).handle)
+        self._step_s = await self._measure_first(stage)
+        self._engine = await self._start_engine(stage)
+        self._host = host = Host(
+            services,
+            self._engine,
+            HostedModel(dependencies.directory.swarm, hosting.manifest, self.span[0]),
+            timing=dependencies.timing,
+            limits=hosting.limits,
+            clock=dependencies.clock,
+        )
+        self._contexts.callback(host.adapters.clear)
+        host.coordinate = lambda: self._own.coordinate
+        await host.serve()
+        if hosting.library is not None:
+            weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
+            await services.serve(WEIGHTS, weights.handle)
+        self._state = pb.HOST_STATE_ONLINE
+        await self._announce()
+        self._log("online")
+
+    async def _share_experts(self, stage: Stage, services: Services, options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
         start, dependencies, manifest = self.span[0], self._dependencies, self._hosting.manifest
         shared = ExpertModel(
@@ -302,7 +264,6 @@ class Node:
         return self._host
 
     def status(self) -> NodeStatus:
-        """The status of the node."""
         engine, host, service = self._engine, self._host, self._expert_service
         cached = self._expert_cache.counters if self._expert_cache else CacheCounters()
         return NodeStatus(
@@ -314,7 +275,7 @@ class Node:
             end=self.span[1],
             total_blocks=self._hosting.total_blocks,
             addresses=tuple(self._dependencies.transport.addresses()),
-            uptime_s=asyncio.get_running_loop().time() - self._started,
+            uptime_s=self._uptime_s,
             sessions=len(host.sessions) if host else 0,
             cache_bytes=engine.cache_bytes if engine else 0,
             cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
@@ -339,55 +300,19 @@ class Node:
         )
 
     def finish(self, grace_s: float) -> None:
-        """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
-        if self._leaving is None:
-            if self._moving is not None and self._moving is not asyncio.current_task():
-                self._moving.cancel()
-            self._log("leaving")
-            self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+        if self._leaving is None and self._moving is not None and self._moving is not asyncio.current_task():
+            self._moving.cancel()
+        super().finish(grace_s)
 
-    async def rest(self) -> NoReturn:
-        """Announce, until cancelled, that the node is paused. Not for a node inside ``run``."""
-        self._state = pb.HOST_STATE_PAUSED
-        self._log("paused")
-        with contextlib.suppress(SwarmnetError):
-            await self._announce()
-        await self._keep_announcing()
-
-    async def finished(self) -> None:
-        """Wait until ``finish`` is done. Raises the error of ``fail``."""
-        await asyncio.shield(self._ended)
-
-    def fail(self, error: SwarmnetError) -> None:
-        """The node cannot go on: ``finished`` raises ``error``."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-
-    async def _leave(self, grace_s: float) -> None:
-        self._state = pb.HOST_STATE_LEAVING
-        try:
-            async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
-                # Clients are told at once, and even when the directory is out of reach.
-                leaving.create_task(self.try_to_announce())
-                if self._host is not None:
-                    leaving.create_task(self._host.leave())
-        except TimeoutError:
-            pass
-        finally:
-            if not self._ended.done():
-                self._ended.set_result(None)
-
-    async def try_to_announce(self) -> None:
-        """Announce, unless the directory does not answer."""
-        with contextlib.suppress(SwarmnetError):
-            await self._announce()
+    async def _dismiss(self) -> None:
+        if self._host is not None:
+            await self._host.leave()
 
     def hosting_again(self) -> Hosting:
         """The hosting of the next run: the same blocks after a pause, or the blocks to which the node moves."""
         return replace(self._hosting, placed=self.next or self.placed)
 
     def report(self) -> report_pb2.NodeReport:
-        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
         if self._host is None and self._state != pb.HOST_STATE_JOINING:
             raise Unreachable("this node is not serving")
         report = describe_host(
@@ -504,6 +429,11 @@ class Node:
 
     # ---- announcements -----------------------------------------------------------------------------------
 
+    async def _keep_located(self) -> NoReturn:
+        dependencies = self._dependencies
+        hosts = HostSample(dependencies.directory, self._hosting.manifest, dependencies.rng)
+        await keep_located(dependencies.transport, hosts, self._own, dependencies.rng, dependencies.timing)
+
     async def _keep_listed(self) -> NoReturn:
         hosting = self._hosting
         model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
@@ -556,42 +486,3 @@ class Node:
                 public_name=self._hosting.public_name,
                 lifetime_s=self._dependencies.timing.record_s,
             )
-
-
-class Services(TransportWrapper):
-    """A transport whose handlers end with the context, while the transport below lives on: it outlives a node that its owner pauses.
-
-    When the context ends, the streams of its handlers are closed, and the transport below keeps no reference to them.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
-        self._handlers: dict[str, Handler] = {}
-        self._serving: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    @asynccontextmanager
-    async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
-        """Serve on ``transport`` while the context is open. Afterwards streams are closed as they come."""
-        services = cls(transport)
-        try:
-            yield services
-        finally:
-            services._handlers.clear()
-            await cancel(*services._serving)
-
-    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        self._handlers[protocol.id] = handler
-
-        async def serve(stream: Stream) -> None:
-            handler = self._handlers.get(protocol.id)
-            task = asyncio.current_task()
-            if handler is None or task is None:
-                return
-            self._serving.add(task)
-            try:
-                await handler(stream)
-            finally:
-                self._serving.discard(task)
-
-        await super().serve(protocol, serve)

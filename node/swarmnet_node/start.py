@@ -83,7 +83,9 @@ async def start(
     progress: "Progress | None" = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator["Supervisor"]:
-    """A node that serves while the context is open, whenever its limits allow it. ``notice`` is told how blocks were fitted to an accelerator.
+    """A node that serves while the context is open, whenever its limits allow it: on entry its model has been read, ``started`` waits for the rest.
+
+    ``notice`` is told how blocks were fitted to an accelerator, and for which experts the node waits.
 
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
@@ -132,8 +134,8 @@ async def start(
                 loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
-        from swarmnet_node.node import Dependencies
-        from swarmnet_node.owner.machine import OwnersMachine, release_memory
+        from swarmnet_node.owner.machine import OwnersMachine
+        from swarmnet_node.running_node import Dependencies
         from swarmnet_node.supervisor import Supervisor
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.clock import wall_clock
@@ -162,7 +164,6 @@ async def start(
         hosting = loaded.hosting(config, notice)
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
-        release_memory()  # memory that loading used temporarily
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
         stack.push_async_callback(cancel, watching)
         yield node

@@ -13,7 +13,7 @@ The states of a supervised node:
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
@@ -28,9 +28,10 @@ from swarmnet_node.engine.memory_account import (
 )
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.node import Dependencies, Hosting, Node
+from swarmnet_node.node import Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
+from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
@@ -69,7 +70,7 @@ class Machine(Protocol):
         """Return freed memory to the system. May take seconds."""
 
 
-class Supervisor:
+class Supervisor(Ending):
     """Runs a ``Node`` while its owner's limits allow it. Made by :meth:`run`."""
 
     def __init__(
@@ -79,6 +80,7 @@ class Supervisor:
         machine: Machine,
         limits: Limits,
     ) -> None:
+        super().__init__()
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
@@ -100,7 +102,6 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._started_or_paused = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     @asynccontextmanager
@@ -111,16 +112,20 @@ class Supervisor:
         machine: Machine,
         limits: Limits,
     ) -> AsyncIterator["Supervisor"]:
-        """Run a node while the context is open. On entry it serves or is paused. Raises what loading raises."""
+        """Run a node while the context is open. On entry it is being loaded: see ``started``."""
         supervisor = cls(dependencies, hosting, machine, limits)
         await supervisor._observe()
         running = asyncio.create_task(supervisor._run(), name="supervise")
         watching = asyncio.create_task(supervisor._watch(), name="watch")
         try:
-            await race(supervisor._started_or_paused.wait(), supervisor.finished())
             yield supervisor
         finally:
             await cancel(running, watching)
+
+    async def started(self) -> bool:
+        """Wait until the node serves or is paused; False if it was told to finish before. Raises what loading raises."""
+        await race(self._started_or_paused.wait(), self.finished())
+        return self._started_or_paused.is_set()
 
     @property
     def engine(self) -> Engine | None:
@@ -208,15 +213,6 @@ class Supervisor:
         self._finishing_s = grace_s
         self._changed.set()
 
-    async def finished(self) -> None:
-        """Return once ``finish`` has run its course; raise what the node failed with."""
-        await asyncio.shield(self._ended)
-
-    def fail(self, error: SwarmnetError) -> None:
-        """The node cannot go on: ``finished`` raises ``error``."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-
     # ---- running and pausing ----------------------------------------------------------------------------
 
     def _reason_to_pause(self) -> str:
@@ -234,20 +230,19 @@ class Supervisor:
                 else:
                     await self._rest()
         except Exception as error:  # noqa: BLE001 - the supervisor: ``finished`` raises it
-            if not self._ended.done():
-                self._ended.set_exception(error)
+            self.fail(error)
         else:
-            if not self._ended.done():
-                self._ended.set_result(None)
+            self.end()
 
     async def _serve(self) -> None:
+        former, node = self._node, _node(self._dependencies, self._hosting)
+        has_moved = isinstance(former, Node) and former.next is not None  # it ended for these blocks
+        self._node, self._reason = node, ""
         self._is_loading = True
-        async with _run_node(self._dependencies, self._hosting) as node:
+        async with node.running():
             self._is_loading = False
-            has_moved = (
-                isinstance(self._node, Node) and self._node.next is not None
-            )  # it ended for these blocks
-            self._node = node
+            # Memory that loading used temporarily.
+            await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             governing = (
                 asyncio.create_task(self._govern(node, self._hosting), name="govern")
                 if isinstance(node, Node) and isinstance(self._hosting, Hosting)
@@ -346,14 +341,6 @@ class Supervisor:
 
 def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node | ExpertNode:
     return Node(dependencies, hosting) if isinstance(hosting, Hosting) else ExpertNode(dependencies, hosting)
-
-
-def _run_node(
-    dependencies: Dependencies, hosting: Hosting | ExpertHosting
-) -> AbstractAsyncContextManager[Node | ExpertNode]:
-    if isinstance(hosting, Hosting):
-        return Node.run(dependencies, hosting)
-    return ExpertNode.run(dependencies, hosting)
 
 
 class Governor:

@@ -50,7 +50,13 @@ class Foreground:
             monitor = await self._monitor(stack)
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
-            await stack.enter_async_context(control.serve(node, self.data_dir))
+                # A node may wait long for experts that peers have, and these may enter the swarm through it.
+                await stack.enter_async_context(control.serve(node, self.data_dir))
+                write_addresses(self.data_dir, list(node.status().addresses))
+                has_started = await node.started()
+            if not has_started:  # told to finish while it was loading
+                self._say({"event": "stopped"}, "stopped")
+                return
             interrupts.first = lambda: self._finish(node)
             if self.dashboard is not None:
                 url = await stack.enter_async_context(self.dashboard(node))
@@ -105,7 +111,6 @@ class Foreground:
             self._report(status)
         notify_ready(_one_line(status))
         addresses = list(status.addresses)
-        write_addresses(self.data_dir, addresses)
         if self.as_json:
             event = {
                 "event": "ready",

@@ -1,6 +1,7 @@
 """Routed experts on several peers give the tokens of one machine, whatever becomes of the peers."""
 
 import asyncio
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
+from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.directory.node_reports import ask, experts_of
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
@@ -21,10 +24,12 @@ from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
-from swarmnet_protocols.wire import refusal_pb2, report_pb2, session_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
+from tests.support.fake_machine import FakeMachine
 from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
+from tests.support.virtual_time import WaitingExecutor
 
 TOKENS = 6
 PROMPTS = [[3 + (7 * number + 5 * at) % 90 for at in range(2 + number)] for number in range(20)]
@@ -229,6 +234,28 @@ def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
                 "joining",
                 6 * len(blocks),
             )
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_the_owner_of_a_trunk_sees_for_which_experts_it_waits_and_may_end_it(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        hosting = experts.trunk_hosting(range(2), WaitingExecutor())
+        async with lab.supervised("trunk", hosting, FakeMachine(), Limits(), is_loaded=False) as supervisor:
+            await asyncio.sleep(30)
+            status = supervisor.status()
+            assert status.state == "joining"
+            assert status.trunk is not None
+            assert status.trunk.missing_experts == 6 * len({*experts.blocks})
+            supervisor.finish(30.0)
+            assert not await supervisor.started()
+            await supervisor.finished()
+            await asyncio.sleep(1.0)
+            directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
+            async with lab.client("looker"):
+                [found] = await HostSample(directory, lab.manifest, random.Random(0)).refresh()
+            assert found.body.state == records_pb2.HOST_STATE_LEAVING
 
     simulate(mixtral, scenario, link=LAN)
 

@@ -14,7 +14,7 @@ from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import CacheOptions, ExpertOptions
-from swarmnet_node.node import Node
+from swarmnet_node.node import Hosting, Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net.protocol_ids import EXPERTS
@@ -98,6 +98,20 @@ class ExpertLab:
     ) -> Node:
         """A host of blocks that has the experts ``own`` of each; with ``in_memory``, so many of all experts, and reads the others from disk."""
         executor = WaitingExecutor()
+        hosting = self.trunk_hosting(own, executor, blocks, has_room=has_room, in_memory=in_memory, **options)
+        return await self.lab.start(name, hosting, executor)
+
+    def trunk_hosting(
+        self,
+        own: Collection[int],
+        executor: WaitingExecutor,
+        blocks: tuple[int, int] | None = None,
+        *,
+        has_room: bool = False,
+        in_memory: int | None = None,
+        **options: Any,
+    ) -> Hosting:
+        """The hosting of ``trunk``."""
 
         def load(start: int, end: int) -> Stage:
             wanted = {block: frozenset(own) for block in self.blocks if start <= block < end}
@@ -109,7 +123,7 @@ class ExpertLab:
             reader = partial(self.model.expert_reader, device=torch.device("cpu"))
             options["cache"] = CacheOptions(self.everywhere(range(NUM_EXPERTS)), reader, in_memory)
         sharing = ExpertOptions(self.load, start_on_loop=executor.start_on_loop, **options)
-        return await self.lab.start(name, replace(hosting, load=load, experts=sharing), executor)
+        return replace(hosting, load=load, experts=sharing)
 
     async def faulty_peer(self, name: str, experts: BlockExperts, fault: str) -> "FaultyService":
         """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS``, until the lab ends."""

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.moving import Placed
-from swarmnet_node.node import Dependencies, Hosting, Node
+from swarmnet_node.node import Hosting, Node
 from swarmnet_node.owner.limits import Limits
+from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
 from swarmnet_protocols.membership.membership import Membership
@@ -139,7 +140,7 @@ class Lab:
         if executor is not None:
             self._executors[name] = executor
         serving: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
-        self._tasks[name] = asyncio.create_task(self._live(name, partial(Node.run, hosting=hosting), serving))
+        self._tasks[name] = asyncio.create_task(self._live(name, partial(Node, hosting=hosting), serving))
         self.nodes[name] = await serving
         return self.nodes[name]
 
@@ -147,7 +148,7 @@ class Lab:
         """Start a node with experts, as ``start``."""
         serving: asyncio.Future[ExpertNode] = asyncio.get_running_loop().create_future()
         self._tasks[name] = asyncio.create_task(
-            self._live(name, partial(ExpertNode.run, hosting=hosting), serving)
+            self._live(name, partial(ExpertNode, hosting=hosting), serving)
         )
         return await serving
 
@@ -171,10 +172,12 @@ class Lab:
 
     @asynccontextmanager
     async def supervised(
-        self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits
+        self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits, *, is_loaded: bool = True
     ) -> AsyncIterator[Supervisor]:
-        """A node that runs within its owner's limits."""
+        """A node that runs within its owner's limits. ``is_loaded``: on entry it serves or is paused."""
         async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as supervisor:
+            if is_loaded:
+                await supervisor.started()
             yield supervisor
 
     @asynccontextmanager
@@ -198,13 +201,15 @@ class Lab:
     async def _live(
         self,
         name: str,
-        run_node: Callable[[Dependencies], AbstractAsyncContextManager[N]],
+        node_of: Callable[[Dependencies], N],
         serving: "asyncio.Future[N]",
     ) -> None:
         try:
-            async with self._world(name) as world, run_node(world) as node:
-                serving.set_result(node)
-                await node.finished()
+            async with self._world(name) as world:
+                node = node_of(world)
+                async with node.running():
+                    serving.set_result(node)
+                    await node.finished()
         except BaseException as error:
             if not serving.done():
                 serving.set_exception(error)

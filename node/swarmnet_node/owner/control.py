@@ -237,7 +237,7 @@ def _method(answer: Callable[..., Any], request: Any) -> Any:
 def _call(data_dir: Path, method: str, request: Any, reply: Any) -> Any:
     no_node = Unreachable(
         f"no node is running in {data_dir}",
-        hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir",
+        hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir; one that downloads its model does not answer yet",
     )
     with dialling(data_dir) as found:
         if found is None:

@@ -1,0 +1,191 @@
+"""What a node of blocks and a node of experts have in common: their dependencies, handlers that end with them, and how they leave."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import records_pb2 as pb
+from swarmnet_protocols.wire import report_pb2
+
+_log = logging.getLogger(__name__)
+
+LAST_ANNOUNCEMENT_S = 1.0
+"""Seconds that a node which ends at once waits for the directory to take its last announcement."""
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The dependencies of a node: transport, directory, clocks, randomness."""
+
+    transport: Transport
+    directory: Directory
+    executor: Executor
+    """The torch thread."""
+    rng: random.Random
+    timing: Timing = field(default_factory=Timing)
+    stopwatch: Callable[[], float] = time.perf_counter
+    """Clock for the times of forwards. The loop's own clock stands still while the loop is blocked."""
+    clock: Clock = wall_clock
+    """Clock by which records expire."""
+    warning: Callable[[], str] = str
+    """A warning for the owner; empty if there is none."""
+
+
+class Ending:
+    """The end of something that runs until it has finished or failed."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def finished(self) -> None:
+        """Wait until it has finished. Raises the error of ``fail``."""
+        await asyncio.shield(self._ended)
+
+    def fail(self, error: Exception) -> None:
+        """It cannot go on: ``finished`` raises ``error``, unless it has finished already."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def end(self) -> None:
+        """It has finished, unless it has failed already."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+class RunningNode(Ending, ABC):
+    """A node that runs in the context of ``running``, once. Its state is readable before and after, too."""
+
+    def __init__(self, dependencies: Dependencies) -> None:
+        super().__init__()
+        self._dependencies = dependencies
+        self._state = pb.HOST_STATE_CHOOSING
+        self._started = asyncio.get_running_loop().time()
+        self._leaving: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def running(self) -> AbstractAsyncContextManager[object]:
+        """Choose, load and serve; entered once it serves, which is until the context ends. Raises what loading raises."""
+
+    @abstractmethod
+    def status(self) -> NodeStatus:
+        """The status of the node, at any time."""
+
+    @abstractmethod
+    def report(self) -> report_pb2.NodeReport:
+        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The blocks [start, end) that it serves; (0, 0) for none."""
+        return 0, 0
+
+    def finish(self, grace_s: float) -> None:
+        """Take no new work and ask those that use the node to use others; ``finished`` when they do, or after ``grace_s``."""
+        if self._leaving is None:
+            self._log("leaving")
+            self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
+
+    async def rest(self) -> NoReturn:
+        """Announce, until cancelled, that the node is paused. Not for a node inside ``running``."""
+        self._state = pb.HOST_STATE_PAUSED
+        self._log("paused")
+        await self.try_to_announce()
+        await self._keep_announcing()
+
+    async def try_to_announce(self) -> None:
+        """Announce, unless the directory does not answer."""
+        with contextlib.suppress(SwarmnetError):
+            await self._announce()
+
+    async def _leave(self, grace_s: float) -> None:
+        self._state = pb.HOST_STATE_LEAVING
+        try:
+            async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
+                # Those that use the node are told at once, and even when the directory is out of reach.
+                leaving.create_task(self.try_to_announce())
+                leaving.create_task(self._dismiss())
+        except TimeoutError:
+            pass
+        finally:
+            self.end()
+
+    async def _stop(self) -> None:
+        """Leave at once, unless the node has left: those that use it notice the end of its streams."""
+        await cancel(self._leaving)
+        if self._leaving is None:
+            self._state = pb.HOST_STATE_LEAVING
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_ANNOUNCEMENT_S):
+                    await self.try_to_announce()
+
+    @property
+    def _uptime_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._started
+
+    @abstractmethod
+    async def _dismiss(self) -> None:
+        """Take no new work, and return when nobody uses the node any more."""
+
+    @abstractmethod
+    async def _announce(self) -> None:
+        """Announce the state of the node. Raises ``SwarmnetError`` if the directory does not take it."""
+
+    @abstractmethod
+    async def _keep_announcing(self) -> NoReturn: ...
+
+    @abstractmethod
+    def _log(self, event: str) -> None: ...
+
+
+class Services(TransportWrapper):
+    """A transport whose handlers end with the context, while the transport below lives on: it outlives a node that its owner pauses.
+
+    When the context ends, the streams of its handlers are closed, and the transport below keeps no reference to them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._handlers: dict[str, Handler] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
+        """Serve on ``transport`` while the context is open. Afterwards streams are closed as they come."""
+        services = cls(transport)
+        try:
+            yield services
+        finally:
+            services._handlers.clear()
+            await cancel(*services._serving)
+
+    async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
+        self._handlers[protocol.id] = handler
+
+        async def serve(stream: Stream) -> None:
+            handler = self._handlers.get(protocol.id)
+            task = asyncio.current_task()
+            if handler is None or task is None:
+                return
+            self._serving.add(task)
+            try:
+                await handler(stream)
+            finally:
+                self._serving.discard(task)
+
+        await super().serve(protocol, serve)
