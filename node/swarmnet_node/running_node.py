@@ -95,7 +95,7 @@ class RunningNode(Ending, ABC):
         return 0, 0
 
     def finish(self, grace_s: float) -> None:
-        """Take no new work and ask those that use the node to use others; ``finished`` when they do, or after ``grace_s``."""
+        """Take no new work, and ask clients and hosts that use the node to use others; ``finished`` when they do, or after ``grace_s``."""
         if self._leaving is None:
             self._log("leaving")
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
@@ -116,7 +116,7 @@ class RunningNode(Ending, ABC):
         self._state = pb.HOST_STATE_LEAVING
         try:
             async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
-                # Those that use the node are told at once, and even when the directory is out of reach.
+                # Clients and hosts are told at once, and even when the directory is out of reach.
                 leaving.create_task(self.try_to_announce())
                 leaving.create_task(self._dismiss())
         except TimeoutError:
@@ -125,7 +125,7 @@ class RunningNode(Ending, ABC):
             self.end()
 
     async def _stop(self) -> None:
-        """Leave at once, unless the node has left: those that use it notice the end of its streams."""
+        """Leave at once, unless the node has left. Clients and hosts notice the end of its streams."""
         await cancel(self._leaving)
         if self._leaving is None:
             self._state = pb.HOST_STATE_LEAVING
@@ -139,7 +139,7 @@ class RunningNode(Ending, ABC):
 
     @abstractmethod
     async def _dismiss(self) -> None:
-        """Take no new work, and return when nobody uses the node any more."""
+        """Take no new work, and return when no client or host uses the node any more."""
 
     @abstractmethod
     async def _announce(self) -> None:

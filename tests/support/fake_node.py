@@ -51,6 +51,9 @@ class FakeNode:
     def status(self) -> NodeStatus:
         return self.shown
 
+    async def started(self) -> bool:
+        return True
+
     @property
     def engine(self) -> None:
         return None
