@@ -114,6 +114,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.weight_memory
 	$(BIN)/python -m tests.bench.fetching
 	$(BIN)/python -m tests.bench.experts
+	$(BIN)/python -m tests.bench.expert_failover
 	$(BIN)/python -m tests.bench.gpu
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway

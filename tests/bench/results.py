@@ -294,6 +294,18 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 key("some_over_all", in_memory=0.25),
             ),
         ],
+        "expert_failover": [
+            Headline(
+                "longest stall when a peer with experts is killed, loopback",
+                "s",
+                "at most 0.5",
+                key("stalls_s", fault="kill"),
+            ),
+            Headline("when it is slow", "s", "at most 0.5", key("stalls_s", fault="slow")),
+            Headline("when it is stopped", "s", "at most 3", key("stalls_s", fault="stop")),
+            Headline("when it is cut off, 1 ms", "s", "at most 3", key("stalls_s", fault="cut")),
+            Headline("when no other peer has its experts", "s", "", key("stalls_s", fault="lost")),
+        ],
         "gpu": [
             Headline(
                 "one stream on a GPU",
