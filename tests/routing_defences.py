@@ -7,7 +7,7 @@ from typing import Any
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing
+from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing, throughput
 from swarmnet_protocols.routing.chain_search import HostInfo, View
 from swarmnet_protocols.routing.rebalancing import Outlook
 from swarmnet_protocols.routing.throughput import Claim
@@ -95,6 +95,18 @@ ROUTING = (
         lambda _: test.test_a_claim_of_no_work_gains_nothing(),
     ),
     Defence(
+        "steps that take longer than announced show work",
+        replacing(chain_search, "USUAL_EXCESS", 1e9),
+        lambda _: test.test_a_host_whose_steps_take_longer_than_announced_has_work_whatever_it_reports(),
+    ),
+    Defence(
+        "a host that announces a hundred times its speed has hardly more work than others",
+        replacing(chain_search, "USUAL_EXCESS", 1e9),
+        lambda _: (
+            test_scale.test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_than_others()
+        ),
+    ),
+    Defence(
         "clients use hosts with time to spare",
         replacing(chain_search, "LEAST_SPARE", 1.0),
         lambda _: test_scale.test_clients_use_the_hosts_that_have_time_to_spare(),
@@ -118,13 +130,18 @@ ROUTING = (
     ),
     Defence(
         "an announced speed keeps few joining hosts away",
-        replacing(placement, "MAX_SPEED", 1e9),
-        lambda _: test_placement.test_an_announced_speed_counts_as_ten_medians_at_most(),
+        replacing(throughput, "FASTEST", 0.0),
+        lambda _: test_placement.test_a_false_speed_keeps_no_hosts_away(),
     ),
     Defence(
         "an announced speed moves few hosts",
-        replacing(rebalancing, "MAX_SPEED", 1e9),
+        replacing(throughput, "MAX_SPEED", 1e9),
         lambda _: test_rebalancing.test_an_announced_speed_counts_as_ten_medians_at_most(1e9),
+    ),
+    Defence(
+        "the fastest claims count as fast as the others",
+        replacing(throughput, "FASTEST", 0.0),
+        lambda _: test_rebalancing.test_the_fastest_tenth_of_the_claims_counts_as_fast_as_the_others(2),
     ),
     Defence(
         "intents of others cost a joining host a bounded time",

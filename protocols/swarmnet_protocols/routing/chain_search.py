@@ -64,6 +64,8 @@ MARGIN = 0.2
 """Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
 LEAST_SPARE = 0.1
 """Least share of a host's time that counts as spare, because clients know the shares of some seconds ago."""
+USUAL_EXCESS = 2.0
+"""How many times its announced time a host's measured time may be before the rest counts as waits: estimates of delays deviate as much."""
 ENOUGH_MEASURED = 3
 """Number of measured hosts from which their median speed replaces that of the announcements. One or two may be slow by chance."""
 GUARD_MARGIN = 1.5
@@ -202,8 +204,9 @@ def credible(view: View) -> View:
     A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median of the measured hosts, or
     of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. Announcements of less than that are used unchanged, because they gain a host nothing.
     The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
-    The busy share of each host is at least the median: a client cannot measure it. While other hosts report it, a host that does not counts as
-    always busy, so that clients use hosts whose load they know.
+    The busy share of each host is at least the median, and at least what its steps show: where they take n times as long as announced, beyond
+    ``USUAL_EXCESS``, it is not idle, or not as fast as it announced. While other hosts report a share, a host that does not counts as always busy,
+    so that clients use hosts whose load they know.
     ``unaudited`` is filled in, since a dishonest host could announce a precision of its own to avoid audits.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
@@ -223,6 +226,9 @@ def credible(view: View) -> View:
     if busy:
         usual = median_high(busy.values())
         busy = {peer: max(busy.get(peer, 1.0), usual) for peer in announced}
+        for peer, measured_s in known.items():
+            if measured_s > USUAL_EXCESS * announced[peer]:
+                busy[peer] = max(busy[peer], 1 - USUAL_EXCESS * announced[peer] / measured_s)
     return replace(
         view,
         block_s=block_s,

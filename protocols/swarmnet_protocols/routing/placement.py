@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet_protocols.routing.throughput import MAX_SPEED, ROUNDING, Claim, Supply, usual_speed
+from swarmnet_protocols.routing.throughput import ROUNDING, Claim, Supply, highest_speed, usual_speed
 
 DRAWS = 8
 """Spans that a joining host compares. With more, it finds a better one on a fresh view, and more often the one that other hosts find on a stale view."""
@@ -37,7 +37,7 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
     if not 0 < length <= blocks:
         raise ValueError(f"a span of {length} in a model of {blocks} blocks")
     usual = usual_speed(claims)
-    supply = Supply(blocks, claims, most=MAX_SPEED * usual)
+    supply = Supply(blocks, claims, most=highest_speed(claims))
     rates = supply.rates()
     starts = closing(rates, length)
     drawn = rng.sample(starts, min(DRAWS, len(starts))) if starts else draw(blocks, length, rng)

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span, draw
-from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, Supply, usual_speed
+from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed
 
 LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's intents."""
@@ -73,7 +73,7 @@ class Outlook:
 
     def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
         self.blocks = blocks
-        self.most = MAX_SPEED * usual_speed([claim for claim in claims if claim.settled])
+        self.most = highest_speed(claim for claim in claims if claim.settled)
         intents = {claim.peer: claim for claim in claims if not claim.settled}
         self.staying = [claim for claim in claims if claim.settled and claim.peer not in intents]
         """Claims of the hosts that neither move nor join."""

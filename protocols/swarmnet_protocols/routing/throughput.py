@@ -11,6 +11,7 @@ Graph"), and a block that falls short shows a set with a smaller ratio. Blocks b
 as one.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from swarmnet_protocols.net import PeerId
 
 MAX_SPEED = 10.0
 """Highest speed with which a claim counts, in multiples of the median of all claims: by a false speed, a host could keep others away from its blocks."""
+FASTEST = 0.1
+"""Share of the claims, the fastest ones, that count only as fast as the slowest of them: so a few false speeds count no more than true ones."""
 ROUNDING = 1e-9
 """Relative difference below which two throughputs count as equal."""
 
@@ -46,6 +49,14 @@ class Claim:
 def usual_speed(claims: Iterable[Claim]) -> float:
     """The median of the claimed speeds, which is assumed for a host whose speed is not measured; 1 without claims."""
     return median([claim.blocks_per_s for claim in claims] or [1.0])
+
+
+def highest_speed(claims: Iterable[Claim]) -> float:
+    """The speed as which faster claims count: the 90th percentile (nearest rank), which ten claims or more have, but at most ``MAX_SPEED`` medians."""
+    speeds = sorted(claim.blocks_per_s for claim in claims)
+    if not speeds:
+        return MAX_SPEED
+    return min(speeds[math.ceil((1 - FASTEST) * len(speeds)) - 1], MAX_SPEED * median(speeds))
 
 
 def throughput(claims: Iterable[Claim], blocks: int) -> float:

@@ -101,6 +101,11 @@ def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
     assert result.busiest_tenth <= 0.14
 
 
+def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_than_others() -> None:
+    """Of 200 hosts, ten lie. Where their steps do not show it, they have 1.85 times the work of an honest host."""
+    assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
+
+
 def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
     with pytest.raises(AssertionError) as failed, simulated("started-together", 4, 3) as result:
         assert result.nodes > 4

@@ -146,6 +146,15 @@ def test_a_claim_of_no_work_gains_nothing() -> None:
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 
+def test_a_host_whose_steps_take_longer_than_announced_has_work_whatever_it_reports() -> None:
+    hosts = swarm(30)
+    view = View(
+        list(hosts.values()), block_s=dict.fromkeys(hosts, 1.5 * BLOCK_S), busy=dict.fromkeys(hosts, 0.0)
+    )
+    busy = credible(view).busy
+    assert all(busy[peer] > 0.98 if "liar" in peer else busy[peer] == 0.0 for peer in hosts)
+
+
 def test_hosts_that_are_truly_faster_get_the_chains_once_measured() -> None:
     rng = random.Random(5)
     hosts = {

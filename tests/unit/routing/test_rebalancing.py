@@ -152,5 +152,12 @@ def test_a_host_that_still_loads_its_blocks_lets_no_other_leave_them() -> None:
 
 @pytest.mark.parametrize("announced", [MAX_SPEED, 1e9])
 def test_an_announced_speed_counts_as_ten_medians_at_most(announced: float) -> None:
-    claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(15)] + [Claim(D, 4, 8, announced)]
-    assert Outlook(claims, blocks=BLOCKS).throughput == 2.5
+    claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(8)] + [Claim(D, 4, 8, announced)]
+    assert Outlook(claims, blocks=BLOCKS).supply.mean == (8 + MAX_SPEED) / BLOCKS
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+def test_the_fastest_tenth_of_the_claims_counts_as_fast_as_the_others(liars: int) -> None:
+    claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(20 - liars)]
+    claims += [Claim(D, 4, 8, MAX_SPEED) for _ in range(liars)]
+    assert Outlook(claims, blocks=BLOCKS).supply.mean == 20 / BLOCKS
