@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from swarmnet_node.engine.device_memory import BlockNeeds, Placement
     from swarmnet_node.engine.kernels.backend import Backend
+    from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.expert_node import ExpertHosting
     from swarmnet_node.experts.trunk import CacheOptions
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 FREE_MEMORY_SHARE = 0.5
 """Largest share of the free memory for experts, unless the owner limits the memory."""
+
+EXPERTS_MEMORY_SHARE = 0.75
+"""Share for routed experts of the memory that blocks and a first client leave of ``--max-ram``. The rest is for further clients, and for memory between experts that
+come and go."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class NodeConfig:
     """Routed experts that the node hosts: text for ``parse_experts``, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts only experts;
     with them, peers compute the experts of its blocks that it lacks. None: all experts of its blocks."""
     expert_memory_bytes: int | None = None
-    """Memory for the routed experts of its blocks; the others are on disk until they are needed. None: all are in memory."""
+    """Memory for the routed experts of its blocks; the others are on disk until they are needed. None: all are in memory, or as many as the limit on memory holds."""
     max_expert_round_trip_s: float | None = None
     """Longest round trip in seconds to peers that compute experts. None: ``MAX_ROUND_TRIP_S``."""
     public_name: str = ""
@@ -134,6 +139,11 @@ async def start(
                 loaded = await loop.run_in_executor(executor, _Loaded.of, config, progress, peers)
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
+        if loaded.cache is not None and config.expert_memory_bytes is None:
+            total = sum(map(len, loaded.cache.own.values()))
+            notice(
+                f"--max-ram holds {loaded.cache.capacity} of {total} experts: the others are read from disk when they are needed"
+            )
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
         from swarmnet_node.supervisor import Supervisor
@@ -264,7 +274,9 @@ class _Loaded:
         loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
             blocks_bytes = config.limits.max_ram_bytes - (config.expert_memory_bytes or 0)
-            loaded = loaded._within(blocks_bytes, is_free=not config.num_blocks)
+            loaded = loaded._within(
+                blocks_bytes, is_free=not config.num_blocks, may_cache=config.expert_memory_bytes is None
+            )
         if loaded.blocks is None and loaded.num_blocks == total:
             loaded = replace(loaded, blocks=(0, total))
         if loaded.blocks is not None and not config.limits.are_conditional:
@@ -276,8 +288,9 @@ class _Loaded:
     def _with_cache(self, memory_bytes: int) -> "_Loaded":
         """This model with the experts that the options name, or all, on disk until they are needed.
 
-        Raises ``ConfigError`` for a model without routed experts, ``OutOfResources`` if the memory does not hold the experts of one block.
+        Raises ``ConfigError`` for a model without routed experts, ``OutOfResources`` if the memory does not hold ``MIN_CAPACITY`` of them.
         """
+        from swarmnet_node.experts.expert_cache import MIN_CAPACITY
         from swarmnet_node.experts.trunk import CacheOptions
         from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
@@ -288,14 +301,14 @@ class _Loaded:
         if own is None:
             own = {block: frozenset(range(count)) for block, count in counts.items()}
         one_bytes = expert_bytes(self._load_experts(min(counts), [0]))
-        capacity, least = memory_bytes // one_bytes, max(map(len, own.values()))
-        if capacity < least:
+        capacity = min(memory_bytes // one_bytes, sum(map(len, own.values())))
+        if capacity < MIN_CAPACITY:
             raise OutOfResources(
-                f"--expert-memory holds {capacity} experts, and a block has {least}",
-                hint=f"give it at least {-(-least * one_bytes >> 20)}MiB",
+                f"an expert of {self.model.name} has {one_bytes / 2**20:.1f} MiB, and {memory_bytes / 2**20:.1f} MiB are left for experts",
+                hint="allow more memory: --expert-memory, --max-ram",
             )
         reader = partial(self.model.expert_reader, device=self.devices[0], quantized=self.quantized)
-        cache = CacheOptions(own, reader, capacity)
+        cache = CacheOptions(own, reader, capacity, capacity * one_bytes)
         return replace(self, experts={block: frozenset() for block in counts}, cache=cache)
 
     def _placed(self, config: NodeConfig) -> "_Loaded":
@@ -347,37 +360,68 @@ class _Loaded:
             )
         return BlockNeeds(packed, expanded, LayerWidths.of(config), self.dtype.itemsize)
 
-    def _within(self, max_ram_bytes: int, *, is_free: bool) -> "_Loaded":
-        """This model with blocks that fit into a limit on memory. ``is_free``: with fewer blocks if not all fit.
+    def _within(self, max_ram_bytes: int, *, is_free: bool, may_cache: bool) -> "_Loaded":
+        """This model with blocks that fit into a limit on memory.
 
-        With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
+        ``is_free``: with fewer blocks if not all fit. ``may_cache``: otherwise with as many routed experts in memory as fit, the others on disk
+        until they are needed. With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
+        footprint = self._footprint()
+        if self.blocks is not None:
+            num_blocks = self.blocks[1] - self.blocks[0] if footprint.block_bytes else 0
+        else:
+            fitting = footprint.blocks_within(max_ram_bytes) if footprint.block_bytes else self.num_blocks
+            num_blocks = min(self.num_blocks, max(fitting, 1)) if is_free else self.num_blocks
+        fitted = self if self.blocks is not None else replace(self, num_blocks=num_blocks)
+        try:
+            footprint.check(max_ram_bytes, num_blocks)
+        except OutOfResources:
+            if not may_cache or footprint.block_bytes == 0 or not self.model.expert_counts():
+                raise
+            return fitted._with_cache_within(max_ram_bytes, num_blocks)
+        return fitted
+
+    def _with_cache_within(self, max_ram_bytes: int, num_blocks: int) -> "_Loaded":
+        """This model with ``num_blocks`` blocks and as many of their routed experts in memory as fit into a limit."""
+        counts = self.model.expert_counts()
+        without = replace(self, experts={block: frozenset() for block in counts})._footprint()
+        without.check(max_ram_bytes, num_blocks)
+        left_bytes = max_ram_bytes - without.min_ram_bytes(num_blocks)
+        return self._with_cache(int(left_bytes * EXPERTS_MEMORY_SHARE))
+
+    def _footprint(self) -> "Footprint":
+        """The memory needs of its blocks, with the experts that are in memory."""
         import psutil
 
         from swarmnet_node.engine.memory_account import Footprint
         from swarmnet_node.owner.machine import release_memory
         from swarmnet_protocols.models.partial_model import LayerWidths
 
-        block_bytes = 0
-        if self.devices[0].type == "cpu":
-            first = self.blocks[0] if self.blocks is not None else 0
-            block_bytes = self._load(first, first + 1).weight_bytes
+        block_bytes = self._block_bytes() if self.devices[0].type == "cpu" else 0
         release_memory()
-        footprint = Footprint(
+        return Footprint(
             psutil.Process().memory_info().rss,
             block_bytes,
             LayerWidths.of(self.model.config),
             self.dtype.itemsize,
         )
-        if self.blocks is not None or block_bytes == 0:
-            footprint.check(max_ram_bytes, 0 if self.blocks is None else self.blocks[1] - self.blocks[0])
-            return self
-        fitting = footprint.blocks_within(max_ram_bytes)
-        num_blocks = min(self.num_blocks, fitting) if is_free and fitting > 0 else self.num_blocks
-        footprint.check(max_ram_bytes, num_blocks)
-        return replace(self, num_blocks=num_blocks)
+
+    def _block_bytes(self) -> int:
+        """Bytes of one block: of the first one with routed experts, if there is one. Of packed experts, only one is loaded for it."""
+        from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
+        first, end = self.blocks or (0, self.model.manifest.blocks)
+        counts = self.model.expert_counts()
+        routed = next((block for block in range(first, end) if block in counts), None)
+        if routed is None or not (self.is_packed or self.experts is not None):
+            first = first if routed is None else routed
+            return self._load(first, first + 1).weight_bytes
+        bare = replace(self, experts={block: frozenset() for block in counts})
+        held = counts[routed] if self.experts is None else len(self.experts.get(routed, ()))
+        without: int = bare._load(routed, routed + 1).weight_bytes
+        return without + held * expert_bytes(self._load_experts(routed, [0]))
 
     def hosting(self, config: NodeConfig, notice: Callable[[str], None]) -> "Hosting | ExpertHosting":
         if not self.has_blocks:

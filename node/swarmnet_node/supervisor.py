@@ -273,7 +273,9 @@ class Supervisor(Ending):
 
     async def _govern(self, node: Node, hosting: Hosting) -> NoReturn:
         """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""
-        governor = Governor(self._dependencies.transport.resources, hosting, self._machine.ram_bytes())
+        cache = hosting.experts.cache if hosting.experts is not None else None
+        fixed_bytes = self._machine.ram_bytes() + (0 if cache is None else cache.max_bytes)
+        governor = Governor(self._dependencies.transport.resources, hosting, fixed_bytes)
         while True:
             limit_bytes = self._limits.max_ram_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
@@ -347,7 +349,7 @@ class Governor:
     """Keeps one ``Node`` below its memory limit: sets how much KV cache, log and adapter memory clients may use."""
 
     def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
-        """``fixed_bytes``: resident memory without clients."""
+        """``fixed_bytes``: resident memory without clients, with all experts that will be in memory."""
         self._resources = resources
         self._configured: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,

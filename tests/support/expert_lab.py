@@ -121,7 +121,7 @@ class ExpertLab:
         hosting = self.lab.hosting(blocks or (0, self.model.manifest.blocks), has_room=lambda _: has_room)
         if in_memory is not None:
             reader = partial(self.model.expert_reader, device=torch.device("cpu"))
-            options["cache"] = CacheOptions(self.everywhere(range(NUM_EXPERTS)), reader, in_memory)
+            options["cache"] = CacheOptions(self.everywhere(range(NUM_EXPERTS)), reader, in_memory, 0)
         sharing = ExpertOptions(self.load, start_on_loop=executor.start_on_loop, **options)
         return replace(hosting, load=load, experts=sharing)
 

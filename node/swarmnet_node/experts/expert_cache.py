@@ -5,12 +5,13 @@ predicted from the hidden states of this one: the next block's own router is app
 little, so that most of its choices are those that it makes a block later (pre-gating; Eliseev and Mazur, 2023, section 3.2). What is predicted is read by another
 thread while this block computes.
 
-Experts leave memory in the order of their last use (LRU), when a block has been computed; until then memory may hold the experts of one block more.
+Experts leave memory in the order of their last use (LRU) before others are read, so that those in memory and those that are being read are never more than
+``capacity``. A block may need more than that: its missing experts are read and computed one after another.
 """
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from swarmnet_protocols.quantization.packed_experts import (
     PackedExperts,
     chosen_experts,
     compute_elsewhere,
+    compute_expert,
     drop_experts,
     has_expert,
 )
@@ -39,6 +41,8 @@ ReadExperts = Callable[[Collection[int]], Mapping[str, ExpertMatrices]]
 """Reads some experts of one block, as ``LocalModel.expert_reader`` returns it; on another thread than the torch thread."""
 Expert = tuple[int, int]
 """The number of a layer, and of an expert in it."""
+MIN_CAPACITY = 2
+"""Fewest experts in memory: one is computed while the next one is read."""
 
 
 @dataclass
@@ -76,7 +80,7 @@ class ExpertCache:
     ) -> None:
         """``blocks``: by the number of the layer, the module with router and experts, and the module of experts, which has none of ``own`` in memory.
 
-        ``own``: the experts that are read from disk; others are computed elsewhere. ``capacity`` is at least that of the experts of one block.
+        ``own``: the experts that are read from disk; others are computed elsewhere. ``capacity`` is at least ``MIN_CAPACITY``.
         """
         self.counters = CacheCounters()
         self._blocks = blocks
@@ -86,6 +90,8 @@ class ExpertCache:
         self._used: OrderedDict[Expert, None] = OrderedDict()
         """The experts in memory, those used last at the end."""
         self._reading: dict[Expert, Future[Mapping[str, ExpertMatrices]]] = {}
+        self._needed: set[Expert] = set()
+        """The experts that the present block needs."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="read experts")
         self._hooks = ExitStack()
         self._predicted: dict[int, set[int]] = {}
@@ -116,28 +122,44 @@ class ExpertCache:
 
     def _elsewhere(self, layer: int, otherwise: Elsewhere | None) -> Elsewhere:
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
-            mine = [expert for expert in rows if expert in self._own[layer]]
+            mine = deque(expert for expert in rows if expert in self._own[layer])
             others = {expert: each for expert, each in rows.items() if expert not in self._own[layer]}
             if others and otherwise is None:
                 raise LookupError(f"expert {min(others)} is not on this machine")
-            for expert in mine:
-                self._read(layer, expert)
+            self._read_ahead(layer, mine, kept=self._needed)  # those in memory are computed before ``wait``
             wait_for_others = otherwise(hidden, others) if others and otherwise is not None else dict
 
             def wait() -> Outputs:
-                for expert in mine:
-                    self._put(layer, expert)  # and its rows are computed here
-                return wait_for_others()
+                module, found = self._blocks[layer][1], {}
+                while mine:
+                    self._read_ahead(layer, mine)
+                    expert = mine.popleft()
+                    self._put(layer, expert)
+                    found[expert] = compute_expert(module, expert, hidden[rows[expert]])
+                return {**found, **wait_for_others()}
 
             return wait
 
         return start
 
-    def _read(self, layer: int, expert: int) -> None:
-        """Begin to read an expert, unless it is in memory or being read."""
-        key = layer, expert
-        if key not in self._reading and key not in self._used:
-            self._reading[key] = self._threads.submit(self._readers[layer], [expert])
+    def _read_ahead(self, layer: int, experts: Iterable[int], kept: Collection[Expert] = ()) -> None:
+        """Begin to read experts, in their order, for as many as there is room if those in ``kept`` stay."""
+        for expert in experts:
+            if not self._read((layer, expert), kept):
+                return
+
+    def _read(self, key: Expert, kept: Collection[Expert] = ()) -> bool:
+        """Begin to read an expert, unless it is in memory or being read. False if there is no room."""
+        if key in self._reading or key in self._used:
+            return True
+        while len(self._used) + len(self._reading) >= self._capacity:
+            oldest = next((each for each in self._used if each not in kept), None)
+            if oldest is None:
+                return False
+            self._drop(oldest)
+        layer, expert = key
+        self._reading[key] = self._threads.submit(self._readers[layer], [expert])
+        return True
 
     def _put(self, layer: int, expert: int) -> None:
         """Wait until an expert is read, and put it into memory."""
@@ -148,6 +170,11 @@ class ExpertCache:
                 weight: PackedExperts = getattr(module, name)
                 weight.matrices.update(matrices)
             self._used[layer, expert] = None
+
+    def _drop(self, key: Expert) -> None:
+        del self._used[key]
+        layer, expert = key
+        drop_experts(self._blocks[layer][1], [expert])
 
     def _note(self, layer: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         """The experts of a layer are about to be computed: its inputs, their numbers and weights."""
@@ -167,13 +194,7 @@ class ExpertCache:
         if (predicted := self._predicted.pop(layer, None)) is not None:
             self.counters.predictable += len(needed)
             self.counters.predicted += len(needed & predicted)
-        self._evict({(layer, expert) for expert in needed})
-
-    def _evict(self, kept: Collection[Expert]) -> None:
-        for key in [key for key in self._used if key not in kept][: max(0, len(self._used) - self._capacity)]:
-            del self._used[key]
-            layer, expert = key
-            drop_experts(self._blocks[layer][1], [expert])
+        self._needed = {(layer, expert) for expert in needed}
 
     def _predict(self, layer: int, _parent: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Begin to read the experts that the next layer will probably need. ``inputs`` are those of this layer's router."""
@@ -187,5 +208,8 @@ class ExpertCache:
             _log.warning("experts are not predicted: %s", error)
             return
         self._predicted[following] = chosen
-        for expert in sorted(chosen & self._own[following]):
-            self._read(following, expert)
+        for key in sorted((following, expert) for expert in chosen & self._own[following]):
+            if key in self._used:
+                self._used.move_to_end(key)
+            elif len(self._reading) < self._capacity // 2:  # the others are for experts that are needed now
+                self._read(key)

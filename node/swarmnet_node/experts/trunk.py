@@ -29,6 +29,8 @@ class CacheOptions:
     reader: Callable[[int], ReadExperts]
     """Returns what reads experts of a block."""
     capacity: int
+    max_bytes: int
+    """Bytes of ``capacity`` experts."""
 
 
 @dataclass(frozen=True)

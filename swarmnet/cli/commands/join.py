@@ -67,7 +67,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--expert-memory",
             metavar="SIZE",
-            help="Memory for the routed experts of the blocks; the others are read from disk when a token needs them. Without it, all are in memory.",
+            help="Memory for the routed experts of the blocks; the others are read from disk when a token needs them. Without it, all are in memory, or as many as --max-ram holds.",
             show_default=False,
         ),
     ] = None,

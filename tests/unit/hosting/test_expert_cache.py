@@ -1,5 +1,6 @@
 """A host whose memory holds some of its experts gives the outputs of one that holds all, and reads experts before they are needed."""
 
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import safetensors
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_cache import ExpertCache
+from swarmnet_node.experts.expert_cache import MIN_CAPACITY, ExpertCache
 from swarmnet_node.experts.trunk import CacheOptions, open_cache
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.packed_experts import has_expert
@@ -33,6 +34,7 @@ def cached(model: LocalModel, capacity: int) -> tuple[Stage, ExpertCache]:
         {block: frozenset(range(count)) for block, count in counts.items()},
         lambda block: model.expert_reader(block, device=CPU),
         capacity,
+        0,
     )
     cache = open_cache(stage, 0, options)
     cache.install()
@@ -45,7 +47,8 @@ def in_memory(stage: Stage) -> int:
     )
 
 
-def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalModel) -> None:
+@pytest.mark.parametrize("capacity", [MIN_CAPACITY, NUM_EXPERTS])
+def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalModel, capacity: int) -> None:
     whole = Stage.load(
         model,
         0,
@@ -54,7 +57,7 @@ def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalMode
         device=CPU,
         experts={block: range(count) for block, count in model.expert_counts().items()},
     )
-    stage, cache = cached(model, NUM_EXPERTS)
+    stage, cache = cached(model, capacity)
     generator = torch.Generator().manual_seed(0)
     sequences = [each.new_sequence() for each in (stage, whole)]
     most = 0
@@ -65,12 +68,29 @@ def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalMode
             for each, sequence in zip((stage, whole), sequences, strict=True)
         )
         assert torch.equal(mine, theirs)
-        most = max(most, in_memory(stage))
-    assert most <= 2 * NUM_EXPERTS
+        most = max(most, in_memory(stage) + len(cache._reading))
+    assert 0 < most <= capacity
     counters = cache.counters
-    assert counters.needed > counters.in_memory > 0
+    assert counters.needed > counters.in_memory
     assert counters.predictable > 0
     assert counters.predicted > 0
+    cache.close()
+
+
+def test_experts_in_memory_and_those_being_read_never_exceed_the_capacity(model: LocalModel) -> None:
+    stage, cache = cached(model, MIN_CAPACITY)
+    most = 0
+    submit = cache._threads.submit
+
+    def watching(read: Any, experts: Any) -> Any:
+        nonlocal most
+        most = max(most, in_memory(stage) + len(cache._reading) + 1)
+        return submit(read, experts)
+
+    with unittest.mock.patch.object(cache._threads, "submit", watching):
+        stage.forward([(stage.new_sequence(), torch.randn(64, stage.hidden_size))])
+    assert most == MIN_CAPACITY
+    assert cache.counters.needed > 2 * MIN_CAPACITY
     cache.close()
 
 
@@ -113,3 +133,15 @@ def test_files_are_opened_again_only_when_they_change(
     again = numbers()
     assert opened == [path, path]
     assert all(map(torch.equal, again, first))
+
+
+def test_experts_have_memory_of_their_own(tmp_path: Path) -> None:
+    model = resolve(str(save_experts("mixtral", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    matrices = [each[1] for each in model.expert_reader(0, device=CPU)([1]).values()]
+    before = [each.dequantize() for each in matrices if isinstance(each, PackedTensor)]
+    [path] = (tmp_path / "model").glob("*.safetensors")
+    with path.open("r+b") as file:  # the same file, which a mapping would show
+        file.write(bytes(path.stat().st_size))
+    after = [each.dequantize() for each in matrices if isinstance(each, PackedTensor)]
+    assert len(after) == len(matrices)
+    assert all(map(torch.equal, after, before))

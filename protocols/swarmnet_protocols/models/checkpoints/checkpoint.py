@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 20
 OpenedFiles = dict[str, tuple[tuple[int, ...], Any]]
-"""The state of a file on disk when it was opened, and its open file, by the name of the file."""
+"""The state of a file on disk when it was opened, and what the checkpoint keeps of it, by the name of the file."""
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that transformers raises for a config that describes no model. RuntimeError includes NotImplementedError."""
@@ -73,7 +73,7 @@ class WeightForm:
     places: "Mapping[str, ExpertPlace] | None" = None
     """The places of the tensors with weights of experts, if they are known: finding them takes longer than reading a small expert."""
     opened: "OpenedFiles | None" = None
-    """Where files stay open for the next read; None: they are closed after this one."""
+    """Where files stay open for the next read, whose tensors get memory of their own; None: files are closed after this one, and may stay mapped into memory."""
 
 
 class ModelCheckpoint(Protocol):

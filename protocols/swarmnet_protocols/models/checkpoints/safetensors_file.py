@@ -22,6 +22,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
 from swarmnet_protocols.models.checkpoints.language_model import language_config
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
@@ -51,6 +52,11 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I16": "int16",
+    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F32": "float32", "I64": "int64", "F64": "float64",
+}  # fmt: skip
+"""torch's names of the types of tensors."""
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
@@ -316,12 +322,16 @@ class SafetensorsCheckpoint:
             try:
                 state = _state_of(path)
                 if file not in files or files[file][0] != state:
-                    files[file] = state, safe_open(path, framework="pt")
+                    spans = {} if form.opened is None else read_header(path).spans
+                    files[file] = state, (safe_open(path, framework="pt"), spans)
             except (SafetensorError, OSError) as error:
                 raise IntegrityError(f"{path} cannot be read: {error}") from error
 
         def slice_of(name: str) -> Any:
-            return files[self._file_of[name]][1].get_slice(name)
+            file = self._file_of[name]
+            opened, spans = files[file][1]
+            tensor = opened.get_slice(name)
+            return tensor if form.opened is None else _CopiedTensor(self.path_of(file), spans[name], tensor)
 
         def matrix_of(tensor: Any, place: "ExpertPlace", index: slice) -> PackedTensor:
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
@@ -368,6 +378,36 @@ class SafetensorsCheckpoint:
             name: places.of(self.naming.renumbered(weight, first_block)) for name, weight in weights.items()
         }
         return {name: place for name, place in found.items() if place is not None}
+
+
+class _CopiedTensor:
+    """A tensor in a file, in place of safetensors' own slice ``tensor``: what is read has memory of its own.
+
+    safetensors maps the file, whose pages count as memory of this process for as long as it is open.
+    """
+
+    def __init__(self, path: Path, span: tuple[int, int], tensor: Any) -> None:
+        """``span``: its first byte in the file, and the first one after it."""
+        self._path = path
+        self._span = span
+        self.get_dtype = tensor.get_dtype
+        self.get_shape = tensor.get_shape
+
+    def __getitem__(self, index: slice) -> "torch.Tensor":
+        """A slice of its first dimension. Raises ``IntegrityError`` if the file ends before."""
+        import torch
+
+        rows, *widths = self.get_shape() or [1]
+        first, end, _ = index.indices(rows)
+        start, stop = self._span
+        row_bytes = (stop - start) // max(rows, 1)
+        data = bytearray((end - first) * row_bytes)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(start + first * row_bytes)
+            if file.readinto(data) != len(data):
+                raise IntegrityError(f"{self._path} is truncated")
+        found = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[self.get_dtype()]))
+        return found.view(end - first, *widths) if self.get_shape() else found.view(())
 
 
 def _state_of(path: Path) -> tuple[int, ...]:

@@ -1,0 +1,102 @@
+"""A node whose memory limit does not hold all experts of its blocks keeps as many as fit, and reads the others from disk."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from swarmnet_node import start
+from swarmnet_node.engine.memory_account import MIB
+from swarmnet_node.owner.limits import Limits
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.fetching.peers import SwarmPeers
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.timing import Timing
+from tests.support.expert_lab import NUM_EXPERTS, save_experts
+
+BLOCKS = 4
+
+
+@pytest.fixture(autouse=True)
+def _resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has 100 MiB before blocks are loaded: what other tests have left does not count."""
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=100 * MIB))
+
+
+def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> "start._Loaded":
+    """What a node of a tiny mixture of experts decides. Outside its hours it loads nothing."""
+    model = folder / "model"
+    config = start.NodeConfig(
+        model=str(model if model.exists() else save_experts("mixtral", model)),
+        network=Network(Rules(b"key", Admission.OPEN)),
+        swarm_name="lab",
+        cache_dir=folder / "cache",
+        folder=folder,
+        device="cpu",
+        limits=Limits(schedule="mon 00:00-00:01", max_ram_bytes=max_ram_bytes),
+        **options,
+    )
+    return start._Loaded.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
+
+
+def needed(folder: Path, blocks: int) -> tuple[int, int]:
+    """The memory limits with which a node can host so many blocks: without experts in memory, and with all."""
+    whole = loaded(folder, 1 << 40, blocks=(0, BLOCKS))
+    footprint = whole._footprint()
+    bare = replace(whole, experts={block: frozenset() for block in range(BLOCKS)})._footprint()
+    assert bare.block_bytes < footprint.block_bytes
+    return bare.min_ram_bytes(blocks), footprint.min_ram_bytes(blocks)
+
+
+def test_what_fits_is_in_memory_as_a_whole(tmp_path: Path) -> None:
+    _, whole = needed(tmp_path, BLOCKS)
+    found = loaded(tmp_path, whole, blocks=(0, BLOCKS))
+    assert found.cache is None
+    assert found.experts is None
+
+
+@pytest.mark.parametrize("options", [{"blocks": (0, BLOCKS)}, {"num_blocks": BLOCKS}])
+def test_blocks_that_the_owner_chose_have_some_experts_on_disk(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    bare, whole = needed(tmp_path, BLOCKS)
+    found = loaded(tmp_path, (bare + whole) // 2, **options)
+    assert found.cache is not None
+    assert 2 <= found.cache.capacity < BLOCKS * NUM_EXPERTS
+    assert found.cache.max_bytes < (whole - bare) // 2
+    assert {len(experts) for experts in found.cache.own.values()} == {NUM_EXPERTS}
+
+
+def test_a_node_that_may_choose_takes_fewer_blocks_instead(tmp_path: Path) -> None:
+    _, whole = needed(tmp_path, 2)
+    found = loaded(tmp_path, whole)
+    assert (found.num_blocks, found.cache) == (2, None)
+
+
+def test_one_block_that_does_not_fit_has_some_experts_on_disk(tmp_path: Path) -> None:
+    bare, whole = needed(tmp_path, 1)
+    found = loaded(tmp_path, (bare + whole) // 2)
+    assert found.num_blocks == 1
+    assert found.cache is not None
+    assert found.cache.capacity < NUM_EXPERTS
+
+
+def test_blocks_that_do_not_fit_without_experts_are_refused(tmp_path: Path) -> None:
+    bare, _ = needed(tmp_path, BLOCKS)
+    with pytest.raises(OutOfResources, match="4 blocks do not fit"):
+        loaded(tmp_path, bare - MIB, blocks=(0, BLOCKS))
+    with pytest.raises(OutOfResources, match="left for experts") as refused:
+        loaded(tmp_path, bare, blocks=(0, BLOCKS))
+    assert "--max-ram" in refused.value.hint
+
+
+def test_the_owner_may_say_how_much_memory_experts_have(tmp_path: Path) -> None:
+    bare, whole = needed(tmp_path, BLOCKS)
+    memory = (whole - bare) // 4
+    found = loaded(tmp_path, bare + memory + MIB, blocks=(0, BLOCKS), expert_memory_bytes=memory)
+    assert found.cache is not None
+    assert memory // 2 < found.cache.max_bytes <= memory
