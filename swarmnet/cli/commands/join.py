@@ -197,8 +197,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ask_once(directory, facts, asking=not yes, as_json=as_json)
         note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
 
+        from swarmnet_node.loading import NodeConfig
         from swarmnet_node.owner.machine import yield_to_others
-        from swarmnet_node.start import NodeConfig, start
+        from swarmnet_node.start import start
 
         if priority == "low":
             yield_to_others()

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from swarmnet_node import start
 from swarmnet_node.engine.memory_account import MIB
+from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -27,10 +27,10 @@ def _resident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=100 * MIB))
 
 
-def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> "start._Loaded":
+def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
     """What a node of a tiny mixture of experts decides. Outside its hours it loads nothing."""
     model = folder / "model"
-    config = start.NodeConfig(
+    config = NodeConfig(
         model=str(model if model.exists() else save_experts("mixtral", model)),
         network=Network(Rules(b"key", Admission.OPEN)),
         swarm_name="lab",
@@ -40,7 +40,7 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> "start._Loaded":
         limits=Limits(schedule="mon 00:00-00:01", max_ram_bytes=max_ram_bytes),
         **options,
     )
-    return start._Loaded.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
+    return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
 
 
 def needed(folder: Path, blocks: int) -> tuple[int, int]:

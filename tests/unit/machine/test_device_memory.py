@@ -8,8 +8,8 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from transformers import LlamaConfig
 
-from swarmnet_node import start
 from swarmnet_node.engine.device_memory import BlockNeeds, place, room_bytes, spread
+from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -158,10 +158,10 @@ def test_two_cards_host_more_blocks_than_one() -> None:
     assert found.blocks[0] > 2 * found.blocks[1] > 0
 
 
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> "start._Loaded":
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> LoadedModel:
     """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its hours it loads nothing."""
     monkeypatch.setattr(devices, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
-    config = start.NodeConfig(
+    config = NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),
         network=Network(Rules(b"key", Admission.OPEN)),
         swarm_name="lab",
@@ -171,7 +171,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
         limits=options.pop("limits", Limits(schedule="mon 00:00-00:01")),
         **{"max_cache_bytes": MIB, **options},
     )
-    return start._Loaded.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
+    return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
 
 
 def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest
 def test_ram_does_not_bound_the_blocks_on_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start._Loaded, "_block_needs", lambda own: SMALL)
+    monkeypatch.setattr(LoadedModel, "_block_needs", lambda own: SMALL)
     limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * GIB)
     assert loaded(tmp_path, monkeypatch, 0, limits=limits).num_blocks == 3
     limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * MIB)
