@@ -358,8 +358,11 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
     simulate(mixtral, scenario, link=LinkProfile(delay_s=0.05))
 
 
-def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixtral: Reference) -> None:
-    """Peers whose owners let hosts choose follow the trunk; meanwhile answers go on."""
+@pytest.mark.parametrize("spans", [[(0, 4)], [(0, 2), (2, 4)]])
+def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
+    mixtral: Reference, spans: list[tuple[int, int]]
+) -> None:
+    """Peers whose owners let hosts choose follow a trunk, one of them each; meanwhile answers go on."""
 
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -367,25 +370,26 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(mixt
         for number in range(3):
             await experts.choosing_peer(f"peer{number}", capacity=4 * len(counts))
             await asyncio.sleep(1.0)  # it is announced: the next one chooses others
-        trunk = await experts.trunk("trunk", own=())
-        dispatcher = trunk.dispatcher
-        assert dispatcher is not None
+        trunks = [await experts.trunk(f"trunk{number}", (), span) for number, span in enumerate(spans)]
+        dispatchers = [trunk.dispatcher for trunk in trunks if trunk.dispatcher is not None]
+        assert len(dispatchers) == len(spans)
         await asyncio.sleep(6)
 
         def held() -> dict[PeerId, BlockExperts]:
-            return {link.host.peer: link.host.experts for link in dispatcher.links}
+            return {link.host.peer: link.host.experts for link in dispatchers[0].links}
 
         first = held()
         seen = [first]
         expected = mixtral.greedy(PROMPTS[3], 40)
         for number in range(40):
-            assert not dispatcher.missing()
+            assert not any(dispatcher.missing() for dispatcher in dispatchers)
             assert (await told(lab, PROMPTS[3], 40)).tokens == expected, number
             await asyncio.sleep(10)
             if held() != seen[-1]:
                 seen.append(held())
         assert len(seen) > 3, "experts have not moved"
-        assert dispatcher.counters.failed == 0, "an expert was dropped while it was asked for"
+        failed = sum(dispatcher.counters.failed for dispatcher in dispatchers)
+        assert failed == 0, "an expert was dropped while it was asked for"
         loaded = [
             len(after[peer].get(block, frozenset()) - before[peer].get(block, frozenset()))
             for before, after in pairwise(seen)
