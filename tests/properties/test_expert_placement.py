@@ -327,3 +327,34 @@ def test_counts_are_bounded() -> None:
     for blocks, experts in ((1, side + 1), (0, 4), (4, 0), (MAX_COUNTS, 1)):
         with pytest.raises(ValueError, match="counts of"):
             ExpertUse(blocks, experts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30), st.sets(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, EXPERTS - 1))))
+def test_peers_whose_owners_chose_keep_their_experts(seed: int, chosen: set[Expert]) -> None:
+    rows = skewed_rows(seed, 60, BLOCKS, EXPERTS)
+    every = {(block, expert) for block in range(BLOCKS) for expert in range(EXPERTS)}
+    fixed = ExpertPeer(PeerId("fixed"), len(chosen), is_fixed=True)
+    peers = [fixed, *peers_of((14, 14), trunk=None)]
+    present = {fixed.peer: frozenset(chosen), peers[1].peer: frozenset(sorted(every - chosen)[:12])}
+    wanted = place(use_of(rows), peers, expert_bytes=1, rng=random.Random(seed), present=present)
+    assert wanted[fixed.peer] == chosen
+    assert frozenset().union(*wanted.values()) == every
+    assert all(len(wanted[peer.peer]) <= peer.memory_bytes for peer in peers)
+    moves = next_moves(present, wanted, peers, expert_bytes=1, most=99)
+    assert fixed.peer not in {peer for peer, _ in (*moves.loads, *moves.drops)}
+
+
+def test_others_move_for_the_experts_of_a_peer_whose_owner_chose_them() -> None:
+    """Rows choose experts 0 and 1, or 2 and 3. One peer keeps 0 and 2, another one gets a copy of one of them, so that half of the rows need one peer."""
+    rows = np.array([[[0, 1]], [[2, 3]]] * 20)
+    fixed, other = ExpertPeer(PeerId("fixed"), 2, is_fixed=True), ExpertPeer(PeerId("other"), 5, 3.0)
+    present = {
+        fixed.peer: frozenset({(0, 0), (0, 2)}),
+        other.peer: frozenset({(0, 1), (0, 3), (0, 4), (0, 5)}),
+    }
+    use = use_of(rows)
+    before = dispatched(present, [fixed, other], rows)
+    wanted = place(use, [fixed, other], expert_bytes=1, rng=random.Random(0), present=present)
+    assert wanted[fixed.peer] == present[fixed.peer]
+    assert dispatched(wanted, [fixed, other], rows).messages < before.messages

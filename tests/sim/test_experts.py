@@ -362,7 +362,7 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
 def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
     mixtral: Reference, spans: list[tuple[int, int]]
 ) -> None:
-    """Peers whose owners let hosts choose follow a trunk, one of them each; meanwhile answers go on."""
+    """Peers whose owners let hosts choose follow a trunk, one of them each, and others stay; meanwhile answers go on."""
 
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -373,6 +373,7 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
         trunks = [await experts.trunk(f"trunk{number}", (), span) for number, span in enumerate(spans)]
         dispatchers = [trunk.dispatcher for trunk in trunks if trunk.dispatcher is not None]
         assert len(dispatchers) == len(spans)
+        chosen = await experts.peer("chosen", experts.everywhere({0}))
         await asyncio.sleep(6)
 
         def held() -> dict[PeerId, BlockExperts]:
@@ -397,6 +398,7 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
             for block in counts
         ]
         assert sum(loaded) <= 11 * most_moves(sum(counts.values()))
+        assert chosen.experts == experts.everywhere({0}), "its owner has chosen them"
 
     simulate(mixtral, scenario, link=LAN, limit_s=2000)
 

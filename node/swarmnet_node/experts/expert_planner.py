@@ -75,8 +75,8 @@ class ExpertPlanner:
             every_s = GAP_S if self._dispatcher.missing() else PLAN_S
             await asyncio.sleep(every_s * self._rng.uniform(0.9, 1.1))
             links = {link.host.peer: link for link in self._dispatcher.links if link.is_open}
-            if self._counts is None or not links or not all(link.host.capacity for link in links.values()):
-                continue  # experts of peers whose owners have chosen them stay where they are
+            if self._counts is None or not any(link.host.capacity for link in links.values()):
+                continue
             moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
             if moves.loads or moves.drops:
                 _log.info("experts move: %d loads, %d drops", len(moves.loads), len(moves.drops))
@@ -98,9 +98,11 @@ class ExpertPlanner:
         present = {link.host.peer: self._numbered(link) for link in links}
         peers = []
         for link in links:
-            others = sum(map(len, link.host.experts.values())) - len(present[link.host.peer])
+            mine, is_fixed = len(present[link.host.peer]), not link.host.capacity
+            others = sum(map(len, link.host.experts.values())) - mine
+            memory = mine if is_fixed else max(0, link.host.capacity - others)
             speed = 1 / link.row_s if link.row_s > 0 else 1.0
-            peers.append(ExpertPeer(link.host.peer, max(0, link.host.capacity - others), speed))
+            peers.append(ExpertPeer(link.host.peer, memory, speed, is_fixed=is_fixed))
         most = most_moves(counts.blocks * counts.experts, PLAN_S / 60)
         try:
             wanted = place(counts, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most)
@@ -124,9 +126,11 @@ class ExpertPlanner:
             number = np.full(int(max(chosen.max(), experts[-1])) + 1, -1)
             number[experts] = np.arange(len(experts))
             numbered = number[chosen]
-            whole = numbered[(numbered >= 0).all(axis=1)]  # rows of which the trunk computes nothing itself
-            if len(whole):
-                counts.add(whole[:, None, :], at)
+            # The trunk computes the others of a row itself.
+            of_peers = (numbered >= 0).sum(axis=1)
+            ordered = -np.sort(-numbered, axis=1)
+            for size in range(1, numbered.shape[1] + 1):
+                counts.add(ordered[of_peers == size, None, :size], at)
 
     def _numbered(self, link: ExpertLink) -> frozenset[Expert]:
         """The experts of a peer as counts number them."""

@@ -64,6 +64,8 @@ class ExpertPeer:
     rows_per_s: float = 1.0
     trunk_of: range = range(0)
     """The blocks of which it is the trunk; their rows reach it without a message."""
+    is_fixed: bool = False
+    """Whether its owner has chosen its experts, which stay where they are."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 0 or not 0.0 < self.rows_per_s < math.inf:

@@ -59,32 +59,19 @@ def place(
 
     With ``present`` it is that placement changed: experts that no peer holds are given to peers, experts of peers that hold too many are
     dropped or given to others, and then at most ``most_loads`` experts are given to peers that do not hold them, those first that
-    lower the cost most. Raises ``ValueError`` if the peers together have no memory for every expert, or a block has two trunks.
+    lower the cost most. Peers whose experts are fixed keep those of ``present``. Raises ``ValueError`` if the peers together have no memory for every expert, or a block has two trunks.
     """
     peers = sorted(peers, key=lambda peer: peer.peer)
     rooms = _rooms(use, peers, expert_bytes)
     quotas = _quotas(rooms, use.blocks, use.experts)
-    speeds = np.array([peer.rows_per_s for peer in peers])
     blocks = []
     for block in range(use.blocks):
-        trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
-        if len(trunks) > 1:
-            raise ValueError(f"block {block} has two trunks")
         hold = np.zeros((use.experts, len(peers)), bool)
         for number, peer in enumerate(peers):
             for of_block, expert in (present or {}).get(peer.peer, ()):
                 if of_block == block:
                     hold[expert, number] = True
-        blocks.append(
-            _Block(
-                use.rows[block].astype(np.float64),
-                use.together[block].astype(np.float64),
-                quotas[block],
-                speeds,
-                trunks[0] if trunks else None,
-                hold,
-            )
-        )
+        blocks.append(_Block(use, block, peers, quotas[block], hold))
     for each in blocks:
         each.complete()
     _improve(blocks, most_loads)
@@ -156,21 +143,27 @@ class _Block:
 
     def __init__(
         self,
-        rows: Floats,
-        together: Floats,
+        use: ExpertUse,
+        block: int,
+        peers: Sequence[ExpertPeer],
         quotas: NDArray[np.int64],
-        speeds: Floats,
-        trunk: int | None,
         hold: Holds,
     ) -> None:
+        """``quotas`` ``[P]``: the experts of the block that each peer may hold. Raises ``ValueError`` for a block with two trunks."""
+        trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
+        if len(trunks) > 1:
+            raise ValueError(f"block {block} has two trunks")
         self.hold = hold
-        self._total = float(rows.sum()) or 1.0
-        self._rows = rows / self._total
-        self._together = together / self._total
-        self._quotas = quotas
+        self._fixed = np.array([peer.is_fixed for peer in peers])
+        rows = use.rows[block].astype(np.float64)
+        total = float(rows.sum()) or 1.0
+        self._rows = rows / total
+        self._together = use.together[block].astype(np.float64) / total
+        self._quotas = np.where(self._fixed, hold.sum(0), quotas)
+        speeds = np.array([peer.rows_per_s for peer in peers])
         self._most = TARGET * speeds / speeds.sum()
         """Share of the rows that each peer computes in ``TARGET`` times the mean time."""
-        self._trunk = trunk
+        self._trunk = trunks[0] if trunks else None
 
     # ---- the cost -----------------------------------------------------------------------------------------
 
@@ -277,20 +270,22 @@ class _Block:
     def _drop_spare(self) -> int:
         """Drop the copy whose loss costs least; returns the peer that held it."""
         copies = self.hold.sum(1)
-        expert = min(np.flatnonzero(copies > 1), key=lambda expert: self._rows[expert] / (copies[expert] - 1))
+        movable = self.hold & ~self._fixed
+        spare = np.flatnonzero((copies > 1) & movable.any(1))
+        expert = min(spare, key=lambda expert: self._rows[expert] / (copies[expert] - 1))
         times = self._rows @ self.shares(self.hold) / self._most
-        peer = max(np.flatnonzero(self.hold[expert]), key=lambda peer: times[peer])
+        peer = max(np.flatnonzero(movable[expert]), key=lambda peer: times[peer])
         self.hold[expert, peer] = False
         return int(peer)
 
     def _copy(self) -> _Change | None:
         """The best further copy of an expert with many rows per copy, in free memory or in place of a copy of an expert with few."""
         copies = self.hold.sum(1)
-        peers = np.arange(len(self._quotas))
+        peers = np.flatnonzero(~self._fixed)
         local = np.zeros(len(copies), bool)
         if self._trunk is not None:
             local, peers = self.hold[:, self._trunk], peers[peers != self._trunk]
-        wanted = np.flatnonzero(~local & (copies < len(peers)))
+        wanted = np.flatnonzero(~local & ~self.hold[:, peers].all(1))
         wanted = wanted[np.argsort(-(self._rows / copies)[wanted], kind="stable")]
         alone = wanted[RIVALS:][copies[wanted[RIVALS:]] == 1]
         wanted = np.concatenate([wanted[:RIVALS], alone[:RIVALS]])
@@ -314,7 +309,7 @@ class _Block:
     def _exchange(self) -> _Change | None:
         """The best exchange of two copies, or move of one into free memory, between peers other than the trunk."""
         shares = self.shares(self.hold)
-        places = self.hold.copy()
+        places = self.hold & ~self._fixed
         if self._trunk is not None:
             places[:, self._trunk] = False
         free = np.flatnonzero(
