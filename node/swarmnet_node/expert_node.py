@@ -9,9 +9,15 @@ from typing import NoReturn
 
 import torch
 
+from swarmnet_node.experts.expert_choice import (
+    Followed,
+    accepted_drops,
+    accepted_loads,
+    choose_experts,
+    follows,
+)
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
-from swarmnet_node.experts.rearranging import Followed, accepted_drops, accepted_loads, follows
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
@@ -35,7 +41,6 @@ from swarmnet_protocols.quantization.packed_experts import (
     device_of,
     expert_bytes,
 )
-from swarmnet_protocols.routing.expert_choice import choose_experts
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
 

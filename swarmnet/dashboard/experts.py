@@ -155,7 +155,7 @@ class ExpertCoverage:
         if fewest >= fewest_hosts:
             return None
         size = median_low(self.sizes) if self.sizes else -(-len(self.lacks) // DEFAULT_SHARE)
-        # As `routing.expert_choice`: a peer then has the same experts of every block.
+        # As `experts/expert_choice.py` of a node: a peer then has the same experts of every block.
         chosen = sorted(self.lacks, key=lambda cell: (replicas[cell], cell[1], cell[0]))[: max(1, size)]
         weak = [cell for cell, number in replicas.items() if number == fewest]
         weak_text = format_experts(_grouped(weak))

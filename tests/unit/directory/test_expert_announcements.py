@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_node.experts.expert_choice import choose_experts
 from swarmnet_protocols.directory import expert_announcements
 from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
@@ -18,7 +19,6 @@ from swarmnet_protocols.directory.expert_announcements import (
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.routing.expert_choice import choose_experts
 from swarmnet_protocols.wire import records_pb2 as pb
 
 COUNTS = dict.fromkeys(range(1, 8), 32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnet_node.experts.rearranging import (
+from swarmnet_node.experts.expert_choice import (
     ARRANGER_S,
     PERIOD_S,
     Followed,

@@ -1,6 +1,7 @@
-"""What a peer does of what a host asks for: which experts it loads and drops. Pure."""
+"""Which routed experts a peer hosts: those that the fewest peers have when it joins, and later what hosts ask it to load and drop. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
@@ -19,6 +20,17 @@ class Followed:
 
     host: PeerId
     at: float
+
+
+def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], capacity: int) -> BlockExperts:
+    """The ``capacity`` experts with the fewest replicas.
+
+    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer. Ties go to the lowest number, so that
+    a peer has the same experts of every block, and each block of a token is sent to equally many peers.
+    """
+    replicas = Counter((block, expert) for each in hosted for block in each for expert in each[block])
+    every = [(block, expert) for block in counts for expert in range(counts[block])]
+    return _by_block(sorted(every, key=lambda each: (replicas[each], each[1], each[0]))[:capacity])
 
 
 def follows(last: Followed | None, host: PeerId, now: float) -> bool:
@@ -59,11 +71,15 @@ def accepted_loads(
     ]
     gaps = [each for each in wanted if each not in covered]
     taken = [*gaps, *[each for each in wanted if each in covered][:most]][: max(0, room)]
-    return {
-        block: frozenset(expert for at, expert in taken if at == block)
-        for block in sorted({block for block, _ in taken})
-    }
+    return _by_block(taken)
 
 
 def _covered(others: Iterable[BlockExperts]) -> set[tuple[int, int]]:
     return {(block, expert) for each in others for block in each for expert in each[block]}
+
+
+def _by_block(experts: Collection[tuple[int, int]]) -> BlockExperts:
+    return {
+        block: frozenset(expert for at, expert in experts if at == block)
+        for block in sorted({block for block, _ in experts})
+    }
