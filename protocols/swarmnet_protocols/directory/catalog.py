@@ -1,9 +1,12 @@
-"""The catalog of a swarm: the models that are hosted and the jobs that are trained, for clients that know no hash or id."""
+"""The catalog of a swarm: the models that are hosted and the jobs that are trained, for clients that know no hash or id.
+
+All entries are under one topic, which has room for some thousands. So a peer announces what it hosts only while a sample shows that few others do.
+"""
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -22,6 +25,10 @@ MAX_JOBS = 32
 LIFETIME_S = 600.0
 ANNOUNCE_S = 200.0
 """Seconds between two announcements. Rare: an entry names what exists, not which peers are online."""
+ENOUGH = 32
+"""Peers that announce the same model or job, with which others need not. Many: readers leave out what few peers name."""
+SAMPLE = 256
+"""Entries of a sample of the catalog."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,23 @@ async def keep_job_announced(directory: Directory, job_id: str) -> NoReturn:
 
 
 async def _keep_announced(directory: Directory, record: pb.CatalogRecord) -> NoReturn:
+    body = record.SerializeToString()
     while True:
         with contextlib.suppress(SwarmnetError):  # the entry outlives a missed announcement
-            await directory.publish(TOPIC, record.SerializeToString(), lifetime_s=LIFETIME_S)
+            sample = await directory.sample([TOPIC], SAMPLE)
+            # Entries that end before all peers have looked again do not count.
+            least = directory.clock() + ANNOUNCE_S
+            if not is_enough([each.body for each in sample if each.expires_at > least], body):
+                await directory.publish(TOPIC, body, lifetime_s=LIFETIME_S)
         await asyncio.sleep(ANNOUNCE_S)
+
+
+def is_enough(sample: Sequence[bytes], body: bytes) -> bool:
+    """Whether enough entries are equal to ``body``: ``ENOUGH``, or of a full sample half of what each entry would have if all were equally frequent."""
+    wanted = float(ENOUGH)
+    if len(sample) >= SAMPLE:
+        wanted = min(wanted, len(sample) / len({*sample}) / 2)
+    return sample.count(body) >= wanted
 
 
 async def read_catalog(directory: Directory) -> Catalog:
