@@ -7,12 +7,19 @@ that follow from the options. Prints one JSON object for each kind of prompt: ed
 """
 
 import argparse
+import copy
+import csv
+import doctest
+import heapq
 import inspect
 import json
-import json as subject
+import sched
 import shlex
+import statistics
+import subprocess
 import tempfile
 import textwrap
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +32,7 @@ from tests.support.generation import greedy
 
 CODE = [
     inspect.getsource(each)
-    for each in (shlex.join, shlex.quote, textwrap.dedent, textwrap.indent, subject.loads)
+    for each in (shlex.join, shlex.quote, textwrap.dedent, textwrap.indent, json.loads)
 ]
 PROMPTS: dict[str, list[str]] = {
     "edit code": [
@@ -33,7 +40,7 @@ PROMPTS: dict[str, list[str]] = {
     ],
     "summarise": [
         f"Summarise in three sentences:\n\n{(each.__doc__ or '').strip()}"
-        for each in (shlex, textwrap, subject, argparse)
+        for each in (argparse, copy, csv, doctest, heapq, json, sched, statistics, subprocess, timeit)
     ],
     "chat": [
         "What is the capital of France?",
@@ -42,6 +49,20 @@ PROMPTS: dict[str, list[str]] = {
         "Give me five ideas for a birthday party.",
         "Why is the sky blue?",
         "Write a letter to a friend about your holidays.",
+        "What should I cook tonight?",
+        "Tell me about the history of Rome.",
+        "How do I learn to play the guitar?",
+        "Who was Marie Curie?",
+        "Write a short story about a dragon.",
+        "What are the benefits of exercise?",
+        "Explain photosynthesis to a child.",
+        "Plan a weekend in Paris for me.",
+        "How does a computer work?",
+        "What is the difference between weather and climate?",
+        "Give me tips for a job interview.",
+        "Write an email to my landlord about a broken heater.",
+        "What is machine learning?",
+        "Recommend three books and say why.",
     ],
 }
 
@@ -76,9 +97,8 @@ def main() -> None:
         model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         for kind, prompts in PROMPTS.items():
             tokens = steps = 0
-            for prompt in prompts:
-                ids = encode(tokenizer, prompt)
-                answer = greedy(model, [ids], arguments.tokens)[0]
+            encoded = [encode(tokenizer, prompt) for prompt in prompts]
+            for ids, answer in zip(encoded, greedy(model, encoded, arguments.tokens), strict=True):
                 end = (
                     answer.index(tokenizer.eos_token_id) + 1
                     if tokenizer.eos_token_id in answer

@@ -63,30 +63,42 @@ class PromptLookup:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self._ids: list[int] = []
         self._places: defaultdict[int, list[int]] = defaultdict(list)
+        self._place: int | None = None
+        """Where the match of the last draft ended."""
+        self._distance = 0
+        """Tokens from the last match whose continuation was right to the end of the sequence then."""
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         """Add tokens at the end of the sequence."""
+        if self._place is not None and ids and ids[0] == self._ids[self._place + 1]:
+            self._distance = len(self._ids) - 1 - self._place
+        self._place = None
         for token in ids:
             self._places[token].append(len(self._ids))
             self._ids.append(token)
 
     def draft(self, most: int) -> Draft:
-        """At most ``most`` tokens after the longest match; among equals after the latest. Repeats itself where the match reaches the end."""
+        """At most ``most`` tokens after the longest match. Repeats itself where the match reaches the end.
+
+        Among equals it is the one that is nearest to where the text was copied from lately, or else the latest: an edited copy goes on behind the edit.
+        """
         ids = self._ids
         if not ids or most < 1:
             return Draft()
         best, match = -1, 0
+        copied = len(ids) - 1 - self._distance
         for place in reversed(self._places[ids[-1]][-MAX_PLACES - 1 : -1]):
             length = 1
             while length < min(MAX_MATCH, place + 1) and ids[place - length] == ids[-1 - length]:
                 length += 1
-            if length > match:
+            if length > match or (length == match and abs(place - copied) < abs(best - copied)):
                 best, match = place, length
-            if match == MAX_MATCH:
+            if match == MAX_MATCH and place <= copied:
                 break
         if not match:
             return Draft()
+        self._place = best
         period = len(ids) - 1 - best
         return Draft(tuple(ids[best + 1 + index % period] for index in range(most)), match)
 

@@ -33,6 +33,16 @@ def test_of_equal_matches_the_latest_is_continued() -> None:
     assert PromptLookup([7, 1, 5, 7, 2, 6, 7]).draft(1) == Draft((2,), 1)
 
 
+def test_of_equal_matches_the_one_is_continued_where_the_text_was_copied_from() -> None:
+    text = [1, 2, 3, 4, 5, 9, 4, 6]  # "4" is followed by 5, and later by 6
+    lookup = PromptLookup([*text, 1])
+    assert lookup.draft(1) == Draft((2,), 1)
+    lookup.extend([2, 77])  # a copy of the beginning, with 77 instead of 3
+    assert lookup.draft(1) == Draft()
+    lookup.extend([4])
+    assert lookup.draft(1) == Draft((5,), 1)
+
+
 def test_a_draft_of_a_repetition_repeats_it() -> None:
     assert PromptLookup([1, 2, 3, 1, 2]).draft(7).tokens == (3, 1, 2, 3, 1, 2, 3)
 
