@@ -91,6 +91,7 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.exactness
+	$(BIN)/python -m tests.bench.wire_exactness
 	$(BIN)/python -m tests.bench.decode
 	$(BIN)/python -m tests.bench.long_inputs
 	$(BIN)/python -m tests.bench.concurrency

@@ -10,6 +10,7 @@ import json
 import random
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,23 @@ from tests.support.processes import swarm
 BLOCKS = 30
 
 
-def prompts(tokenizer: Any, count: int, rng: random.Random) -> list[list[int]]:
-    """Pieces of real text of 1 to 1000 tokens."""
+def pieces(tokenizer: Any, lengths: Sequence[int], rng: random.Random) -> list[list[int]]:
+    """Pieces of real text of so many tokens each."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    lengths = [1, 2, 1000] + [rng.randint(3, 999) for _ in range(count - 3)]
     found = []
-    for length in lengths[:count]:
+    for length in lengths:
         text = ""
         while len(ids := tokenizer(text).input_ids) < length:
             text += rng.choice(files).read_text(encoding="utf-8", errors="replace")
         start = rng.randrange(len(ids) - length + 1)
         found.append(ids[start : start + length])
     return found
+
+
+def prompts(tokenizer: Any, count: int, rng: random.Random) -> list[list[int]]:
+    """Pieces of real text of 1 to 1000 tokens."""
+    lengths = [1, 2, 1000] + [rng.randint(3, 999) for _ in range(count - 3)]
+    return pieces(tokenizer, lengths[:count], rng)
 
 
 def main() -> None:

@@ -78,6 +78,15 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             ),
             Headline("the same in left-padded batches", "", "at least 20", key("batched_equal")),
         ],
+        "wire_exactness": [
+            Headline(
+                "prompts whose 64 greedy tokens stay the same with `--wire int8`",
+                "%",
+                "at least 95",
+                key("equal_percent", wire="int8"),
+            ),
+            Headline("with bfloat16", "%", "", key("equal_percent", wire="bfloat16")),
+        ],
         "decode": [
             Headline(
                 "one stream through three loopback hops",
