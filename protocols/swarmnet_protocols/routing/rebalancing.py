@@ -7,7 +7,7 @@ All hosts that see the same claims compute the same state of the swarm (:class:`
 2. If there are none, hosts move to raise the throughput. A shortage is a demand above the present throughput, but not above the mean of all
    hosts, that would not be served. A host moves only to blocks where much more of its time is of use at that demand; after it has found so for
    ``CONFIRM_S``; not within ``MOVE_PAUSE_S`` of its last move; and with a probability such that all hosts together move at most as much as is
-   missing between two looks, when they see what others have announced.
+   missing between two looks, when they see what others have announced. Of many hosts, only those drawn with this probability search for such blocks.
 """
 
 import math
@@ -32,6 +32,9 @@ GAP_PAUSE_S = 60.0
 """Seconds after a move until a host moves to fill a gap."""
 DEAD_BAND = 0.05
 """Share by which the throughput may be below the mean of all hosts before hosts move."""
+FEW_HOSTS = 100
+"""Number of hosts up to which all search for better blocks before it is drawn which of them move: a single search often finds none. In a larger
+swarm the draw comes first, because each search takes milliseconds, and a sample of the claims shows shortages by chance."""
 STEP = 0.25
 """Share by which the demand that reveals shortages is above the present throughput."""
 USEFUL = 0.5
@@ -73,6 +76,7 @@ class Outlook:
 
     def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
         self.blocks = blocks
+        self.claims = claims
         self.most = highest_speed(claim for claim in claims if claim.settled)
         intents = {claim.peer: claim for claim in claims if not claim.settled}
         self.staying = [claim for claim in claims if claim.settled and claim.peer not in intents]
@@ -80,6 +84,17 @@ class Outlook:
         self.placed = [*self.staying, *intents.values()]
         """One claim of each host: the blocks that it will have after all announced moves."""
         self.supply = Supply(blocks, self.placed, self.most)
+
+    def including(self, mine: Claim) -> "Outlook":
+        """This outlook if it has the settled claim ``mine``, else one that has it in place of others of its host: claims of a large swarm are a sample."""
+        if mine in self._settled:
+            return self
+        others = [claim for claim in self.claims if claim.peer != mine.peer]
+        return Outlook([*others, mine], blocks=self.blocks)
+
+    @cached_property
+    def _settled(self) -> frozenset[Claim]:
+        return frozenset(claim for claim in self.claims if claim.settled)
 
     @cached_property
     def gaps(self) -> list[int]:
@@ -91,21 +106,26 @@ class Outlook:
         return self.supply.throughput()
 
     @cached_property
+    def mean(self) -> float:
+        """The throughput if every host had every block."""
+        return self.supply.mean
+
+    @cached_property
     def is_balanced(self) -> bool:
         """Whether no move of any host could raise the throughput clearly."""
-        return self.throughput >= (1 - DEAD_BAND) * self.supply.mean
+        return self.throughput >= (1 - DEAD_BAND) * self.mean
 
     @cached_property
     def demand(self) -> float:
         """Tokens per second that the swarm should serve next."""
-        return min(self.supply.mean, (1 + STEP) * self.throughput)
+        return min(self.mean, (1 + STEP) * self.throughput)
 
     @cached_property
     def served(self) -> float:
         """Blocks per second that are served at this demand."""
         return self.supply.served(self.demand)
 
-    @property
+    @cached_property
     def short(self) -> float:
         """The shortage at this demand, in blocks per second."""
         return self.blocks * self.demand - self.served
@@ -126,10 +146,12 @@ def should_move(
 ) -> tuple[Move | None, Looks]:
     """The move for the host of ``mine``, a settled claim, or None; and the looks to pass at its next look.
 
-    ``length``: blocks that the host can hold, at least as many as it holds now. The caller announces the move at once, as a claim that is
-    not settled.
+    ``length``: blocks that the host can hold, at least as many as it holds now. ``outlook`` may be of a sample of the claims without that of the host.
+    The caller announces the move at once, as a claim that is not settled.
     """
     length = min(length, outlook.blocks)
+    if outlook.gaps:
+        outlook = outlook.including(mine)
     if outlook.gaps:
         looks = replace(looks, target=None, target_since=math.inf, gap_since=min(looks.gap_since, now))
         move = _fill(outlook, mine, looks, length, now, rng) if now >= looks.moved_at + GAP_PAUSE_S else None
@@ -137,12 +159,15 @@ def should_move(
     looks = replace(looks, gap_since=math.inf)
     if outlook.is_balanced or now < looks.moved_at + MOVE_PAUSE_S:
         return None, replace(looks, target=None, target_since=math.inf)
-    target, gain = _target(outlook, mine, looks.target, length, rng)
+    # With this probability, all hosts together move at most as much as is missing, or one host, between two looks.
+    chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.mean)
+    is_large = len(outlook.placed) > FEW_HOSTS
+    if is_large and looks.target is None and rng.random() > chance:
+        return None, looks
+    target, gain = _target(outlook.including(mine), mine, looks.target, length, rng)
     if target is None or target != looks.target:
         return None, replace(looks, target=target, target_since=now if target else math.inf)
-    # With this probability, all hosts together move at most as much as is missing, or one host, between two looks.
-    chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.supply.mean)
-    if now < looks.target_since + CONFIRM_S or rng.random() > chance:
+    if now < looks.target_since + CONFIRM_S or (not is_large and rng.random() > chance):
         return None, looks
     reason = f"the swarm lacks hosts of these blocks: {gain:.0%} more of this machine's time is of use there"
     return Move(*target, reason), replace(looks, moved_at=now, target=None, target_since=math.inf)

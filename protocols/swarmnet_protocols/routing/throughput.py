@@ -71,10 +71,15 @@ class Supply:
         self.blocks = blocks
         self._by_start: dict[int, dict[int, float]] = {}
         """For each first block of a span, the ends of the spans that start there, each with the summed speed of its hosts."""
-        self._bounds = sorted({0, blocks})
-        """All starts and ends of spans, in order: the blocks between two of them are in the same spans, and are filled as one."""
+        bounds = {0, blocks}
         for claim in claims:
-            self.add(claim.start, claim.end, min(claim.blocks_per_s, most))
+            start, end = max(claim.start, 0), min(claim.end, blocks)
+            if start < end and claim.blocks_per_s > 0:
+                bounds.update((start, end))
+                ends = self._by_start.setdefault(start, {})
+                ends[end] = ends.get(end, 0.0) + min(claim.blocks_per_s, most)
+        self._bounds = sorted(bounds)
+        """All starts and ends of spans, in order: the blocks between two of them are in the same spans, and are filled as one."""
 
     def add(self, start: int, end: int, blocks_per_s: float) -> None:
         """Add a host of blocks [start, end); remove one, if its speed is negative."""

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnet_client.swarm.pings import PINGED_HOSTS, drawn
+from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_node.engine.counters import BUSY_S
 from swarmnet_protocols.directory.host_announcements import WANTED
 from swarmnet_protocols.errors import NoRoute
@@ -47,6 +48,7 @@ class Client:
     place: Place
     rng: random.Random
     speeds: Speeds = field(default_factory=Speeds)
+    exclusions: Exclusions = field(default_factory=Exclusions)
     known: dict[PeerId, HostInfo] = field(default_factory=dict)
     """The hosts that it read from the directory."""
     pinged: list[HostInfo] = field(default_factory=list)
@@ -95,6 +97,12 @@ class Clients:
         self.minute: dict[PeerId, float] = dict(self.work)
         """and averaged over the last minute."""
         self.tokens_per_s = 0.0
+        self.slanderers: Set[PeerId] = frozenset()
+        """Hosts that report to clients that they do not reach the next host of a chain,"""
+        self.slandered: Set[PeerId] = frozenset()
+        """if it is one of these."""
+        self.reports = 0
+        """Such reports."""
         self._index = {peer: index for index, peer in enumerate(self.hosts)}
         self._wait_s = np.zeros(len(self.hosts))
         self._busy = dict.fromkeys(self.hosts, 0.0)
@@ -178,14 +186,40 @@ class Clients:
                 peer: host.coordinate for peer, host in client.known.items() if host.coordinate is not None
             },
             own=client.place.coordinate,
+            unreachable=client.exclusions.separated(self._now),
+            reporters=client.exclusions.reporters(self._now),
             busy={peer: self._busy[peer] for peer in pinged},
         )
 
     def _route(self, client: Client) -> list[Hop]:
         try:
-            return find_chain(self._view(client), (0, self.blocks), client.rng)
+            chain = find_chain(self._view(client), (0, self.blocks), client.rng)
+            while (at := self._slander(chain)) is not None:
+                chain = self._replaced(client, chain, at)
         except NoRoute:
             return []
+        return chain
+
+    def _slander(self, chain: Sequence[Hop]) -> int | None:
+        """The index of the first hop that reports that it does not reach the next one."""
+        for at, (one, other) in enumerate(pairwise(chain)):
+            if one.peer in self.slanderers and other.peer in self.slandered:
+                return at
+        return None
+
+    def _replaced(self, client: Client, chain: Sequence[Hop], at: int) -> list[Hop]:
+        """The chain in which the hop at index ``at``, which reported the next one, is replaced; that one too if another hop has reported it before."""
+        is_repeated = client.exclusions.separate(chain[at].peer, chain[at + 1].peer, self._now)
+        after = at + 1 + is_repeated
+        self.reports += 1
+        new = find_chain(
+            self._view(client),
+            (chain[at].start, chain[after - 1].end),
+            client.rng,
+            source=chain[at - 1].peer if at else None,
+            sink=chain[after].peer if after < len(chain) else None,
+        )
+        return [*chain[:at], *new, *chain[after:]]
 
     def _service_s(self, hop: Hop) -> float:
         return (hop.end - hop.start) / self.hosts[hop.peer].peer.speed

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmnet_protocols.routing.placement import choose_span, resolve_claims
-from swarmnet_protocols.routing.rebalancing import LOOK_S, Move, Outlook, should_move
+from swarmnet_protocols.routing.rebalancing import LOOK_S, Move, should_move
 from swarmnet_protocols.routing.throughput import Claim
 from tests.sim.scale.swarm import Rule, SimulatedHost, Snapshot
 
@@ -37,13 +37,8 @@ class Ours:
         if host.span is None:
             return None
         mine = host.claim(host.span, settled=True)
-        outlook = snapshot.outlook
-        if (
-            not outlook.is_balanced and mine not in snapshot.serving
-        ):  # a host knows itself, whatever the sample
-            others = [claim for claim in snapshot.serving if claim.peer != host.id]
-            outlook = Outlook([*others, mine], blocks=outlook.blocks)
-        move, host.looks = should_move(outlook, mine, host.looks, length=host.peer.length, now=now, rng=rng)
+        length = host.peer.length
+        move, host.looks = should_move(snapshot.outlook, mine, host.looks, length=length, now=now, rng=rng)
         return move
 
 
@@ -115,15 +110,15 @@ def _throughputs(claims: list[Claim], blocks: int) -> NDArray[np.float64]:
 
 
 def _best_start(throughputs: NDArray[np.float64], length: int) -> int:
-    """The first of the windows whose sorted throughputs are least, compared one after another."""
-    windows = np.sort(np.lib.stride_tricks.sliding_window_view(throughputs, length), axis=1)
-    candidates = np.arange(len(windows))
-    for column in range(length):
-        values = windows[candidates, column]
-        candidates = candidates[values == values.min()]
-        if len(candidates) == 1:
-            break
-    return int(candidates[0])
+    """The first of the windows whose sorted throughputs are least, compared one after another: one of those with the least throughput."""
+    values: list[float] = throughputs.tolist()
+    least, last = min(values), len(values) - length
+    at = values.index(least)
+    if values.count(least) > 1:
+        starts = [start for start in range(last + 1) if least in values[start : start + length]]
+    else:
+        starts = list(range(max(at - length + 1, 0), min(at, last) + 1))
+    return min(starts, key=lambda start: sorted(values[start : start + length]))
 
 
 RULES: dict[str, Rule] = {"ours": Ours(), "petals": Petals(), "none": Ours(moves=False)}

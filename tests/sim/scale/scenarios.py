@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 
@@ -294,7 +294,7 @@ def liars(setting: Setting) -> Result:
     swarm.place(peers)
     clients = setting.clients_of(swarm)
     clients.run(1)
-    first = _share(clients, lying)
+    first = _share(clients.work, lying)
     clients.run(12)  # a minute
     return _result(
         "liars",
@@ -302,14 +302,44 @@ def liars(setting: Setting) -> Result:
         clients,
         clients.tokens_per_s / clients.optimum(),
         liars_share_at_first=first,
-        liars_share=_share(clients, lying),
+        liars_share=_share(clients.work, lying),
     )
 
 
-def _share(clients: Clients, chosen: Set[str]) -> float:
+def slanderers(setting: Setting) -> Result:
+    """Three of ten equal hosts report to clients that they do not reach those of one in 20, which are honest.
+
+    ``honest_share`` and ``slandered_share``: the work of these over two minutes, in shares of another host, without such reports and with them.
+    """
+    rng = random.Random(setting.seed)
+    peers = _equal_hosts(rng, setting.nodes)
+    swarm = setting.swarm()
+    swarm.place(peers)
+    names = [peer.peer for peer in rng.sample(peers, max(round(0.35 * setting.nodes), 2))]
+    slandered = frozenset(names[: max(setting.nodes // 20, 1)])
+    shares = []
+    for reporting in (frozenset[PeerId](), frozenset(names) - slandered):
+        clients = setting.clients_of(swarm)
+        clients.slanderers, clients.slandered = reporting, slandered
+        clients.run(1 + CLIENT_ROUNDS)
+        shares.append(_share(clients.minute, slandered))
+    of_optimum = clients.tokens_per_s / clients.optimum()
+    honest_share, slandered_share = shares
+    return _result(
+        "slanderers",
+        swarm,
+        clients,
+        of_optimum,
+        honest_share=honest_share,
+        slandered_share=slandered_share,
+        reports=clients.reports,
+    )
+
+
+def _share(work: Mapping[PeerId, float], chosen: Set[str]) -> float:
     """The mean work of the ``chosen`` hosts, divided by that of the others."""
-    those = [work for peer, work in clients.work.items() if peer in chosen]
-    others = [work for peer, work in clients.work.items() if peer not in chosen]
+    those = [each for peer, each in work.items() if peer in chosen]
+    others = [each for peer, each in work.items() if peer not in chosen]
     return mean(those) / mean(others)
 
 
@@ -343,6 +373,7 @@ SCENARIOS: dict[str, Scenario] = {
     "outages": outages,
     "started-together": started_together,
     "liars": liars,
+    "slanderers": slanderers,
 }
 
 

@@ -288,23 +288,24 @@ class SimulatedSwarm:
         if self._snapshot is None or (
             self._changed and (fresh or self.now >= self._snapshot_at + SNAPSHOT_S)
         ):
-            joining, serving = self._claims(self._sample())
+            joining, serving = self._sample()
             self._snapshot = Snapshot(joining, serving, Outlook(serving, blocks=self.blocks))
             self._snapshot_at, self._changed = self.now, False
         return self._snapshot
 
-    def _sample(self) -> list[SimulatedHost]:
-        """The hosts that others know."""
+    def _sample(self) -> tuple[list[Claim], list[Claim]]:
+        """The claims of the hosts that others know."""
         chosen = list(self.hosts.values())
         if len(chosen) <= SAMPLE:
-            return chosen
+            return self._claims(chosen)
         sample = self.rng.sample(chosen, SAMPLE)
-        counts = holders(self._claims(sample)[1], self.blocks)
-        rare = {block for block, count in enumerate(counts) if not count}
+        claims = self._claims(sample)
+        rare = {block for block, count in enumerate(holders(claims[1], self.blocks)) if not count}
         if rare:
             known = {host.id for host in sample}
             sample += [host for host in chosen if host.id not in known and host.has(rare)]
-        return sample
+            claims = self._claims(sample)
+        return claims
 
     def _claims(self, hosts: Iterable[SimulatedHost]) -> tuple[list[Claim], list[Claim]]:
         """The claims of ``hosts``, as in a snapshot."""

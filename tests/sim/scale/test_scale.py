@@ -106,6 +106,12 @@ def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_th
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 
 
+def test_slanderers_change_the_work_of_honest_hosts_little() -> None:
+    notes = run("slanderers", Setting("ours", 60, 0, 60)).notes
+    assert notes["reports"] > 0
+    assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.2)
+
+
 def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
     with pytest.raises(AssertionError) as failed, simulated("started-together", 4, 3) as result:
         assert result.nodes > 4

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import rebalancing
 from swarmnet_protocols.routing.rebalancing import (
     CONFIRM_S,
     GAP_PAUSE_S,
@@ -58,10 +59,36 @@ def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> Non
 
 
 def test_between_two_looks_hosts_move_at_most_as_much_as_is_short() -> None:
-    claims = [Claim(PeerId(f"h{number:02}"), 0, 4) for number in range(50)]
-    claims += [Claim(PeerId(f"i{number:02}"), 4, 8) for number in range(30)]
-    share = len(moves(claims, claims[0].peer, seeds=400)) / 400
-    assert 2 < share * 50 <= 10, "ten of the first make both halves equal"
+    for scale in (1, 3):  # few hosts and many
+        claims = [Claim(PeerId(f"h{number:03}"), 0, 4) for number in range(50 * scale)]
+        claims += [Claim(PeerId(f"i{number:03}"), 4, 8) for number in range(30 * scale)]
+        share = len(moves(claims, claims[0].peer, seeds=400)) / 400
+        assert 2 < share * 50 <= 10, "a fifth of the first make both halves equal"
+
+
+def test_few_of_many_hosts_search_for_better_blocks() -> None:
+    claims = [Claim(PeerId(f"h{number:03}"), 0, 4) for number in range(100)]
+    claims += [Claim(PeerId(f"i{number:03}"), 4, 8) for number in range(80)]
+    outlook = Outlook(claims, blocks=BLOCKS)
+    with pytest.MonkeyPatch.context() as patch:
+        searches: list[int] = []
+        patch.setattr(rebalancing, "_target", lambda *_: searches.append(1) or (None, 0.0))
+        for seed in range(1000):
+            should_move(outlook, claims[0], Looks(), length=4, now=0.0, rng=random.Random(seed))
+    assert 50 < len(searches) < 200, "one of nine hosts would make both halves equal"
+
+
+def test_a_sample_without_the_claim_of_a_host_serves_it_as_well() -> None:
+    sample = SHORT[1:]
+    move, looks = None, Looks()
+    rng = random.Random(0)
+    for number in range(100):
+        now = number * CONFIRM_S
+        move, looks = should_move(Outlook(sample, blocks=BLOCKS), SHORT[0], looks, length=4, now=now, rng=rng)
+        if move is not None:
+            break
+    assert move is not None
+    assert move.start > 0
 
 
 def test_a_shortage_that_is_gone_at_the_second_look_is_forgotten() -> None:
