@@ -23,7 +23,7 @@ from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
-from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
     format_experts,
@@ -88,7 +88,8 @@ class ExpertNode(RunningNode):
     host = None
 
     def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
-        super().__init__(dependencies)
+        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+        super().__init__(dependencies, model)
         self._hosting = hosting
         self._state = pb.HOST_STATE_JOINING
         self.experts: BlockExperts = hosting.experts or {}
@@ -270,11 +271,6 @@ class ExpertNode(RunningNode):
             dependencies.rng,
             dependencies.timing,
         )
-
-    async def _keep_listed(self) -> NoReturn:
-        hosting = self._hosting
-        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
-        await keep_model_announced(self._dependencies.directory, model)
 
     async def _announce(self) -> None:
         if self._service is not None:

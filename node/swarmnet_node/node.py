@@ -39,7 +39,7 @@ from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
-from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
+from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
@@ -103,7 +103,8 @@ class Node(RunningNode):
     """A node that hosts whole blocks."""
 
     def __init__(self, dependencies: Dependencies, hosting: Hosting) -> None:
-        super().__init__(dependencies)
+        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
+        super().__init__(dependencies, model)
         self._hosting = hosting
         self._claims = ClaimReader(
             dependencies.directory,
@@ -433,11 +434,6 @@ class Node(RunningNode):
         dependencies = self._dependencies
         hosts = HostSample(dependencies.directory, self._hosting.manifest, dependencies.rng)
         await keep_located(dependencies.transport, hosts, self._own, dependencies.rng, dependencies.timing)
-
-    async def _keep_listed(self) -> NoReturn:
-        hosting = self._hosting
-        model = CatalogModel(hosting.manifest, clean(hosting.model), hosting.total_blocks)
-        await keep_model_announced(self._dependencies.directory, model)
 
     async def _keep_announcing(self) -> NoReturn:
         dependencies = self._dependencies

@@ -1,4 +1,4 @@
-"""What a node of blocks and a node of experts have in common: their dependencies, handlers that end with them, and how they leave."""
+"""The base of nodes that host blocks and of nodes that host experts only: dependencies, services that end with the node, and leaving."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -70,9 +71,11 @@ class Ending:
 class RunningNode(Ending, ABC):
     """A node that runs in the context of ``running``, once. Its state is readable before and after, too."""
 
-    def __init__(self, dependencies: Dependencies) -> None:
+    def __init__(self, dependencies: Dependencies, model: CatalogModel) -> None:
+        """``model``: the one that it hosts, as it is listed in the catalog."""
         super().__init__()
         self._dependencies = dependencies
+        self._model = model
         self._state = pb.HOST_STATE_CHOOSING
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
@@ -111,6 +114,9 @@ class RunningNode(Ending, ABC):
         """Announce, unless the directory does not answer."""
         with contextlib.suppress(SwarmnetError):
             await self._announce()
+
+    async def _keep_listed(self) -> NoReturn:
+        await keep_model_announced(self._dependencies.directory, self._model)
 
     async def _leave(self, grace_s: float) -> None:
         self._state = pb.HOST_STATE_LEAVING

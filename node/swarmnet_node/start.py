@@ -29,9 +29,9 @@ async def start(
     progress: "Progress | None" = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator["Supervisor"]:
-    """A node that serves while the context is open, whenever its limits allow it: on entry its model has been read, ``started`` waits for the rest.
+    """A node that serves while the context is open, whenever its limits allow it. On entry its model has been read; ``started`` waits until it serves.
 
-    ``notice`` is told how blocks were fitted to an accelerator, and for which experts the node waits.
+    ``notice`` is told how blocks were fitted to an accelerator, how many experts the memory holds, and for which experts the node waits.
 
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.

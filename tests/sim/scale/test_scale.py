@@ -102,11 +102,12 @@ def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
 
 
 def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_than_others() -> None:
-    """Of 200 hosts, ten lie. Where their steps do not show it, they have 1.85 times the work of an honest host."""
+    """Ten of 200 hosts lie. A liar has 1.85 times the work of an honest host if slow steps do not count as work."""
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 
 
 def test_slanderers_change_the_work_of_honest_hosts_little() -> None:
+    """The effect is small with simpler rules, too: that one report replaces no slandered host is tested in ``tests/unit/client/test_client_swarm.py``."""
     notes = run("slanderers", Setting("ours", 60, 0, 60)).notes
     assert notes["reports"] > 0
     assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.2)

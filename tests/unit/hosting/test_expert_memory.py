@@ -28,7 +28,7 @@ def _resident(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
-    """What a node of a tiny mixture of experts decides. Outside its hours it loads nothing."""
+    """A tiny mixture of experts, fitted to this limit on memory. The schedule keeps the node from loading its blocks."""
     model = folder / "model"
     config = NodeConfig(
         model=str(model if model.exists() else save_experts("mixtral", model)),

@@ -1,4 +1,4 @@
-"""What a trunk counts of the choices of its routers, for the placement of the experts that it lacks."""
+"""A trunk counts how often its routers choose each of the experts that it lacks: these counts decide on which peers they are placed."""
 
 import random
 from types import SimpleNamespace
