@@ -64,15 +64,19 @@ async def _keep_announced(directory: Directory, record: pb.CatalogRecord) -> NoR
             sample = await directory.sample([TOPIC], SAMPLE)
             # Entries that end before all peers have looked again do not count.
             least = directory.clock() + ANNOUNCE_S
-            if not is_enough([each.body for each in sample if each.expires_at > least], body):
+            lasting = [each.body for each in sample if each.expires_at > least]
+            if not is_enough(lasting, body, is_full=len(sample) >= SAMPLE):
                 await directory.publish(TOPIC, body, lifetime_s=LIFETIME_S)
         await asyncio.sleep(ANNOUNCE_S)
 
 
-def is_enough(sample: Sequence[bytes], body: bytes) -> bool:
-    """Whether enough entries are equal to ``body``: ``ENOUGH``, or of a full sample half of what each entry would have if all were equally frequent."""
+def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
+    """Whether enough entries are equal to ``body``: ``ENOUGH``, or of a full sample half of what each would have if all were equally frequent.
+
+    ``is_full``: the catalog may have more entries than the sample.
+    """
     wanted = float(ENOUGH)
-    if len(sample) >= SAMPLE:
+    if is_full and sample:
         wanted = min(wanted, len(sample) / len({*sample}) / 2)
     return sample.count(body) >= wanted
 

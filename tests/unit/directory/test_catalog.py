@@ -65,14 +65,15 @@ def test_few_of_many_hosts_announce_and_no_model_is_ever_missing(
 
 
 def test_of_a_full_sample_a_model_needs_its_share() -> None:
-    bodies = [bytes([number % 16]) for number in range(SAMPLE)]
-    assert is_enough(bodies, b"\x00")
-    assert not is_enough(bodies, b"\x10")
-    rare = [*bodies[:-1], b"\x10"]
-    assert not is_enough(rare, b"\x10")
+    """A third of a full sample ends soon, and does not count."""
+    bodies = [bytes([number % 16]) for number in range(2 * SAMPLE // 3)]
+    assert is_enough(bodies, b"\x00", is_full=True)
+    assert not is_enough(bodies, b"\x00", is_full=False)
+    assert not is_enough([*bodies, b"\x10"], b"\x10", is_full=True)
+    assert not is_enough([], b"\x00", is_full=True)
 
 
 def test_every_one_of_a_few_hosts_announces() -> None:
-    assert not is_enough([b"a"] * (ENOUGH - 1), b"a")
-    assert is_enough([b"a"] * ENOUGH, b"a")
-    assert not is_enough([b"a"] * ENOUGH, b"b")
+    assert not is_enough([b"a"] * (ENOUGH - 1), b"a", is_full=False)
+    assert is_enough([b"a"] * ENOUGH, b"a", is_full=False)
+    assert not is_enough([b"a"] * ENOUGH, b"b", is_full=False)
