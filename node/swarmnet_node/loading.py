@@ -171,19 +171,22 @@ class LoadedModel:
     def _with_cache(self, memory_bytes: int) -> "LoadedModel":
         """This model with the experts that the options name, or all, on disk until they are needed.
 
-        Raises ``ConfigError`` for a model without routed experts, ``OutOfResources`` if the memory does not hold ``MIN_CAPACITY`` of them.
+        Raises ``ConfigError`` for blocks without routed experts, ``OutOfResources`` if the memory does not hold ``MIN_CAPACITY`` of them.
         """
         from swarmnet_node.experts.expert_cache import MIN_CAPACITY
         from swarmnet_node.experts.trunk import CacheOptions
         from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
-        counts = self.model.expert_counts()
-        if not counts:
-            raise ConfigError(f"{self.model.name} has no routed experts", hint="leave out --expert-memory")
-        own = self.experts
+        routed = self._first_routed()
+        if routed is None:
+            where = "" if self.blocks is None else f"blocks {self.blocks[0]}:{self.blocks[1]} of "
+            raise ConfigError(
+                f"no routed experts in {where}{self.model.name}", hint="leave out --expert-memory"
+            )
+        counts, own = self.model.expert_counts(), self.experts
         if own is None:
             own = {block: frozenset(range(count)) for block, count in counts.items()}
-        one_bytes = expert_bytes(self._load_experts(min(counts), [0]))
+        one_bytes = expert_bytes(self._load_experts(routed, [0]))
         capacity = min(memory_bytes // one_bytes, sum(map(len, own.values())))
         if capacity < MIN_CAPACITY:
             raise OutOfResources(
@@ -251,7 +254,7 @@ class LoadedModel:
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
-        footprint = self._footprint()
+        footprint, bare = self._footprints()
         if self.blocks is not None:
             num_blocks = self.blocks[1] - self.blocks[0] if footprint.block_bytes else 0
         else:
@@ -263,48 +266,54 @@ class LoadedModel:
         except OutOfResources:
             if not may_cache or footprint.block_bytes == 0 or not self.model.expert_counts():
                 raise
-            return fitted._with_cache_within(max_ram_bytes, num_blocks)
+            bare.check(max_ram_bytes, num_blocks)
+            left_bytes = max_ram_bytes - bare.min_ram_bytes(num_blocks)
+            return fitted._with_cache(int(left_bytes * EXPERTS_MEMORY_SHARE))
         return fitted
 
-    def _with_cache_within(self, max_ram_bytes: int, num_blocks: int) -> "LoadedModel":
-        """This model with ``num_blocks`` blocks and as many of their routed experts in memory as fit into a limit."""
-        counts = self.model.expert_counts()
-        without = replace(self, experts={block: frozenset() for block in counts})._footprint()
-        without.check(max_ram_bytes, num_blocks)
-        left_bytes = max_ram_bytes - without.min_ram_bytes(num_blocks)
-        return self._with_cache(int(left_bytes * EXPERTS_MEMORY_SHARE))
-
-    def _footprint(self) -> "Footprint":
-        """The memory needs of its blocks, with the experts that are in memory."""
+    def _footprints(self) -> "tuple[Footprint, Footprint]":
+        """The memory needs of its blocks: with the experts that are in memory, and without routed experts."""
         import psutil
 
         from swarmnet_node.engine.memory_account import Footprint
         from swarmnet_node.owner.machine import release_memory
         from swarmnet_protocols.models.partial_model import LayerWidths
 
-        block_bytes = self._block_bytes() if self.devices[0].type == "cpu" else 0
+        whole_bytes, bare_bytes = self._block_bytes() if self.devices[0].type == "cpu" else (0, 0)
         release_memory()
-        return Footprint(
+        whole = Footprint(
             psutil.Process().memory_info().rss,
-            block_bytes,
+            whole_bytes,
             LayerWidths.of(self.model.config),
             self.dtype.itemsize,
         )
+        return whole, replace(whole, block_bytes=bare_bytes)
 
-    def _block_bytes(self) -> int:
-        """Bytes of one block: of the first one with routed experts, if there is one. Of packed experts, only one is loaded for it."""
+    def _block_bytes(self) -> tuple[int, int]:
+        """Bytes of one block, with the experts that are in memory and without routed experts: of the first one that has some, if there is one.
+
+        Its other weights are loaded, and one expert.
+        """
+        from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
-        first, end = self.blocks or (0, self.model.manifest.blocks)
+        routed = self._first_routed()
+        if routed is None:
+            first = 0 if self.blocks is None else self.blocks[0]
+            dense_bytes = self._load(first, first + 1).weight_bytes
+            return dense_bytes, dense_bytes
         counts = self.model.expert_counts()
-        routed = next((block for block in range(first, end) if block in counts), None)
-        if routed is None or not (self.is_packed or self.experts is not None):
-            first = first if routed is None else routed
-            return self._load(first, first + 1).weight_bytes
         bare = replace(self, experts={block: frozenset() for block in counts})
+        bare_bytes = bare._load(routed, routed + 1).weight_bytes
+        if self.experts is None and not self.is_packed:
+            return build_span(self.model.config, routed, routed + 1).weight_bytes(self.dtype), bare_bytes
         held = counts[routed] if self.experts is None else len(self.experts.get(routed, ()))
-        without: int = bare._load(routed, routed + 1).weight_bytes
-        return without + held * expert_bytes(self._load_experts(routed, [0]))
+        return bare_bytes + held * expert_bytes(self._load_experts(routed, [0])), bare_bytes
+
+    def _first_routed(self) -> int | None:
+        """The first of its blocks, or of all if they are not chosen yet, that has routed experts."""
+        first, end = self.blocks or (0, self.model.manifest.blocks)
+        return min(self.model.expert_counts().keys() & range(first, end), default=None)
 
     def hosting(self, config: NodeConfig, notice: Callable[[str], None]) -> "Hosting | ExpertHosting":
         if not self.has_blocks:

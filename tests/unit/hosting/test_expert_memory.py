@@ -1,6 +1,5 @@
 """A node whose memory limit does not hold all experts of its blocks keeps as many as fit, and reads the others from disk."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from swarmnet_node.engine.memory_account import MIB
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import Limits
-from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -46,8 +45,7 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
 def needed(folder: Path, blocks: int) -> tuple[int, int]:
     """The memory limits with which a node can host so many blocks: without experts in memory, and with all."""
     whole = loaded(folder, 1 << 40, blocks=(0, BLOCKS))
-    footprint = whole._footprint()
-    bare = replace(whole, experts={block: frozenset() for block in range(BLOCKS)})._footprint()
+    footprint, bare = whole._footprints()
     assert bare.block_bytes < footprint.block_bytes
     return bare.min_ram_bytes(blocks), footprint.min_ram_bytes(blocks)
 
@@ -100,3 +98,48 @@ def test_the_owner_may_say_how_much_memory_experts_have(tmp_path: Path) -> None:
     found = loaded(tmp_path, bare + memory + MIB, blocks=(0, BLOCKS), expert_memory_bytes=memory)
     assert found.cache is not None
     assert memory // 2 < found.cache.max_bytes <= memory
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_block_is_loaded_once_to_know_how_many_experts_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    bare, whole = needed(tmp_path, BLOCKS)
+    asked: list[tuple[int, int]] = []
+    load = LoadedModel._load
+
+    def counted(model: LoadedModel, start: int, end: int) -> Any:
+        asked.append((start, end))
+        return load(model, start, end)
+
+    monkeypatch.setattr(LoadedModel, "_load", counted)
+    found = loaded(tmp_path, (bare + whole) // 2, blocks=(0, BLOCKS), dtype=dtype)
+    assert found.cache is not None
+    assert asked == [(0, 1)]
+
+
+def test_weights_that_are_expanded_are_measured_without_loading_them(tmp_path: Path) -> None:
+    whole = loaded(tmp_path, 1 << 40, blocks=(1, BLOCKS), dtype="float32")
+    footprint, bare = whole._footprints()
+    assert bare.block_bytes < footprint.block_bytes == whole._load(1, 2).weight_bytes
+
+
+def test_the_experts_of_its_own_blocks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare, whole = needed(tmp_path, 2)
+    measured: list[int] = []
+    load = LoadedModel._load_experts
+
+    def counted(model: LoadedModel, block: int, experts: Any) -> Any:
+        measured.append(block)
+        return load(model, block, experts)
+
+    monkeypatch.setattr(LoadedModel, "_load_experts", counted)
+    assert loaded(tmp_path, (bare + whole) // 2, blocks=(2, 4)).cache is not None
+    assert set(measured) == {2}
+
+
+def test_memory_for_experts_that_its_blocks_do_not_have_is_refused(tmp_path: Path) -> None:
+    save_experts("deepseek_v3", tmp_path / "model")
+    with pytest.raises(ConfigError, match="no routed experts in blocks 0:1 of") as refused:
+        loaded(tmp_path, 1 << 40, blocks=(0, 1), expert_memory_bytes=1 << 30)
+    assert "--expert-memory" in refused.value.hint
