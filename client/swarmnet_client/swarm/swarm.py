@@ -401,23 +401,25 @@ class Exclusions:
 
     def __init__(self) -> None:
         self.bans = Bans()
-        self._overloaded_until: dict[bool, dict[PeerId, float]] = {False: {}, True: {}}
-        """By whether the work continues an answer."""
+        self._overloaded_until: dict[PeerId, tuple[float, float]] = {}
+        """When a host may be asked again: for new work, and for work that continues an answer."""
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
         """When the separation ends, and which of the two reported that it does not reach the other."""
 
     def refused(self, peer: PeerId, wait_s: float, now: float, *, continues: bool = False) -> None:
         """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``: with new work, and with all if it refused one that ``continues``."""
-        for kind in {False, continues}:
-            left = self.overloaded(now, continues=kind)
-            self._overloaded_until[kind] = {each: now + left_s for each, left_s in left.items()}
-            self._overloaded_until[kind][peer] = now + max(wait_s, MIN_OVERLOADED_S)
+        self._overloaded_until = {
+            each: until for each, until in self._overloaded_until.items() if max(until) > now
+        }
+        until_s = now + max(wait_s, MIN_OVERLOADED_S)
+        _, continued_s = self._overloaded_until.get(peer, (now, now))
+        self._overloaded_until[peer] = until_s, until_s if continues else continued_s
 
     def overloaded(self, now: float, *, continues: bool = False) -> dict[PeerId, float]:
         """The hosts that are overloaded for new work, or for work that ``continues`` an answer, each with the seconds that it is left alone."""
-        until = self._overloaded_until[continues]
-        return {peer: until_s - now for peer, until_s in until.items() if until_s > now}
+        untils_s = {peer: until[continues] for peer, until in self._overloaded_until.items()}
+        return {peer: until_s - now for peer, until_s in untils_s.items() if until_s > now}
 
     def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
         """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.

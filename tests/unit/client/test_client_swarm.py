@@ -68,6 +68,11 @@ def test_a_host_that_refused_new_work_may_continue_an_answer_unless_it_refused_t
     exclusions.refused(OTHER, 12.0, now=0.0, continues=True)
     assert exclusions.overloaded(0.0, continues=True) == {OTHER: 12.0}
     assert exclusions.overloaded(0.0) == {ONE: 12.0, OTHER: 12.0}
+    exclusions.refused(OTHER, 20.0, now=5.0)
+    assert exclusions.overloaded(5.0, continues=True) == {OTHER: 7.0}, "what it said of new work"
+    assert exclusions.overloaded(5.0) == {ONE: 7.0, OTHER: 20.0}
+    assert exclusions.overloaded(13.0) == {OTHER: 12.0}
+    assert not exclusions.overloaded(13.0, continues=True)
 
 
 def test_the_shortest_wait_is_that_until_every_block_has_a_host() -> None:
