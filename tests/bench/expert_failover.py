@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.experts import BLOCKS, save_model
+from tests.bench.experts import experts_swarm, save_model, start_peer
 from tests.support.commands import LOOPBACK, TIMEOUT_S, Place
 from tests.support.faults import kill, resume, stop
 from tests.support.processes import NodeProcess, RunProcess, Swarm
@@ -47,12 +47,9 @@ class Peer:
     def node(self) -> NodeProcess:
         return self.lab.nodes[self.name]
 
-    def start(self) -> None:
-        _ = self.lab.launch(self.name, "--experts", f"all:{self.experts}", place=self.place).ready
-
     def again(self) -> None:
         self.node.kill()
-        self.start()
+        start_peer(self.lab, self.name, self.experts, self.place)
 
 
 Begin = Callable[[Peer], Undo]
@@ -60,22 +57,17 @@ Begin = Callable[[Peer], Undo]
 
 
 @contextmanager
-def experts_swarm(
+def halves_swarm(
     folder: Path, model: Path, replicas: int, places: Sequence[Place]
 ) -> Iterator[tuple[Swarm, list[Peer]]]:
-    """The host, at the first of ``places``, and ``replicas`` peers with each half of its experts, at the following ones."""
-    lab = Swarm(folder, folder.parent / "cache", model=str(model))
-    try:
+    """``replicas`` peers with each half of the experts, at the first of ``places``, and the host at the one after these."""
+    shares = HALVES * replicas
+    with experts_swarm(folder, model, shares, places[: len(shares) + 1]) as lab:
         peers = [
             Peer(lab, f"peer{number}", experts, place)
-            for number, (experts, place) in enumerate(zip(HALVES * replicas, places[1:], strict=False))
+            for number, (experts, place) in enumerate(zip(shares, places, strict=False))
         ]
-        for peer in peers:
-            peer.start()
-        _ = lab.launch("trunk", "--experts", "none", "--blocks", f"0:{BLOCKS}", place=places[0]).ready
         yield lab, peers
-    finally:
-        lab.close()
 
 
 class Slowness:
@@ -192,16 +184,16 @@ def main() -> None:
         model = save_model(folder / "model")
         here = [LOOPBACK] * (2 * len(HALVES) + 1)
         if {"kill", "stop", "slow"} & set(arguments.faults):
-            with experts_swarm(folder / "loopback", model, 2, here) as (lab, peers):
+            with halves_swarm(folder / "loopback", model, 2, here) as (lab, peers):
                 measure({"kill": killed, "stop": stopped, "slow": slowed}, lab, peers, LOOPBACK, arguments)
         if "lost" in arguments.faults:
-            with experts_swarm(folder / "lost", model, 1, here) as (lab, peers):
+            with halves_swarm(folder / "lost", model, 1, here) as (lab, peers):
                 measure({"lost": killed}, lab, peers, LOOPBACK, arguments)
         if "cut" in arguments.faults:
             hosts = stack.enter_context(wan(*[LINK] * len(here)))
-            with experts_swarm(folder / "cut", model, 2, [host.place for host in hosts]) as (lab, peers):
-                by_name = {peer.name: host for peer, host in zip(peers, hosts[1:], strict=True)}
-                measure({"cut": cut_by(by_name)}, lab, peers, hosts[0].place, arguments)
+            with halves_swarm(folder / "cut", model, 2, [host.place for host in hosts]) as (lab, peers):
+                by_name = {peer.name: host for peer, host in zip(peers, hosts[:-1], strict=True)}
+                measure({"cut": cut_by(by_name)}, lab, peers, hosts[-1].place, arguments)
 
 
 if __name__ == "__main__":

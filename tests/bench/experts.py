@@ -20,10 +20,13 @@ from typing import Any
 
 from tests.bench.answering_process import AnsweringProcess
 from tests.bench.generating_process import generating
+from tests.support.commands import LOOPBACK, Place
 from tests.support.processes import RunProcess, Swarm
 from tests.support.wan import Uplink, wan
 
 BLOCKS, EXPERTS, PEERS = 8, 32, 3
+SHARES = [",".join(map(str, range(first, EXPERTS, PEERS))) for first in range(PEERS)]
+"""The experts of each peer."""
 EXPERT_BYTES = 3 * 384 * 256 * 4
 """Bytes of one expert in memory: the checkpoint has float32."""
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -57,18 +60,26 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
+def start_peer(lab: Swarm, name: str, share: str, place: Place) -> None:
+    """Start a node with these experts of every block, and wait until it is ready."""
+    _ = lab.launch(name, "--experts", f"all:{share}", place=place).ready
+
+
 @contextmanager
-def experts_swarm(folder: Path, model: Path, places: Sequence[Any] = ()) -> Iterator[Swarm]:
-    """Three peers with a third of the experts each, and a host with none. ``places``: where each runs, the host last."""
+def experts_swarm(
+    folder: Path, model: Path, shares: Sequence[str] = SHARES, places: Sequence[Place] = ()
+) -> Iterator[Swarm]:
+    """A node ``peerN`` for each of ``shares``, the experts of every block that it has, and a host ``trunk`` of all blocks without experts.
+
+    ``places``: those of the peers in their order, then that of the host; empty: all on loopback.
+    """
+    *of_peers, of_trunk = places or [LOOPBACK] * (len(shares) + 1)
     lab = Swarm(folder, folder.parent / "cache", model=str(model))
     try:
-        for peer in range(PEERS):
-            own = ",".join(str(expert) for expert in range(peer, EXPERTS, PEERS))
-            where = {"place": places[peer]} if places else {}
-            _ = lab.launch(f"peer{peer}", "--experts", f"all:{own}", **where).ready
-        where = {"place": places[PEERS]} if places else {}
+        for number, (share, place) in enumerate(zip(shares, of_peers, strict=True)):
+            start_peer(lab, f"peer{number}", share, place)
         options = ("--experts", "none", "--blocks", f"0:{BLOCKS}", "--client-share", "100")
-        _ = lab.launch("trunk", *options, **where).ready
+        _ = lab.launch("trunk", *options, place=of_trunk).ready
         yield lab
     finally:
         lab.close()
@@ -190,7 +201,7 @@ def on_a_local_network(folder: Path, model: Path, arguments: argparse.Namespace)
         uplink = Uplink(delay_ms / 2000, bytes_per_s=125_000_000)
         with wan(*[uplink] * (PEERS + 1)) as hosts:
             places = [host.place for host in hosts]
-            with experts_swarm(folder / f"lan{delay_ms:g}", model, places) as lab:
+            with experts_swarm(folder / f"lan{delay_ms:g}", model, places=places) as lab:
                 found = []
                 for _ in range(arguments.rounds):
                     # The client is on the machine of the host: the delay is that of the experts alone.
