@@ -91,6 +91,8 @@ class Supervisor(Ending):
         self._limits = limits
         self._node = _node(dependencies, self._hosting)
         self._is_loading = False
+        self._has_moved = False
+        """Whether the node ended to serve other blocks, and has not served them yet."""
         self._paused_by_owner = False
         self._step_aside_reason = ""
         """The reason of ``step_aside``; empty outside it."""
@@ -235,8 +237,7 @@ class Supervisor(Ending):
             self.end()
 
     async def _serve(self) -> None:
-        former, node = self._node, _node(self._dependencies, self._hosting)
-        has_moved = isinstance(former, Node) and former.next is not None  # it ended for these blocks
+        node = _node(self._dependencies, self._hosting)
         self._node, self._reason = node, ""
         self._is_loading = True
         async with node.running():
@@ -249,8 +250,9 @@ class Supervisor(Ending):
                 else None
             )
             self._notify_listeners("")
-            if has_moved:
+            if self._has_moved:
                 self._notify_of_move()
+                self._has_moved = False
             try:
                 await race(self._until(self._must_stop), node.finished())
                 node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
@@ -258,6 +260,7 @@ class Supervisor(Ending):
             finally:
                 await cancel(governing)
         self._hosting = node.hosting_again()
+        self._has_moved |= isinstance(node, Node) and node.next is not None
 
     def _has_room(self, more_bytes: int) -> bool:
         """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""

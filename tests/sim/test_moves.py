@@ -1,10 +1,12 @@
 """Hosts move to blocks that the swarm needs more: clients lose no token, and no block is without a host."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
+from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
@@ -12,6 +14,7 @@ from swarmnet_protocols.routing.rebalancing import CONFIRM_S, LOOK_S
 from swarmnet_protocols.session.steps import Row
 from tests.support.fake_machine import FakeMachine
 from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.virtual_time import TimedExecutor
 
 PROMPT = [5, 6, 7, 8]
 FOUND_S = CONFIRM_S + 20 * LOOK_S
@@ -152,5 +155,34 @@ def test_a_host_without_memory_for_both_leaves_its_blocks_first(reference: Refer
             assert max(reader.waits_s[1:]) <= 2 * max(reader.waits_s[1:20]), "a token waited for the move"
             assert said == [((0, 3), (3, 6))]
             assert mover.status().state == "online"
+
+    simulate(reference, scenario, limit_s=2000.0)
+
+
+def test_a_move_during_which_its_owner_pauses_the_node_is_told_once_it_serves(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        pauses: list[Supervisor] = []
+
+        def load(start: int, end: int) -> Stage:
+            if (start, end) == (3, 6) and pauses:
+                pauses.pop().pause()
+            return reference.stage(start, end)
+
+        hosting = replace(lab.hosting((0, 3), num_blocks=3, may_move=True), load=load)
+        await lab.start("stays", lab.hosting((0, 3)))
+        await lab.start("gone", lab.hosting((3, 6)))
+        machine, slow = FakeMachine(free=0), TimedExecutor(1.0)
+        async with lab.supervised("mover", hosting, machine, Limits(), executor=slow) as mover:
+            pauses.append(mover)
+            said: list[tuple[tuple[int, ...], tuple[int, int]]] = []
+            mover.on_move(lambda status: said.append((status.moved_from, (status.start, status.end))))
+            paused = asyncio.Event()
+            mover.on_change(lambda status: paused.set() if status.state == "paused" else None)
+            await lab.stop("gone")
+            await paused.wait()
+            assert said == []
+            mover.resume()
+            await asyncio.sleep(20.0)
+            assert (mover.status().state, said) == ("online", [((0, 3), (3, 6))])
 
     simulate(reference, scenario, limit_s=2000.0)

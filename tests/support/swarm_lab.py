@@ -135,7 +135,7 @@ class Lab:
     async def start(self, name: str, hosting: Hosting, executor: Executor | None = None) -> Node:
         """Start a node that runs until the lab ends or the network crashes it; returns when it serves.
 
-        ``executor`` is its torch thread, if its forwards wait for peers.
+        ``executor`` is its torch thread, if its work takes time or waits for peers.
         """
         if executor is not None:
             self._executors[name] = executor
@@ -172,9 +172,18 @@ class Lab:
 
     @asynccontextmanager
     async def supervised(
-        self, name: str, hosting: Hosting, machine: FakeMachine, limits: Limits, *, is_loaded: bool = True
+        self,
+        name: str,
+        hosting: Hosting,
+        machine: FakeMachine,
+        limits: Limits,
+        *,
+        executor: Executor | None = None,
+        is_loaded: bool = True,
     ) -> AsyncIterator[Supervisor]:
-        """A node that runs within its owner's limits. ``is_loaded``: on entry it serves or is paused."""
+        """A node that runs within its owner's limits, on ``executor`` as in ``start``. ``is_loaded``: on entry it serves or is paused."""
+        if executor is not None:
+            self._executors[name] = executor
         async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as supervisor:
             if is_loaded:
                 await supervisor.started()
