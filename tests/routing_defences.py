@@ -194,4 +194,9 @@ ROUTING = (
         replace_both,
         lambda _: test.test_slanderers_change_the_share_of_an_honest_host_little(),
     ),
+    Defence(
+        "slander of a neighbour costs its sender, also where few hosts have its blocks",
+        replace_both,
+        lambda _: test_scale.test_slanderers_change_the_work_of_an_honest_host_little(),
+    ),
 )

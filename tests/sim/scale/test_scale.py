@@ -106,11 +106,11 @@ def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_th
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 
 
-def test_slanderers_change_the_work_of_honest_hosts_little() -> None:
-    """The effect is small with simpler rules, too: that one report replaces no slandered host is tested in ``tests/unit/client/test_client_swarm.py``."""
-    notes = run("slanderers", Setting("ours", 60, 0, 60)).notes
+def test_slanderers_change_the_work_of_an_honest_host_little() -> None:
+    """If clients replaced a reported host with the one that reports it, this host would have 0.43 of its work left: few others have its blocks."""
+    notes = run("slanderers", Setting("ours", 30, 1, 60)).notes
     assert notes["reports"] > 0
-    assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.2)
+    assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.1)
 
 
 def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
