@@ -18,7 +18,7 @@ from swarmnet_node.hosting import step_times
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
-from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe
+from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe, typed_stream
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
@@ -39,7 +39,13 @@ from tests.support.swarm_lab import Reference, load_reference
 from tests.unit.directory import test_dht_storage
 from tests.unit.engine import test_decode_graphs, test_recurrent_state
 from tests.unit.hosting import test_step_times
-from tests.unit.net import test_flow_control, test_flow_control_streams, test_framed_stream, test_resources
+from tests.unit.net import (
+    test_flow_control,
+    test_flow_control_streams,
+    test_framed_stream,
+    test_resources,
+    test_typed_stream,
+)
 from tests.unit.session import test_steps
 
 
@@ -146,6 +152,11 @@ LIMITS = (
         "silent streams time out",
         wait_for_ever,
         lambda _: test_handshake_limits.test_a_silent_handshake_stream_times_out(),
+    ),
+    Defence(
+        "a peer that sends its heartbeats later and later is not waited for",
+        replacing(typed_stream, "MAX_EXTENSION", 1e9),
+        lambda _: test_typed_stream.test_late_heartbeats_are_waited_for_but_not_for_ever(),
     ),
     Defence(
         "messages have a size limit",

@@ -18,7 +18,7 @@ class Timing:
     heartbeat_s: float = 0.4
     """Period of heartbeats on a session or link."""
     silence_s: float = 2.0
-    """A peer that sent nothing for this long, not even a heartbeat, counts as failed."""
+    """A peer that sent nothing for this long, not even a heartbeat, counts as failed; up to ``MAX_EXTENSION`` times as long while its heartbeats are late."""
     open_s: float = 2.5
     """Timeout for dialling a peer and opening a stream."""
     alive_s: float = 0.5

@@ -198,6 +198,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 "at most 0.35",
                 key("int8_of_float32", positions=2048),
             ),
+            Headline("failovers of prompts of 2,048 at 2 Mbit/s", "", "0", key("failovers", rate_mbit=2.0)),
         ],
         "nat": [
             Headline("first answer of any pair of routers", "s", "at most 15", key("first_s")),

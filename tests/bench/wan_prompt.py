@@ -35,6 +35,7 @@ def main() -> None:
             for positions in arguments.positions:
                 prompt = prompt_of(positions, cache_dir)
                 first_s: dict[str, list[float]] = {wire: [] for wire in arguments.wires}
+                failovers = 0
                 for _ in range(arguments.rounds):
                     for wire in arguments.wires:
                         with RunProcess(lab.swarm, prompt, 2, lab.client, "--wire", wire) as run:
@@ -42,12 +43,14 @@ def main() -> None:
                         if code:
                             raise RuntimeError(answer)
                         first_s[wire].append(round(answer["first_token_s"], 2))
+                        failovers += answer["failovers"]
                 report: dict[str, Any] = {
                     "bench": "wan_prompt",
                     "rtt_ms": arguments.rtt_ms,
                     "rate_mbit": arguments.rate_mbit,
                     "positions": positions,
                     "first_token_s": first_s,
+                    "failovers": failovers,
                 }
                 for wire in first_s.keys() & {"bfloat16", "int8"}:
                     pairs = zip(first_s[wire], first_s.get("float32", ()), strict=False)

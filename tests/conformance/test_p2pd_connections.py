@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 LIBP2P_GIVES_UP_S = 40.0
 """Seconds for which p2pd keeps a silent connection: its muxer pings after 30 s and waits for 10."""
-MUCH = bytes(1 << 17)
+MUCH = bytes(1 << 18)
 
 Silence = Callable[[Detour, Stream, asyncio.subprocess.Process], AbstractAsyncContextManager[None]]
 """A context during which nothing comes over the stream."""
@@ -129,9 +129,9 @@ async def a_line_busy_with_what_we_sent(
 async def a_line_busy_with_what_others_send(
     detour: Detour, stream: Stream, process: asyncio.subprocess.Process
 ) -> AsyncIterator[None]:
-    """A slow uplink of the peer: its messages arrive 1.7 s late, and so do its answers to pings."""
+    """A slow uplink of the peer: its messages arrive 4.5 s late, and so do its answers to pings."""
     held = detour.hold()
-    asyncio.get_running_loop().call_later(1.7, held.set)
+    asyncio.get_running_loop().call_later(4.5, held.set)
     await stream.send(Message(b"", b"late"))
     yield
     await hears(stream, b"late")

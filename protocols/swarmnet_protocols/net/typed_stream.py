@@ -4,6 +4,9 @@ Every protocol of swarmnet but the DHT's is a pair of message types, one for eac
 ``heartbeat`` means in all of them that the sender is alive. A side that may send no other message for long sends heartbeats at a fixed rate
 (:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it raises ``DeadlineExceeded`` when they stop.
 
+Heartbeats of a peer that sends a long prompt over a slow uplink wait behind it in the buffer of its router. The times between them grow before they
+exceed the timeout, so that :class:`AdaptiveTimeout` can follow them, as TCP adapts its retransmission timeout to round trips (RFC 6298).
+
 A side that does not do what was asked refuses the stream (``refusal.py``). A stream with one request and one reply is made with :func:`ask`.
 """
 
@@ -24,6 +27,30 @@ from swarmnet_protocols.net.refusal import Refusal
 Sent = TypeVar("Sent", bound=Protobuf)
 Received = TypeVar("Received", bound=Protobuf)
 
+MAX_EXTENSION = 3.0
+"""Longest timeout for heartbeats, as a multiple of the one for a peer that sends them evenly."""
+_GAPS = 4.0
+"""The timeout for heartbeats is at least this many times the longest recent time between two messages."""
+_HALF_LIFE_S = 8.0
+"""Seconds after which the longest time between two messages counts half."""
+
+
+class AdaptiveTimeout:
+    """The timeout for the next heartbeat: ``least_s``, or more while messages come unevenly; never more than ``MAX_EXTENSION * least_s``."""
+
+    def __init__(self) -> None:
+        self._longest_s: float | None = None
+
+    def note(self, waited_s: float) -> None:
+        """The next message has come after ``waited_s``. The first one does not count: it answers a request."""
+        if self._longest_s is None:
+            self._longest_s = 0.0
+        else:
+            self._longest_s = max(waited_s, self._longest_s * 0.5 ** (waited_s / _HALF_LIFE_S))
+
+    def seconds(self, least_s: float) -> float:
+        return min(max(least_s, _GAPS * (self._longest_s or 0.0)), MAX_EXTENSION * least_s)
+
 
 class TypedStream(Generic[Sent, Received]):
     """One side of a stream on which it sends ``Sent`` and receives ``Received``.
@@ -42,7 +69,8 @@ class TypedStream(Generic[Sent, Received]):
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
         """``sent`` and ``received``: the types of the messages. ``silence_s``: longest time between two messages of the other side, heartbeats
-        included; it may be changed later. ``send_s``: longest time that the other side may leave a message unread. Infinity: no limit.
+        included; up to ``MAX_EXTENSION`` times as long while heartbeats are late. It may be changed later. ``send_s``: longest time that the other
+        side may leave a message unread. Infinity: no limit.
         ``on_heartbeat`` is called with each heartbeat, for those that carry news.
         """
         self.stream = stream
@@ -51,6 +79,7 @@ class TypedStream(Generic[Sent, Received]):
         self._send_s = send_s
         self.on_heartbeat = on_heartbeat
         self._has_heartbeats = "heartbeat" in received.DESCRIPTOR.fields_by_name
+        self._timeout = AdaptiveTimeout()
 
     @property
     def peer(self) -> PeerId:
@@ -68,18 +97,26 @@ class TypedStream(Generic[Sent, Received]):
     async def receive(self) -> tuple[Received, Buffer]:
         """The next message that is no heartbeat, and its payload.
 
-        Raises ``DeadlineExceeded`` after ``silence_s`` without even a heartbeat, ``ProtocolViolation`` for bytes that are no ``Received``, and
+        Raises ``DeadlineExceeded`` when not even a heartbeat comes in time, ``ProtocolViolation`` for bytes that are no ``Received``, and
         what ``Stream.receive`` raises.
         """
         while True:
-            if math.isinf(self.silence_s):
-                message = await self.stream.receive()
-            else:
-                message = await receive_within(self.stream, self.silence_s)
+            message = await self._receive_in_time()
             received = parse(self._received, message.header)
             if not self._has_heartbeats or not received.HasField("heartbeat"):
                 return received, message.payload
             self.on_heartbeat(received)
+
+    async def _receive_in_time(self) -> Message:
+        if math.isinf(self.silence_s):
+            return await self.stream.receive()
+        if not self._has_heartbeats:
+            return await receive_within(self.stream, self.silence_s)
+        clock = asyncio.get_running_loop().time
+        asked = clock()
+        message = await receive_within(self.stream, self._timeout.seconds(self.silence_s))
+        self._timeout.note(clock() - asked)
+        return message
 
     async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Sent]) -> NoReturn:
         """Send what ``heartbeat`` returns, at once and then every ``period_s``, until cancelled or until sending fails."""
@@ -123,7 +160,7 @@ async def receive_within(stream: Stream, silence_s: float) -> Message:
     try:
         return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s} s") from error
+        raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s:.3g} s") from error
 
 
 async def send_within(stream: Stream, message: Message, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, TypedStream, ask
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import MemoryNetwork, MemoryStream
@@ -61,6 +61,41 @@ def test_heartbeats_keep_a_stream_alive_and_are_not_received() -> None:
         assert len(heartbeats) > 9 * SILENCE_S
 
     between(serve, use)
+
+
+def test_late_heartbeats_are_waited_for_but_not_for_ever() -> None:
+    pauses_s = [0.2 * SILENCE_S, 0.5 * SILENCE_S, SILENCE_S, 2 * SILENCE_S]
+
+    async def serve(host: Host) -> None:
+        await host.receive()
+        for pause_s in pauses_s:
+            await host.send(pb.PassReply(heartbeat=pb.Heartbeat()))
+            await asyncio.sleep(pause_s)
+        await host.send(pb.PassReply(part=pb.Part()), b"")
+        await asyncio.sleep(10 * SILENCE_S)
+
+    async def use(stream: Stream) -> None:
+        client = client_side(stream)
+        await client.send(pb.PassRequest(begin=pb.Begin()))
+        reply, _ = await client.receive()
+        assert reply.HasField("part")
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await client.receive()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(3 * SILENCE_S)
+
+    between(serve, use)
+
+
+def test_the_timeout_is_the_least_again_after_heartbeats_were_even_for_a_while() -> None:
+    timeout = AdaptiveTimeout()
+    timeout.note(1.5)  # the answer to a request
+    assert timeout.seconds(2.0) == 2.0
+    timeout.note(1.5)
+    assert timeout.seconds(2.0) == 6.0
+    for _ in range(50):  # 20 s of even heartbeats
+        timeout.note(0.4)
+    assert timeout.seconds(2.0) == 2.0
 
 
 def test_silence_ends_a_stream() -> None:

@@ -30,6 +30,7 @@ from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd,
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
 from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.typed_stream import MAX_EXTENSION
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -240,13 +241,19 @@ class P2pdTransport:
             self._pinging.pop(peer, None)
 
     async def _is_alive(self, peer: PeerId) -> bool:
-        """Whether bytes of ``peer`` came within the last ``alive_s`` or come within ``silence_s``, or bytes sent to it may still be on their way."""
+        """Whether bytes of ``peer`` came within the last ``alive_s`` or come in time, or bytes sent to it may still be on their way.
+
+        In time is ``silence_s``, or as long as a stream may wait for late heartbeats if bytes of the peer came not longer ago than that.
+        """
         clock = asyncio.get_running_loop().time
         asked = clock()
-        if self._heard_at(peer) > asked - self._timing.alive_s:
+        heard_at, silence_s = self._heard_at(peer), self._timing.silence_s
+        if heard_at > asked - self._timing.alive_s:
             return True
         # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
-        if await self._daemon.answers(peer, within_s=self._timing.silence_s) or self._heard_at(peer) > asked:
+        if heard_at > asked - MAX_EXTENSION * silence_s:
+            silence_s *= MAX_EXTENSION
+        if await self._daemon.answers(peer, within_s=silence_s) or self._heard_at(peer) > asked:
             return True
         return any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer))
 
