@@ -44,10 +44,25 @@ class ClaimReader:
         for info, body in others:
             blocks_per_s = 1 / info.block_s if info.step_s > 0 else usual
             is_settled = body.state != pb.HOST_STATE_CHOOSING
-            claim = Claim(info.peer, info.start, info.end, blocks_per_s, is_settled, may_move=not body.stays)
+            claim = Claim(
+                info.peer,
+                info.start,
+                info.end,
+                blocks_per_s,
+                is_settled,
+                may_move=not body.stays,
+                may_switch=body.may_switch,
+                load=load_of(body),
+            )
             if body.next_start < body.next_end <= self._blocks:
                 after = replace(claim, start=body.next_start, end=body.next_end, settled=moved)
                 claims += [after] if moved else [claim, after]
             else:
                 claims.append(claim)
         return claims, usual
+
+
+def load_of(record: pb.HostRecord) -> float:
+    """The load of a host, as it announces it; 0 if that is out of range. At most n / (n + 1) with n open sessions: one client that waits for
+    each of its tokens keeps a host busy, and another host would not make it faster."""
+    return min(record.load, record.sessions / (record.sessions + 1)) if 0 <= record.load <= 1 else 0.0

@@ -56,8 +56,12 @@ class NodeConfig:
     dtype: str = "auto"
     """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
+    max_block_bytes: int | None = None
+    """Most bytes of the weights of all blocks: those of the model from which the node switches. None: no limit but those below."""
     stay: bool = False
     """Whether the node keeps the blocks that it chose when it joined."""
+    keep_model: bool = False
+    """Whether the node never switches to another model of the swarm."""
     client_share: float = ONE_CLIENT
     """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
     max_wait_s: float = 20.0
@@ -100,7 +104,15 @@ class LoadedModel:
     """The experts of its blocks that are on disk until they are needed; None: all are in memory."""
 
     @classmethod
-    def of(cls, config: NodeConfig, progress: "Progress | None", peers: "SwarmPeers") -> "LoadedModel":
+    def of(
+        cls,
+        config: NodeConfig,
+        progress: "Progress | None",
+        peers: "SwarmPeers",
+        *,
+        published: bool = False,
+    ) -> "LoadedModel":
+        """The model of ``config``. ``published``: its name is that of the swarm file, not a path of this machine."""
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
@@ -118,6 +130,7 @@ class LoadedModel:
             config.model,
             cache_dir=config.cache_dir,
             progress=progress,
+            published=published,
             max_disk_bytes=config.max_disk_bytes,
         )
         model.parts.peers = peers
@@ -154,6 +167,8 @@ class LoadedModel:
             return loaded
         if config.expert_memory_bytes is not None:
             loaded = loaded._with_cache(config.expert_memory_bytes)
+        if config.max_block_bytes is not None:
+            loaded = loaded._within_bytes(config.max_block_bytes)
         loaded = loaded._placed(config)
         if config.limits.max_ram_bytes is not None:
             blocks_bytes = config.limits.max_ram_bytes - (config.expert_memory_bytes or 0)
@@ -167,6 +182,16 @@ class LoadedModel:
                 progress("loading blocks", 0, None)
             loaded.preloaded.append(loaded._load(*loaded.blocks))
         return loaded
+
+    def _within_bytes(self, max_block_bytes: int) -> "LoadedModel":
+        """This model with as many blocks as these bytes hold. Raises ``OutOfResources`` if they hold none."""
+        block_bytes, _ = self._block_bytes()
+        if block_bytes > max_block_bytes:
+            raise OutOfResources(
+                f"a block of {self.model.name} has {block_bytes >> 20} MiB, the blocks of this node's own model have {max_block_bytes >> 20} MiB",
+                hint="say how much memory the node may use: --max-ram",
+            )
+        return replace(self, num_blocks=min(self.num_blocks, max_block_bytes // block_bytes))
 
     def _with_cache(self, memory_bytes: int) -> "LoadedModel":
         """This model with the experts that the options name, or all, on disk until they are needed.

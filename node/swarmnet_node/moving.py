@@ -75,7 +75,7 @@ class Movable(Protocol):
     async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
 
-    async def switch(self, loaded: LoadedBlocks, drain_s: float) -> None:
+    async def swap(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
 
     async def try_to_announce(self) -> None: ...
@@ -142,7 +142,7 @@ class Mover:
             if node.has_room_for(move.end - move.start):
                 loaded = await node.load(node.next.span)
                 if move.fills_gap or await self._will_be_spared():
-                    await node.switch(loaded, drain_s)
+                    await node.swap(loaded, drain_s)
             elif move.fills_gap or await self._may_leave():
                 ends = True
                 node.finish(drain_s)

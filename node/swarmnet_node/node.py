@@ -39,6 +39,7 @@ from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
+from swarmnet_node.switching import Departure, Intent, OtherModels, Switcher
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
@@ -52,6 +53,8 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
+from swarmnet_protocols.routing.rebalancing import Looks
+from swarmnet_protocols.routing.switching import Switch, SwitchLooks
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
@@ -79,6 +82,13 @@ class Hosting:
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
+    others: OtherModels | None = None
+    """The models to which the node may switch; None: it keeps its own."""
+    former_model: str = ""
+    """The name of the model from which it has switched to this one; empty: it joined with this one."""
+    model_reason: str = ""
+    """The reason why it switched, for its owner."""
+    switch_looks: SwitchLooks = field(default_factory=SwitchLooks)
     has_room: Callable[[int], bool] = lambda _: True
     """A function that says whether this number of bytes of further weights fits into the memory."""
     on_move: Callable[[], None] = lambda: None
@@ -114,11 +124,16 @@ class Node(RunningNode):
             blocks=hosting.total_blocks,
         )
         self._own = OwnCoordinate(dependencies.rng)
-        self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
+        looks = Looks(moved_at=hosting.switch_looks.switched_at)
+        self.placed = hosting.placed or Placed((0, hosting.num_blocks), "", looks=looks)
         self.next: Placed | None = None
         """The blocks that it will serve soon instead. A node that ends meanwhile is to be run again with them."""
         self._step_s = 0.0
         self._moving: asyncio.Task[None] | None = None
+        self.switch_looks = hosting.switch_looks
+        self.departure: Departure | None = None
+        """The switch to another model for which it ends; None while it makes none."""
+        self._switching: asyncio.Task[None] | None = None
         self._contexts = AsyncExitStack()
         self._engine_context = AsyncExitStack()
         self._engine: Engine | None = None
@@ -138,11 +153,15 @@ class Node(RunningNode):
                     asyncio.create_task(self._keep_located(), name="locate"),
                     asyncio.create_task(self._keep_listed(), name="catalog"),
                 ]
-                if self._hosting.may_move:
+                hosting = self._hosting
+                if hosting.may_move:
                     self._moving = asyncio.create_task(self._mover().run(), name="move")
+                if hosting.others is not None:
+                    switcher = Switcher(self, self._claims, hosting.others, self._dependencies)
+                    self._switching = asyncio.create_task(switcher.run(), name="switch")
                 yield
             finally:
-                await cancel(*background, self._moving)
+                await cancel(*background, self._moving, self._switching)
                 await self._stop()
                 # A late status request must not keep the blocks in memory.
                 self._engine = self._host = self._expert_service = self._dispatcher = None
@@ -280,7 +299,7 @@ class Node(RunningNode):
             sessions=len(host.sessions) if host else 0,
             cache_bytes=engine.cache_bytes if engine else 0,
             cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
-            weight_bytes=engine.stage.weight_bytes if engine else 0,
+            weight_bytes=self.weight_bytes,
             tokens=engine.counters.positions if engine else 0,
             forwards=engine.counters.forwards if engine else 0,
             version=self._hosting.version,
@@ -291,6 +310,9 @@ class Node(RunningNode):
             refused_stores=self._dependencies.directory.refused,
             moved_from=self.placed.moved_from or (),
             moving_to=self.next.span if self.next else (),
+            former_model=self._hosting.former_model,
+            model_reason=self._hosting.model_reason,
+            switching_to=self.departure.switch.name if self.departure else "",
             experts=format_experts(service.experts) if service else "",
             expert_rows=service.rows if service else 0,
             expert_streams=service.streams if service else 0,
@@ -301,8 +323,10 @@ class Node(RunningNode):
         )
 
     def finish(self, grace_s: float) -> None:
-        if self._leaving is None and self._moving is not None and self._moving is not asyncio.current_task():
-            self._moving.cancel()
+        if self._leaving is None:
+            for task in (self._moving, self._switching):
+                if task is not None and task is not asyncio.current_task():
+                    task.cancel()
         super().finish(grace_s)
 
     async def _dismiss(self) -> None:
@@ -311,7 +335,7 @@ class Node(RunningNode):
 
     def hosting_again(self) -> Hosting:
         """The hosting of the next run: the same blocks after a pause, or the blocks to which the node moves."""
-        return replace(self._hosting, placed=self.next or self.placed)
+        return replace(self._hosting, placed=self.next or self.placed, switch_looks=self.switch_looks)
 
     def report(self) -> report_pb2.NodeReport:
         if self._host is None and self._state != pb.HOST_STATE_JOINING:
@@ -381,13 +405,18 @@ class Node(RunningNode):
         stage = self._engine.stage
         return self._hosting.has_room(blocks * stage.weight_bytes // stage.blocks)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of its blocks; 0 before they are loaded."""
+        return self._engine.stage.weight_bytes if self._engine else 0
+
     async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises what loading raises."""
         # Not on the torch thread, where sessions go on.
         stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
         return LoadedBlocks(stage, await self._measure(stage))
 
-    async def switch(self, loaded: LoadedBlocks, drain_s: float) -> None:
+    async def swap(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
         host, former, former_context = self._host, self._engine, self._engine_context
         if host is None or former is None or self.next is None:
@@ -451,6 +480,25 @@ class Node(RunningNode):
         is_short = self._dispatcher is not None and bool(self._dispatcher.missing())
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
+    def intent(self, switch: Switch) -> Intent:
+        """The announcement that this node is about to make ``switch``."""
+        transport = self._dependencies.transport
+
+        def announcement() -> Announcement:
+            return Announcement(
+                switch.manifest,
+                (switch.start, switch.end),
+                pb.HOST_STATE_CHOOSING,
+                transport.addresses(),
+                step_s=0.0,
+                sessions=0,
+                version=self._hosting.version,
+                public_name=self._hosting.public_name,
+                reach=transport.reach(),
+            )
+
+        return Intent(self._dependencies, announcement)
+
     async def _announce(self) -> None:
         announcement = Announcement(
             self._hosting.manifest,
@@ -464,6 +512,7 @@ class Node(RunningNode):
             reach=self._dependencies.transport.reach(),
             next_span=self.next.span if self.next else None,
             stays=not self._hosting.may_move,
+            may_switch=self._hosting.others is not None,
             coordinate=self._own.coordinate,
             missing_experts=self._dispatcher.missing() if self._dispatcher else {},
         )

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.loading import NodeConfig
+from swarmnet_node.other_models import ModelReader, other_models
 from swarmnet_node.owner.limits import Limits
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -36,7 +37,6 @@ async def start(
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
     """
-    loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         link = LinkLimiter()
@@ -54,12 +54,12 @@ async def start(
 
         from swarmnet_protocols.directory.host_announcements import read_hosts
         from swarmnet_protocols.fetching.peers import SwarmPeers
-        from swarmnet_protocols.models.outline import fetch_outline
         from swarmnet_protocols.timing import Timing
 
         # Reading the model and connecting to the swarm take a second each, so both run at once.
         peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
-        loading = loop.run_in_executor(executor, LoadedModel.of, config, progress, peers)
+        reader = ModelReader(executor, peers)
+        loading = asyncio.create_task(reader.load(config, progress), name="read the model")
         try:
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, link=link, step_aside=step_aside))
@@ -70,14 +70,7 @@ async def start(
             peers.detach()
             raise
         finally:
-            try:
-                loaded = await loading
-            except (ConfigError, Unreachable):  # the hub does not answer, or does not have it
-                manifest = config.network.rules.names.get(config.model)
-                if manifest is None or not peers.is_attached:
-                    raise
-                await fetch_outline(peers, config.model, manifest, config.cache_dir)
-                loaded = await loop.run_in_executor(executor, LoadedModel.of, config, progress, peers)
+            loaded = await loading
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
         if loaded.cache is not None and config.expert_memory_bytes is None:
@@ -85,6 +78,7 @@ async def start(
             notice(
                 f"--max-ram holds {loaded.cache.capacity} of {total} experts: the others are read from disk when they are needed"
             )
+        from swarmnet_node.node import Hosting
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
         from swarmnet_node.supervisor import Supervisor
@@ -113,6 +107,8 @@ async def start(
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
         hosting = loaded.hosting(config, notice)
+        if isinstance(hosting, Hosting):
+            hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
         watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")

@@ -12,6 +12,7 @@ The states of a supervised node:
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -32,10 +33,13 @@ from swarmnet_node.node import Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
+from swarmnet_node.switching import Departure
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
+
+_log = logging.getLogger(__name__)
 
 GOVERN_S = 0.5
 """Seconds between two measurements of resident memory, if it is limited."""
@@ -83,10 +87,11 @@ class Supervisor(Ending):
         super().__init__()
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
+        self._switch_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
-        self._hosting = hosting
-        if isinstance(hosting, Hosting):
-            self._hosting = replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
+        self._hosting = self._watched(hosting) if isinstance(hosting, Hosting) else hosting
+        self._former: Hosting | None = None
+        """The hosting before a switch to another model, until that serves."""
         self._machine = machine
         self._limits = limits
         self._node = _node(dependencies, self._hosting)
@@ -171,6 +176,10 @@ class Supervisor(Ending):
         """Call ``listener`` whenever the node has moved to other blocks."""
         self._move_listeners.append(listener)
 
+    def on_switch(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Call ``listener`` whenever the node has switched to another model."""
+        self._switch_listeners.append(listener)
+
     def limits(self) -> Limits:
         return self._limits
 
@@ -228,7 +237,12 @@ class Supervisor(Ending):
             while not self._is_finishing:
                 if not self._reason_to_pause():
                     # A pause does not wait until the blocks are loaded.
-                    await race(self._serve(), self._until_loading_must_stop())
+                    try:
+                        await race(self._serve(), self._until_loading_must_stop())
+                    except SwarmnetError as error:
+                        if self._former is None:
+                            raise
+                        self._go_back(self._former, self._hosting.manifest, error)
                 else:
                     await self._rest()
         except Exception as error:  # noqa: BLE001 - the supervisor: ``finished`` raises it
@@ -253,6 +267,10 @@ class Supervisor(Ending):
             if self._has_moved:
                 self._notify_of_move()
                 self._has_moved = False
+            if self._former is not None:
+                self._former = None
+                for listener in self._switch_listeners:
+                    listener(self.status())
             try:
                 await race(self._until(self._must_stop), node.finished())
                 node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
@@ -261,6 +279,42 @@ class Supervisor(Ending):
                 await cancel(governing)
         self._hosting = node.hosting_again()
         self._has_moved |= isinstance(node, Node) and node.next is not None
+        if isinstance(node, Node) and node.departure is not None and not self._must_stop():
+            await self._switch(node.departure, node.hosting_again())
+
+    async def _switch(self, departure: Departure, former: Hosting) -> None:
+        """Read the model for which the node has ended, to run a node of it next; if that fails, one with its former blocks."""
+        switch, now = departure.switch, asyncio.get_running_loop().time()
+        self._is_loading = True
+        announcing = asyncio.create_task(departure.intent.keep(), name="announce intent")
+        try:
+            hosting = await departure.models.hosting(switch.manifest, departure.weight_bytes, self._limits)
+        except SwarmnetError as error:
+            await cancel(announcing)
+            await departure.intent.withdraw()
+            self._go_back(former, switch.manifest, error)
+        else:
+            self._former = former
+            hosting = replace(
+                hosting,
+                former_model=former.model,
+                model_reason=switch.reason,
+                switch_looks=former.switch_looks.after_switch(now),
+            )
+            self._hosting = self._watched(hosting)
+            self._node = _node(self._dependencies, self._hosting)
+        finally:
+            self._is_loading = False
+            await cancel(announcing)
+
+    def _go_back(self, former: Hosting, manifest: bytes, error: SwarmnetError) -> None:
+        """Run a node with its former blocks next, because the switch to another model failed."""
+        _log.warning("the switch to another model failed: %s", error)
+        looks = former.switch_looks.after_failure(manifest, asyncio.get_running_loop().time())
+        self._hosting, self._former = replace(former, switch_looks=looks), None
+
+    def _watched(self, hosting: Hosting) -> Hosting:
+        return replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
 
     def _has_room(self, more_bytes: int) -> bool:
         """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""

@@ -65,6 +65,7 @@ class Foreground:
                 monitor.watch(node)
             node.on_change(self._report)
             node.on_move(self._report_move)
+            node.on_switch(self._report_switch)
             self._announce(node.status())
             await node.finished()
         self._say({"event": "stopped"}, "stopped")
@@ -97,6 +98,18 @@ class Foreground:
         self._say(
             event | {"blocks_reason": status.blocks_reason}, f"moved from {start}:{end} to {_blocks(status)}"
         )
+
+    def _report_switch(self, status: "NodeStatus") -> None:
+        notify_status(_one_line(status))
+        event: dict[str, object] = {
+            "event": "switched",
+            "model": status.model,
+            "former_model": status.former_model,
+            "model_reason": status.model_reason,
+            "blocks": [status.start, status.end],
+        }
+        text = f"switched from {status.former_model} to {status.model}: {status.model_reason}"
+        self._say(event | {"blocks_reason": status.blocks_reason}, f"{text}; {_blocks(status)}")
 
     def _finish(self, node: "Supervisor") -> None:
         notify_stopping()

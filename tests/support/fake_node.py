@@ -84,3 +84,6 @@ class FakeNode:
 
     def on_move(self, listener: Callable[[NodeStatus], None]) -> None:
         """Never calls back: the node does not move."""
+
+    def on_switch(self, listener: Callable[[NodeStatus], None]) -> None:
+        """Never calls back: the node does not switch."""

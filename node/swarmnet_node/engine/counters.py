@@ -12,6 +12,8 @@ POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 BUSY_S = 5.0
 """Seconds over which the busy share of time is averaged: longer than most steps, so that it is steady, and shorter than most sessions, so that
 clients see what others have begun."""
+LOAD_S = 120.0
+"""Seconds over which the load that a host announces is averaged: what lasts for minutes, so that hosts may switch to another model for it."""
 
 
 def node_histogram(name: str, about: str, buckets: Sequence[float] = SECONDS) -> Histogram:
@@ -32,19 +34,20 @@ def total(histogram: Histogram) -> float:
 
 
 class BusyShare:
-    """The share of the recent past in which an engine computed. What it did t seconds ago counts in proportion to exp(-t / ``BUSY_S``)."""
+    """The share of the recent past in which an engine computed. What it did t seconds ago counts in proportion to exp(-t / ``over_s``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, over_s: float = BUSY_S) -> None:
+        self._over_s = over_s
         self._share = 0.0
         self._at = 0.0
 
     def computed(self, elapsed_s: float, now: float) -> None:
         """It computed for the ``elapsed_s`` seconds before ``now``."""
-        self._share = min(self.at(now) + 1 - math.exp(-elapsed_s / BUSY_S), 1.0)
+        self._share = min(self.at(now) + 1 - math.exp(-elapsed_s / self._over_s), 1.0)
         self._at = now
 
     def at(self, now: float) -> float:
-        return self._share * math.exp(-(now - self._at) / BUSY_S)
+        return self._share * math.exp(-(now - self._at) / self._over_s)
 
 
 class EngineCounters:

@@ -31,7 +31,7 @@ import torch
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
-from swarmnet_node.engine.counters import BusyShare, EngineCounters
+from swarmnet_node.engine.counters import LOAD_S, BusyShare, EngineCounters
 from swarmnet_node.engine.scheduler import (
     SHORT_TOKENS,
     ClientShares,
@@ -154,6 +154,7 @@ class Engine:
         """From the limit on the caches of all clients to the limit on those of one client, in bytes."""
         self.counters = EngineCounters()
         self.busy = BusyShare()
+        self.load = BusyShare(LOAD_S)
         """By the stopwatch."""
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
@@ -455,6 +456,7 @@ class Engine:
         """Seconds of a forward or pass that began at ``started`` and has just ended, which count as busy."""
         now = self.stopwatch()
         self.busy.computed(now - started, now)
+        self.load.computed(now - started, now)
         return now - started
 
     def _account(self, tokens: int, elapsed_s: float) -> None:

@@ -52,6 +52,8 @@ class Announcement:
     """The blocks to which it is about to move, if it moves."""
     stays: bool = False
     """Whether its owner has fixed its blocks."""
+    may_switch: bool = False
+    """Whether it may switch to another model of the swarm."""
     coordinate: Coordinate | None = None
     """The node's network coordinate; None: not known yet."""
     missing_experts: BlockExperts = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Announcement:
             next_start=self.next_span[0] if self.next_span else 0,
             next_end=self.next_span[1] if self.next_span else 0,
             stays=self.stays,
+            may_switch=self.may_switch,
+            load=engine.load.at(engine.stopwatch()) if engine else 0.0,
             coordinate=self.coordinate.numbers() if self.coordinate else (),
             missing_experts=_shortened(format_experts(self.missing_experts)),
         )

@@ -96,6 +96,12 @@ class NodeStatus:
     """The experts of its blocks that peers compute; None if it has them all."""
     moving_to: tuple[int, ...] = ()
     """The blocks [start, end) to which it is about to move; empty if it does not move."""
+    former_model: str = ""
+    """The model from which it has switched to this one; empty: it joined with this one."""
+    model_reason: str = ""
+    """The reason why it switched; empty if it has not."""
+    switching_to: str = ""
+    """The model to which it is about to switch; empty if it does not switch."""
 
 
 class Controlled(Protocol):

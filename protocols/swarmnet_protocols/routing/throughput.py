@@ -44,6 +44,10 @@ class Claim:
     settled: bool = True
     may_move: bool = True
     """Whether the host may move to other blocks; false if its owner has fixed them."""
+    may_switch: bool = False
+    """Whether the host may switch to another model of the swarm."""
+    load: float = 0.0
+    """Share of the last minutes in which the host computed."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:

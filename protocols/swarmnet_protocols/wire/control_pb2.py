@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcontrol.proto\x12\x13swarmnet.control.v1\"\x0f\n\rStatusRequest\"\x85\x06\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\r\n\x05start\x18\x05 \x01(\r\x12\x0b\n\x03\x65nd\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x11\n\taddresses\x18\x08 \x03(\t\x12\x10\n\x08uptime_s\x18\t \x01(\x01\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x0b \x01(\x04\x12\x19\n\x11\x63\x61\x63he_bytes_limit\x18\x0c \x01(\x04\x12\x14\n\x0cweight_bytes\x18\r \x01(\x04\x12\x0e\n\x06tokens\x18\x0e \x01(\x04\x12\x10\n\x08\x66orwards\x18\x0f \x01(\x04\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\r\n\x05swarm\x18\x11 \x01(\t\x12\x0e\n\x06reason\x18\x12 \x01(\t\x12+\n\x06limits\x18\x13 \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x14 \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\x15 \x01(\x04\x12\x0f\n\x07warning\x18\x16 \x01(\t\x12)\n\x05reach\x18\x17 \x01(\x0b\x32\x1a.swarmnet.control.v1.Reach\x12\x15\n\rblocks_reason\x18\x18 \x01(\t\x12\x16\n\x0erefused_stores\x18\x19 \x01(\x04\x12\x12\n\nmoved_from\x18\x1a \x03(\r\x12\x11\n\tmoving_to\x18\x1b \x03(\r\x12\x0f\n\x07\x65xperts\x18\x1c \x01(\t\x12\x13\n\x0b\x65xpert_rows\x18\x1d \x01(\x04\x12\x16\n\x0e\x65xpert_streams\x18\x1e \x01(\r\x12)\n\x05trunk\x18\x1f \x01(\x0b\x32\x1a.swarmnet.control.v1.Trunk\x12\x16\n\x0e\x65xperts_needed\x18  \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18! \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\" \x01(\x01\"\xa2\x01\n\x05Trunk\x12\r\n\x05lacks\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\t\x12\x17\n\x0fmissing_experts\x18\x03 \x01(\r\x12\x15\n\rround_trips_s\x18\x04 \x03(\x01\x12\x0b\n\x03\x66\x61r\x18\x05 \x01(\r\x12\x0c\n\x04rows\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x0e\n\x06hedged\x18\x08 \x01(\x04\x12\x0e\n\x06loaded\x18\t \x01(\x04\"\xc6\x01\n\x05Reach\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03nat\x18\x02 \x01(\t\x12\x0e\n\x06relays\x18\x03 \x03(\t\x12\x0f\n\x07punched\x18\x04 \x01(\r\x12\x13\n\x0bnot_punched\x18\x05 \x01(\r\x12\x0f\n\x07punch_s\x18\x06 \x01(\x01\x12\x10\n\x08\x63ircuits\x18\x07 \x01(\r\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x1a\n\x12\x66orwarded_circuits\x18\t \x01(\r\x12\x17\n\x0f\x66orwarded_bytes\x18\n \x01(\x04\"\xa7\x03\n\x06Limits\x12\x1a\n\rmax_ram_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bmax_gpu_mem\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x0eup_bytes_per_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10\x64own_bytes_per_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rmonthly_bytes\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08schedule\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x11\n\tidle_only\x18\x07 \x01(\x08\x12\x14\n\x0cidle_after_s\x18\x08 \x01(\x01\x12\x12\n\nno_battery\x18\t \x01(\x08\x12\x12\n\x05\x63ores\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1e\n\x11relay_bytes_per_s\x18\x0b \x01(\x01H\x07\x88\x01\x01\x42\x10\n\x0e_max_ram_bytesB\x0e\n\x0c_max_gpu_memB\x11\n\x0f_up_bytes_per_sB\x13\n\x11_down_bytes_per_sB\x10\n\x0e_monthly_bytesB\x0b\n\t_scheduleB\x08\n\x06_coresB\x14\n\x12_relay_bytes_per_s\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\r\n\x0b\x46inishReply\"\x0e\n\x0cPauseRequest\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x12\n\x10GetLimitsRequest2\xdd\x03\n\x07\x43ontrol\x12M\n\x06Status\x12\".swarmnet.control.v1.StatusRequest\x1a\x1f.swarmnet.control.v1.NodeStatus\x12N\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a .swarmnet.control.v1.FinishReply\x12K\n\x05Pause\x12!.swarmnet.control.v1.PauseRequest\x1a\x1f.swarmnet.control.v1.PauseReply\x12N\n\x06Resume\x12\".swarmnet.control.v1.ResumeRequest\x1a .swarmnet.control.v1.ResumeReply\x12O\n\tGetLimits\x12%.swarmnet.control.v1.GetLimitsRequest\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rcontrol.proto\x12\x13swarmnet.control.v1\"\x0f\n\rStatusRequest\"\xc7\x06\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\r\n\x05start\x18\x05 \x01(\r\x12\x0b\n\x03\x65nd\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x11\n\taddresses\x18\x08 \x03(\t\x12\x10\n\x08uptime_s\x18\t \x01(\x01\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x0b \x01(\x04\x12\x19\n\x11\x63\x61\x63he_bytes_limit\x18\x0c \x01(\x04\x12\x14\n\x0cweight_bytes\x18\r \x01(\x04\x12\x0e\n\x06tokens\x18\x0e \x01(\x04\x12\x10\n\x08\x66orwards\x18\x0f \x01(\x04\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\r\n\x05swarm\x18\x11 \x01(\t\x12\x0e\n\x06reason\x18\x12 \x01(\t\x12+\n\x06limits\x18\x13 \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x14 \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\x15 \x01(\x04\x12\x0f\n\x07warning\x18\x16 \x01(\t\x12)\n\x05reach\x18\x17 \x01(\x0b\x32\x1a.swarmnet.control.v1.Reach\x12\x15\n\rblocks_reason\x18\x18 \x01(\t\x12\x16\n\x0erefused_stores\x18\x19 \x01(\x04\x12\x12\n\nmoved_from\x18\x1a \x03(\r\x12\x11\n\tmoving_to\x18\x1b \x03(\r\x12\x0f\n\x07\x65xperts\x18\x1c \x01(\t\x12\x13\n\x0b\x65xpert_rows\x18\x1d \x01(\x04\x12\x16\n\x0e\x65xpert_streams\x18\x1e \x01(\r\x12)\n\x05trunk\x18\x1f \x01(\x0b\x32\x1a.swarmnet.control.v1.Trunk\x12\x16\n\x0e\x65xperts_needed\x18  \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18! \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\" \x01(\x01\x12\x14\n\x0c\x66ormer_model\x18# \x01(\t\x12\x14\n\x0cmodel_reason\x18$ \x01(\t\x12\x14\n\x0cswitching_to\x18% \x01(\t\"\xa2\x01\n\x05Trunk\x12\r\n\x05lacks\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\t\x12\x17\n\x0fmissing_experts\x18\x03 \x01(\r\x12\x15\n\rround_trips_s\x18\x04 \x03(\x01\x12\x0b\n\x03\x66\x61r\x18\x05 \x01(\r\x12\x0c\n\x04rows\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x0e\n\x06hedged\x18\x08 \x01(\x04\x12\x0e\n\x06loaded\x18\t \x01(\x04\"\xc6\x01\n\x05Reach\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03nat\x18\x02 \x01(\t\x12\x0e\n\x06relays\x18\x03 \x03(\t\x12\x0f\n\x07punched\x18\x04 \x01(\r\x12\x13\n\x0bnot_punched\x18\x05 \x01(\r\x12\x0f\n\x07punch_s\x18\x06 \x01(\x01\x12\x10\n\x08\x63ircuits\x18\x07 \x01(\r\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x1a\n\x12\x66orwarded_circuits\x18\t \x01(\r\x12\x17\n\x0f\x66orwarded_bytes\x18\n \x01(\x04\"\xa7\x03\n\x06Limits\x12\x1a\n\rmax_ram_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bmax_gpu_mem\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x0eup_bytes_per_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10\x64own_bytes_per_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rmonthly_bytes\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08schedule\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x11\n\tidle_only\x18\x07 \x01(\x08\x12\x14\n\x0cidle_after_s\x18\x08 \x01(\x01\x12\x12\n\nno_battery\x18\t \x01(\x08\x12\x12\n\x05\x63ores\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1e\n\x11relay_bytes_per_s\x18\x0b \x01(\x01H\x07\x88\x01\x01\x42\x10\n\x0e_max_ram_bytesB\x0e\n\x0c_max_gpu_memB\x11\n\x0f_up_bytes_per_sB\x13\n\x11_down_bytes_per_sB\x10\n\x0e_monthly_bytesB\x0b\n\t_scheduleB\x08\n\x06_coresB\x14\n\x12_relay_bytes_per_s\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\r\n\x0b\x46inishReply\"\x0e\n\x0cPauseRequest\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x12\n\x10GetLimitsRequest2\xdd\x03\n\x07\x43ontrol\x12M\n\x06Status\x12\".swarmnet.control.v1.StatusRequest\x1a\x1f.swarmnet.control.v1.NodeStatus\x12N\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a .swarmnet.control.v1.FinishReply\x12K\n\x05Pause\x12!.swarmnet.control.v1.PauseRequest\x1a\x1f.swarmnet.control.v1.PauseReply\x12N\n\x06Resume\x12\".swarmnet.control.v1.ResumeRequest\x1a .swarmnet.control.v1.ResumeReply\x12O\n\tGetLimits\x12%.swarmnet.control.v1.GetLimitsRequest\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=38
   _globals['_STATUSREQUEST']._serialized_end=53
   _globals['_NODESTATUS']._serialized_start=56
-  _globals['_NODESTATUS']._serialized_end=829
-  _globals['_TRUNK']._serialized_start=832
-  _globals['_TRUNK']._serialized_end=994
-  _globals['_REACH']._serialized_start=997
-  _globals['_REACH']._serialized_end=1195
-  _globals['_LIMITS']._serialized_start=1198
-  _globals['_LIMITS']._serialized_end=1621
-  _globals['_USAGE']._serialized_start=1623
-  _globals['_USAGE']._serialized_end=1683
-  _globals['_FINISHREQUEST']._serialized_start=1685
-  _globals['_FINISHREQUEST']._serialized_end=1717
-  _globals['_FINISHREPLY']._serialized_start=1719
-  _globals['_FINISHREPLY']._serialized_end=1732
-  _globals['_PAUSEREQUEST']._serialized_start=1734
-  _globals['_PAUSEREQUEST']._serialized_end=1748
-  _globals['_PAUSEREPLY']._serialized_start=1750
-  _globals['_PAUSEREPLY']._serialized_end=1762
-  _globals['_RESUMEREQUEST']._serialized_start=1764
-  _globals['_RESUMEREQUEST']._serialized_end=1779
-  _globals['_RESUMEREPLY']._serialized_start=1781
-  _globals['_RESUMEREPLY']._serialized_end=1794
-  _globals['_GETLIMITSREQUEST']._serialized_start=1796
-  _globals['_GETLIMITSREQUEST']._serialized_end=1814
-  _globals['_CONTROL']._serialized_start=1817
-  _globals['_CONTROL']._serialized_end=2294
+  _globals['_NODESTATUS']._serialized_end=895
+  _globals['_TRUNK']._serialized_start=898
+  _globals['_TRUNK']._serialized_end=1060
+  _globals['_REACH']._serialized_start=1063
+  _globals['_REACH']._serialized_end=1261
+  _globals['_LIMITS']._serialized_start=1264
+  _globals['_LIMITS']._serialized_end=1687
+  _globals['_USAGE']._serialized_start=1689
+  _globals['_USAGE']._serialized_end=1749
+  _globals['_FINISHREQUEST']._serialized_start=1751
+  _globals['_FINISHREQUEST']._serialized_end=1783
+  _globals['_FINISHREPLY']._serialized_start=1785
+  _globals['_FINISHREPLY']._serialized_end=1798
+  _globals['_PAUSEREQUEST']._serialized_start=1800
+  _globals['_PAUSEREQUEST']._serialized_end=1814
+  _globals['_PAUSEREPLY']._serialized_start=1816
+  _globals['_PAUSEREPLY']._serialized_end=1828
+  _globals['_RESUMEREQUEST']._serialized_start=1830
+  _globals['_RESUMEREQUEST']._serialized_end=1845
+  _globals['_RESUMEREPLY']._serialized_start=1847
+  _globals['_RESUMEREPLY']._serialized_end=1860
+  _globals['_GETLIMITSREQUEST']._serialized_start=1862
+  _globals['_GETLIMITSREQUEST']._serialized_end=1880
+  _globals['_CONTROL']._serialized_start=1883
+  _globals['_CONTROL']._serialized_end=2360
 # @@protoc_insertion_point(module_scope)

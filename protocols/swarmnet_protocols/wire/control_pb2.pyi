@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts", "expert_rows", "expert_streams", "trunk", "experts_needed", "expert_hit_rate", "expert_prediction_rate")
+    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts", "expert_rows", "expert_streams", "trunk", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,9 @@ class NodeStatus(_message.Message):
     EXPERTS_NEEDED_FIELD_NUMBER: _ClassVar[int]
     EXPERT_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_PREDICTION_RATE_FIELD_NUMBER: _ClassVar[int]
+    FORMER_MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REASON_FIELD_NUMBER: _ClassVar[int]
+    SWITCHING_TO_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -80,7 +83,10 @@ class NodeStatus(_message.Message):
     experts_needed: int
     expert_hit_rate: float
     expert_prediction_rate: float
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ..., expert_rows: _Optional[int] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[Trunk, _Mapping]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ...) -> None: ...
+    former_model: str
+    model_reason: str
+    switching_to: str
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ..., expert_rows: _Optional[int] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[Trunk, _Mapping]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ...) -> None: ...
 
 class Trunk(_message.Message):
     __slots__ = ("lacks", "missing", "missing_experts", "round_trips_s", "far", "rows", "failed", "hedged", "loaded")

@@ -83,7 +83,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     stay: Annotated[
         bool,
-        typer.Option("--stay", help="Keep the blocks, even if others become needed more."),
+        typer.Option("--stay", help="Keep the blocks and the model, even if others become needed more."),
+    ] = False,
+    keep_model: Annotated[
+        bool,
+        typer.Option(
+            "--keep-model",
+            help="Never switch to another model that the swarm file lists, even if that lacks hosts.",
+        ),
     ] = False,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -220,6 +227,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             else None,
             max_expert_round_trip_s=None if expert_delay is None else expert_delay / 1000,
             stay=stay,
+            keep_model=keep_model,
             device=device,
             dtype=dtype,
             max_cache_bytes=max_cache_bytes,

@@ -41,7 +41,9 @@ def _print(node: "NodeStatus") -> None:
         {
             **({"warning": node.warning} if node.warning else {}),
             "swarm": node.swarm,
-            "model": node.model,
+            "model": node.model + (f": {node.model_reason}" if node.model_reason else ""),
+            **({"model before": node.former_model} if node.former_model else {}),
+            **({"switches to": node.switching_to} if node.switching_to else {}),
             **(
                 {
                     "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
