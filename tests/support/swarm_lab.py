@@ -1,6 +1,7 @@
 """A whole swarm in one process: real nodes and clients over simulated links, faults on observed events."""
 
 import asyncio
+import copy
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -113,6 +114,12 @@ class Lab:
         self.memberships: dict[str, Membership] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._executors: dict[str, Executor] = {}
+
+    def beside(self, reference: Reference) -> "Lab":
+        """The same network with another model: its nodes and clients are those of that model."""
+        other = copy.copy(self)
+        other.reference = reference
+        return other
 
     @property
     def manifest(self) -> bytes:

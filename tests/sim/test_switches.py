@@ -1,0 +1,194 @@
+"""A node switches to another model of the swarm that lacks hosts: its clients lose no token, and it comes back if it cannot host the other model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node.node import Hosting
+from swarmnet_node.owner.limits import Limits
+from swarmnet_node.supervisor import Supervisor
+from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
+from swarmnet_protocols.routing.switching import CONFIRM_S, LOOK_S, RETRY_S, SwarmModel
+from tests.sim.test_moves import PROMPT, Reader
+from tests.support.fake_machine import FakeMachine
+from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
+
+FOUND_S = CONFIRM_S + 10 * LOOK_S
+"""A need is confirmed, and the switch made, at each look with some chance."""
+
+
+@pytest.fixture(scope="module")
+def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder: Path = tmp_path_factory.mktemp("beta")
+    return load_reference(folder / "model", folder / "cache", blocks=4)
+
+
+@dataclass(frozen=True)
+class LabModels:
+    """The models of some labs in one swarm, for a node of the first."""
+
+    labs: Sequence[Lab]
+    asked: list[bytes] = field(default_factory=list)
+    error: SwarmnetError | None = None
+    """The error of every attempt to read a model for hosting."""
+    load_error: SwarmnetError | None = None
+    """The error of every attempt to load its blocks."""
+
+    @property
+    def manifests(self) -> Sequence[bytes]:
+        return [lab.manifest for lab in self.labs[1:]]
+
+    def own(self) -> SwarmModel:
+        return self._described(self.labs[0])
+
+    async def read(self, manifest: bytes, blocks: int) -> SwarmModel:
+        found = self._described(self._lab(manifest))
+        return replace(found, length=min(found.blocks, blocks))
+
+    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> Hosting:
+        self.asked.append(manifest)
+        assert weight_bytes > 0
+        lab = self._lab(manifest)
+        others = replace(self, labs=[lab, *(each for each in self.labs if each is not lab)])
+        await asyncio.sleep(60.0)  # longer than a record lasts
+        if self.error is not None:
+            raise self.error
+        hosting = lab.hosting(num_blocks=3, may_move=True, others=others)
+        return replace(hosting, load=self._fail) if self.load_error is not None else hosting
+
+    def _fail(self, _start: int, _end: int) -> None:
+        assert self.load_error is not None
+        raise self.load_error
+
+    def _lab(self, manifest: bytes) -> Lab:
+        return next(lab for lab in self.labs if lab.manifest == manifest)
+
+    @staticmethod
+    def _described(lab: Lab) -> SwarmModel:
+        blocks = lab.reference.local.manifest.blocks
+        return SwarmModel(lab.manifest, f"{blocks} blocks", blocks, 1.0, ())
+
+
+async def wait_until(holds: Callable[[], bool], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(1.0)
+
+
+async def wait_for_model(node: Supervisor, manifest: bytes, within_s: float) -> None:
+    await wait_until(lambda: (node.status().manifest, node.status().state) == (manifest, "online"), within_s)
+
+
+async def check_answer(lab: Lab, client: str) -> None:
+    async with lab.client(client) as swarm, lab.chain(swarm) as chain:
+        assert await lab.generate(chain, PROMPT, 8) == lab.reference.greedy(PROMPT, 8)
+
+
+def test_a_spare_host_switches_to_a_model_that_cannot_be_run_while_its_clients_go_on(
+    reference: Reference, beta: Reference
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        await other.start("half", other.hosting((0, 2)))
+        models = LabModels([lab, other])
+        hosting = lab.hosting((0, 6), others=models)
+        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+            said: list[tuple[str, str]] = []
+            spare.on_switch(lambda status: said.append((status.former_model, status.model_reason)))
+            reader = Reader(lab)
+            reading = asyncio.create_task(reader.read())
+            await reader.begun.wait()
+            assert spare.status().sessions == 1
+            for name in ("a", "b"):
+                await lab.start(name, lab.hosting((0, 6)))
+            await wait_for_model(spare, other.manifest, FOUND_S)
+            status = spare.status()
+            assert (status.start, status.end) == (1, 4)
+            assert said == [("tiny", "no host had 2 of its 4 blocks, and 6 blocks has enough hosts")]
+            assert (status.former_model, status.switching_to) == ("tiny", "")
+            await check_answer(other, "late")
+            await asyncio.sleep(20.0)
+            reader.is_enough = True
+            await reading
+            reader.check()
+            assert reader.handovers >= 1
+            assert max(reader.waits_s[1:]) <= 2 * max(reader.waits_s[1:20]), "a token waited for the switch"
+            assert models.asked == [other.manifest]
+
+    simulate(reference, scenario, limit_s=3000.0)
+
+
+def test_of_several_spare_hosts_one_switches(reference: Reference, beta: Reference, seed: int) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        await other.start("half", other.hosting((0, 2)))
+        models = LabModels([lab, other])
+        hosting = lab.hosting((0, 6), others=models)
+        async with AsyncExitStack() as stack:
+            nodes = [
+                await stack.enter_async_context(lab.supervised(name, hosting, FakeMachine(), Limits()))
+                for name in ("a", "b", "c", "d", "e")
+            ]
+            await wait_until(lambda: bool(models.asked), FOUND_S)
+            await asyncio.sleep(FOUND_S)
+            assert [node.status().manifest for node in nodes].count(other.manifest) == 1
+            assert models.asked == [other.manifest]
+
+    simulate(reference, scenario, seed=seed, limit_s=3000.0)
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        {"error": Unreachable("the hub does not answer", hint="")},
+        {"load_error": OutOfResources("the blocks do not fit", hint="")},
+    ],
+    ids=["cannot be read", "cannot be loaded"],
+)
+def test_a_node_that_cannot_host_the_other_model_serves_its_former_blocks_again(
+    reference: Reference, beta: Reference, errors: dict[str, SwarmnetError]
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        await other.start("half", other.hosting((0, 2)))
+        for name in ("a", "b"):
+            await lab.start(name, lab.hosting((0, 6)))
+        models = LabModels([lab, other], **errors)
+        hosting = lab.hosting((0, 6), others=models)
+        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+            await wait_until(lambda: bool(models.asked), FOUND_S)
+            await asyncio.sleep(65.0)
+            await wait_for_model(spare, lab.manifest, 60.0)
+            assert (spare.status().start, spare.status().end) == (0, 6)
+            assert spare.status().former_model == ""
+            await lab.stop("a")
+            await lab.stop("b")
+            await check_answer(lab, "late")
+            for name in ("c", "d"):
+                await lab.start(name, lab.hosting((0, 6)))
+            await asyncio.sleep(RETRY_S / 2)
+            assert models.asked == [other.manifest]
+
+    simulate(reference, scenario, limit_s=RETRY_S)
+
+
+def test_a_pause_ends_a_switch_and_the_node_keeps_its_model(reference: Reference, beta: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        for name in ("a", "b"):
+            await lab.start(name, lab.hosting((0, 6)))
+        models = LabModels([lab, other])
+        hosting = lab.hosting((0, 6), others=models)
+        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+            await wait_until(lambda: bool(models.asked), FOUND_S)
+            spare.pause()
+            await asyncio.sleep(5.0)
+            assert (spare.status().state, spare.status().manifest) == ("paused", lab.manifest)
+            spare.resume()
+            await wait_for_model(spare, lab.manifest, 10.0)
+
+    simulate(reference, scenario, limit_s=3000.0)
