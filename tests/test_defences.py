@@ -27,6 +27,7 @@ from tests.reachability_defences import REACHABILITY
 from tests.routing_defences import ROUTING
 from tests.slot_defences import EVICTIONS
 from tests.support.virtual_time import DeadlockError
+from tests.switching_defences import SWITCHING
 from tests.verifiable_defences import VERIFIABLE
 from tests.web_defences import WEB
 from tests.word_defences import WORDS
@@ -54,6 +55,7 @@ DEFENCES = (
     *LOCAL_NETWORK,
     *GATEWAY,
     *ROUTING,
+    *SWITCHING,
     *EVICTIONS,
     *OVERLOAD,
     *AUDITS,

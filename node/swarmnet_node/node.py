@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -38,6 +38,7 @@ from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
 from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.owner.limits import Limits
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_node.switching import Departure, Intent, OtherModels, Switcher
 from swarmnet_protocols.directory.catalog import CatalogModel
@@ -67,6 +68,16 @@ INTENT_ROUNDS = 5
 """Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
 
 
+class HostableModels(OtherModels, Protocol):
+    """The models to which a node may switch, and its hosting of them."""
+
+    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> "Hosting":
+        """The hosting of one of them, within ``limits`` and, unless these say how much memory it may take, in no more than the ``weight_bytes`` of the present blocks.
+
+        Raises ``SwarmnetError`` if it cannot be read or does not fit.
+        """
+
+
 @dataclass(frozen=True)
 class Hosting:
     """The blocks that a node hosts: those of ``placed``, or ``num_blocks`` where the swarm needs them most.
@@ -82,7 +93,7 @@ class Hosting:
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
-    others: OtherModels | None = None
+    others: HostableModels | None = None
     """The models to which the node may switch; None: it keeps its own."""
     former_model: str = ""
     """The name of the model from which it has switched to this one; empty: it joined with this one."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swarmnet_node.node import Hosting
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import LocalModel, Progress
-    from swarmnet_protocols.routing.switching import SwarmModel
+    from swarmnet_protocols.routing.switching import ServedModel
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class ModelReader:
 
 @dataclass(frozen=True)
 class ListedModels:
-    """The models of the swarm to which a node of ``model`` may switch: ``OtherModels`` of ``switching.py``."""
+    """The models of the swarm to which a node of ``model`` may switch: ``HostableModels`` of ``node.py``."""
 
     config: NodeConfig
     """The options with which its owner started the node."""
@@ -88,17 +88,17 @@ class ListedModels:
     model: "LocalModel"
     block_bytes: int | None = None
     """Bytes of the weights of the blocks that it hosted before its first switch; None: it has not switched."""
-    _known: dict[bytes, "SwarmModel"] = field(default_factory=dict)
+    _known: dict[bytes, "ServedModel"] = field(default_factory=dict)
 
     @property
     def manifests(self) -> Sequence[bytes]:
         own = self.model.manifest.hash
         return [manifest for manifest in listed(self.config.network.rules).values() if manifest != own]
 
-    def own(self) -> "SwarmModel":
+    def own(self) -> "ServedModel":
         return _described(self.model)
 
-    async def read(self, manifest: bytes, blocks: int) -> "SwarmModel":
+    async def read(self, manifest: bytes, blocks: int) -> "ServedModel":
         if manifest not in self._known:
             model = await self.reader.open(replace(self.config, model=self._name(manifest)))
             _check(model, manifest)
@@ -145,7 +145,7 @@ def other_models(
 
 
 def listed(rules: Rules) -> dict[str, bytes]:
-    """The manifest hashes, by name, of the models whose parts can be verified whoever sends them: those that the swarm file lists with a pieces hash."""
+    """The manifest hashes, by name, of the models whose parts can be verified, from the hub or from peers: those that the swarm file lists with a pieces hash."""
     return {name: manifest for name, manifest in rules.names.items() if manifest in rules.pieces_hashes}
 
 
@@ -158,9 +158,9 @@ def _check(model: "LocalModel", manifest: bytes) -> None:
         )
 
 
-def _described(model: "LocalModel") -> "SwarmModel":
-    from swarmnet_protocols.routing.switching import SwarmModel
+def _described(model: "LocalModel") -> "ServedModel":
+    from swarmnet_protocols.routing.switching import ServedModel
 
     manifest = model.manifest
     size = sum(file.size for file in manifest.files)
-    return SwarmModel(manifest.hash, model.name, manifest.blocks, size / manifest.blocks, ())
+    return ServedModel(manifest.hash, model.name, manifest.blocks, size / manifest.blocks, ())

@@ -29,7 +29,7 @@ from swarmnet_node.engine.memory_account import (
 )
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.node import Hosting, Node
+from swarmnet_node.node import HostableModels, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
@@ -277,18 +277,21 @@ class Supervisor(Ending):
                 await node.finished()
             finally:
                 await cancel(governing)
-        self._hosting = node.hosting_again()
-        self._has_moved |= isinstance(node, Node) and node.next is not None
-        if isinstance(node, Node) and node.departure is not None and not self._must_stop():
-            await self._switch(node.departure, node.hosting_again())
+        if isinstance(node, Node):
+            self._has_moved |= node.next is not None
+            again = self._hosting = node.hosting_again()
+            if node.departure is not None and again.others is not None and not self._must_stop():
+                await self._switch(node.departure, again, again.others)
+        else:
+            self._hosting = node.hosting_again()
 
-    async def _switch(self, departure: Departure, former: Hosting) -> None:
+    async def _switch(self, departure: Departure, former: Hosting, others: HostableModels) -> None:
         """Read the model for which the node has ended, to run a node of it next; if that fails, one with its former blocks."""
         switch, now = departure.switch, asyncio.get_running_loop().time()
         self._is_loading = True
         announcing = asyncio.create_task(departure.intent.keep(), name="announce intent")
         try:
-            hosting = await departure.models.hosting(switch.manifest, departure.weight_bytes, self._limits)
+            hosting = await others.hosting(switch.manifest, departure.weight_bytes, self._limits)
         except SwarmnetError as error:
             await cancel(announcing)
             await departure.intent.withdraw()

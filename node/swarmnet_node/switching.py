@@ -15,12 +15,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.moving import DRAIN_S, Placed
-from swarmnet_node.owner.limits import Limits
 from swarmnet_node.running_node import Dependencies
 from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.errors import SwarmnetError
@@ -28,7 +27,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
 from swarmnet_protocols.routing.switching import (
     LOOK_S,
-    SwarmModel,
+    ServedModel,
     Switch,
     SwitchLooks,
     is_confirmed,
@@ -37,9 +36,6 @@ from swarmnet_protocols.routing.switching import (
 )
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.wire import records_pb2 as pb
-
-if TYPE_CHECKING:
-    from swarmnet_node.node import Hosting
 
 _log = logging.getLogger(__name__)
 
@@ -54,19 +50,13 @@ class OtherModels(Protocol):
     def manifests(self) -> Sequence[bytes]:
         """The manifest hashes of those that the swarm file lists, without the node's own."""
 
-    def own(self) -> SwarmModel:
+    def own(self) -> ServedModel:
         """The model of the node, without claims."""
 
-    async def read(self, manifest: bytes, blocks: int) -> SwarmModel:
+    async def read(self, manifest: bytes, blocks: int) -> ServedModel:
         """One of them, without claims. ``blocks``: those that the node hosts now, from which follows how many of the model fit in their place.
 
         Raises ``SwarmnetError`` if its outline is not on this machine and cannot be fetched.
-        """
-
-    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> "Hosting":
-        """The hosting of one of them, within ``limits`` and, unless these say how much memory it may take, in no more than the ``weight_bytes`` of the present blocks.
-
-        Raises ``SwarmnetError`` if it cannot be read or does not fit.
         """
 
 
@@ -108,7 +98,6 @@ class Departure:
     """A switch that a node makes: it ends for it, and its supervisor runs one of the other model."""
 
     switch: Switch
-    models: OtherModels
     intent: Intent
     weight_bytes: int
     """Bytes of the weights of the blocks that it leaves."""
@@ -171,7 +160,7 @@ class Switcher:
     async def _look(self) -> Switch | None:
         node, now = self._node, asyncio.get_running_loop().time()
         own, mine = await self._own()
-        others: list[SwarmModel] = []
+        others: list[ServedModel] = []
         if now >= node.placed.looks.moved_at + MOVE_PAUSE_S and may_leave_model(own, mine):
             others = await self._others(mine)  # else nothing more need be read
         switch, node.switch_looks = should_switch(
@@ -179,12 +168,12 @@ class Switcher:
         )
         return switch
 
-    async def _own(self, blocks: tuple[int, int] | None = None) -> tuple[SwarmModel, Claim]:
+    async def _own(self, blocks: tuple[int, int] | None = None) -> tuple[ServedModel, Claim]:
         others, _ = await self._claims.read(blocks=blocks)
         mine = self._node.claim
         return replace(self._models.own(), claims=[mine, *others]), mine
 
-    async def _others(self, mine: Claim) -> list[SwarmModel]:
+    async def _others(self, mine: Claim) -> list[ServedModel]:
         """The other models whose outlines can be read, with the claims to their blocks."""
         dependencies, now = self._dependencies, asyncio.get_running_loop().time()
         found = []
@@ -220,7 +209,7 @@ class Switcher:
                 await intent.withdraw()
                 return
             _log.info("switching to %s", switch.name)
-            node.departure = Departure(switch, self._models, intent, node.weight_bytes)
+            node.departure = Departure(switch, intent, node.weight_bytes)
             node.finish(DRAIN_S)
             await node.finished()
         finally:

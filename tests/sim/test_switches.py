@@ -12,7 +12,7 @@ from swarmnet_node.node import Hosting
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
-from swarmnet_protocols.routing.switching import CONFIRM_S, LOOK_S, RETRY_S, SwarmModel
+from swarmnet_protocols.routing.switching import CONFIRM_S, LOOK_S, RETRY_S, ServedModel
 from tests.sim.test_moves import PROMPT, Reader
 from tests.support.fake_machine import FakeMachine
 from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
@@ -42,10 +42,10 @@ class LabModels:
     def manifests(self) -> Sequence[bytes]:
         return [lab.manifest for lab in self.labs[1:]]
 
-    def own(self) -> SwarmModel:
+    def own(self) -> ServedModel:
         return self._described(self.labs[0])
 
-    async def read(self, manifest: bytes, blocks: int) -> SwarmModel:
+    async def read(self, manifest: bytes, blocks: int) -> ServedModel:
         found = self._described(self._lab(manifest))
         return replace(found, length=min(found.blocks, blocks))
 
@@ -68,9 +68,9 @@ class LabModels:
         return next(lab for lab in self.labs if lab.manifest == manifest)
 
     @staticmethod
-    def _described(lab: Lab) -> SwarmModel:
+    def _described(lab: Lab) -> ServedModel:
         blocks = lab.reference.local.manifest.blocks
-        return SwarmModel(lab.manifest, f"{blocks} blocks", blocks, 1.0, ())
+        return ServedModel(lab.manifest, f"{blocks} blocks", blocks, 1.0, ())
 
 
 async def wait_until(holds: Callable[[], bool], within_s: float) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,14 +48,17 @@ class WeightSwarm:
 
     def join(self, model: LocalModel, pieces_hash: bytes | None = None) -> None:
         """Let a model take weights from the hosts. ``pieces_hash``: that of the swarm file."""
-        hashes = {} if pieces_hash is None else {model.manifest.hash: pieces_hash}
+        model.parts.peers = self.peers({} if pieces_hash is None else {model.manifest.hash: pieces_hash})
 
-        async def attach() -> None:
-            peers = SwarmPeers(hashes, TIMING)
+    def peers(self, pieces_hashes: Mapping[bytes, bytes], models: Collection[bytes] = ()) -> SwarmPeers:
+        """The hosts, as a newcomer knows them."""
+
+        async def attach() -> SwarmPeers:
+            peers = SwarmPeers(pieces_hashes, TIMING, models)
             peers.attach(await self._transport(), self._find)
-            model.parts.peers = peers
+            return peers
 
-        self.loop.run(attach())
+        return self.loop.run(attach())
 
     def outline(self, model: bytes, pieces_hash: bytes, cache_dir: Path, name: str = NAME) -> None:
         """Fetch the outline of the hub's model, or one of another name, from the hosts."""

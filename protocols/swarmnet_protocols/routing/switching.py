@@ -39,7 +39,7 @@ RELIEVED = (OVERLOADED + CALM) / 2
 
 
 @dataclass(frozen=True)
-class SwarmModel:
+class ServedModel:
     """A model of the swarm and the claims of its hosts. Those that are not settled are the intents of hosts that join it or switch to it."""
 
     manifest: bytes
@@ -119,16 +119,16 @@ class _Need:
     ``chance``: that with which each host that may switch does so between two looks, so that as many do as are needed, or one.
     """
 
-    model: SwarmModel
+    model: ServedModel
     missing: int
     chance: float
     reason: str
 
 
 def should_switch(
-    own: SwarmModel,
+    own: ServedModel,
     mine: Claim,
-    others: Sequence[SwarmModel],
+    others: Sequence[ServedModel],
     looks: SwitchLooks,
     *,
     now: float,
@@ -152,7 +152,7 @@ def should_switch(
     return switch, replace(looks, target=b"", target_since=math.inf)
 
 
-def is_confirmed(own: SwarmModel, mine: Claim, others: Sequence[SwarmModel], switch: Switch) -> bool:
+def is_confirmed(own: ServedModel, mine: Claim, others: Sequence[ServedModel], switch: Switch) -> bool:
     """Whether the host of ``mine``, which has announced ``switch``, should still make it, when all intents that were announced before can be read.
 
     Hosts of its own model with higher peer ids that have announced a switch, too, are expected to give it up.
@@ -168,13 +168,13 @@ def is_confirmed(own: SwarmModel, mine: Claim, others: Sequence[SwarmModel], swi
     return need is not None
 
 
-def may_leave_model(own: SwarmModel, mine: Claim) -> bool:
+def may_leave_model(own: ServedModel, mine: Claim) -> bool:
     """Whether each block of ``mine`` has ``OTHER_HOSTS`` other hosts that do not move: without regard to switches, which takes reading other models."""
     return _is_spare(mine, holders(_with(own.outlook.staying, mine), own.blocks))
 
 
 def _need(
-    own: SwarmModel, mine: Claim, candidates: Sequence[SwarmModel], others: Sequence[SwarmModel]
+    own: ServedModel, mine: Claim, candidates: Sequence[ServedModel], others: Sequence[ServedModel]
 ) -> _Need | None:
     """The need of one of ``candidates`` with which the host of ``mine`` should help; None if there is none, or the host may not leave.
 
@@ -203,7 +203,7 @@ def _need(
 
 
 def _need_of(
-    model: SwarmModel, own: SwarmModel, mine: Claim, spare: Sequence[Claim], together: Set[PeerId]
+    model: ServedModel, own: ServedModel, mine: Claim, spare: Sequence[Claim], together: Set[PeerId]
 ) -> _Need | None:
     """The need of ``model``, which needs hosts, if those of ``spare`` can meet it. ``together``: those of them that may leave at the same time, with the one of ``mine``."""
     ratio = own.block_bytes / model.block_bytes

@@ -200,7 +200,10 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         limits = replace(limit_options.remembered(directory), **changes)
         cache_dir = cache_dir or default_cache_dir()
-        facts = _facts(entry.file.rules(), limits, f"{model} and its cache in {cache_dir}", public_name)
+        keeps = keep_model or stay or blocks is not None or experts is not None
+        others = "" if keeps or len(entry.file.models) < 2 else ", or another model of the swarm,"
+        disk = f"{model}{others} and its cache in {cache_dir}"
+        facts = _facts(entry.file.rules(), limits, disk, public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
         note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
 

@@ -17,7 +17,7 @@ from swarmnet_protocols.routing.switching import (
     OTHER_HOSTS,
     OVERLOADED,
     RETRY_S,
-    SwarmModel,
+    ServedModel,
     Switch,
     SwitchLooks,
     is_confirmed,
@@ -27,8 +27,8 @@ from swarmnet_protocols.routing.switching import (
 from swarmnet_protocols.routing.throughput import Claim
 
 BLOCKS = 6
-OWN = SwarmModel(b"a", "alpha", BLOCKS, 1.0, ())
-OTHER = SwarmModel(b"b", "beta", BLOCKS, 1.0, (), length=BLOCKS)
+OWN = ServedModel(b"a", "alpha", BLOCKS, 1.0, ())
+OTHER = ServedModel(b"b", "beta", BLOCKS, 1.0, (), length=BLOCKS)
 LOAD_S = 120.0
 
 
@@ -65,7 +65,7 @@ def test_a_host_that_can_be_spared_switches_to_a_model_without_hosts_for_some_bl
     found = switches(THREE, (host("x", 0, 3),), length=3)
     assert {(switch.name, switch.start, switch.end) for switch in found} == {("beta", 3, 6)}
     assert found[0].reason == "no host had 3 of its 6 blocks, and alpha has enough hosts"
-    assert switches(THREE, ()), "a model that nobody hosts"
+    assert switches(THREE, ()), "a model without hosts"
 
 
 def test_hosts_draw_so_that_as_many_switch_as_are_needed() -> None:
@@ -216,7 +216,7 @@ class Swarm:
         choice = choose_span(others, blocks=BLOCKS, length=self.length, rng=self.rng)
         return replace(claim, start=choice.start, end=choice.end)
 
-    def models(self) -> list[SwarmModel]:
+    def models(self) -> list[ServedModel]:
         claims: tuple[list[Claim], list[Claim]] = ([], [])
         for each in self.hosts:
             claims[each.model].append(replace(each.claim, settled=each.ready_at <= self.now))
@@ -224,7 +224,7 @@ class Swarm:
                 span = {"start": each.intent.start, "end": each.intent.end}
                 claims[int(each.intent.manifest)].append(replace(each.claim, settled=False, **span))
         return [
-            SwarmModel(b"%d" % model, "ab"[model], BLOCKS, 1.0, tuple(found), length=self.length)
+            ServedModel(b"%d" % model, "ab"[model], BLOCKS, 1.0, tuple(found), length=self.length)
             for model, found in enumerate(claims)
         ]
 
@@ -277,7 +277,7 @@ class Swarm:
 HOUR = 3600.0
 
 
-def test_a_model_that_nobody_hosts_gets_as_many_hosts_as_it_needs(seed: int) -> None:
+def test_a_model_without_hosts_gets_as_many_hosts_as_it_needs(seed: int) -> None:
     swarm = Swarm((20, 0), (0.5, 0.0), seed)
     swarm.run(HOUR)
     assert len(swarm.switched) >= 2
