@@ -355,7 +355,9 @@ class LoadedModel:
             manifest=self.model.manifest.hash,
             total_blocks=self.model.manifest.blocks,
             load=self._load,
-            placed=None if self.blocks is None else Placed(self.blocks, "named by the owner"),
+            placed=None
+            if self.blocks is None
+            else Placed(self.blocks, "named by the owner" if config.blocks else "all of its blocks fit"),
             num_blocks=self.num_blocks,
             may_move=self.blocks is None and not config.stay and self.experts is None,
             max_cache_bytes=config.max_cache_bytes,

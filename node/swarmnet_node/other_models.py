@@ -93,7 +93,7 @@ class ListedModels:
     @property
     def manifests(self) -> Sequence[bytes]:
         own = self.model.manifest.hash
-        return [manifest for manifest in listed(self.config.network.rules).values() if manifest != own]
+        return [each for each in dict.fromkeys(listed(self.config.network.rules).values()) if each != own]
 
     def own(self) -> "ServedModel":
         return _described(self.model)

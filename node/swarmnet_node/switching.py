@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn, Protocol
 
 from swarmnet_node.claims import ClaimReader
@@ -158,14 +159,16 @@ class Switcher:
         await asyncio.sleep(LOOK_S * self._dependencies.rng.uniform(0.8, 1.2))
 
     async def _look(self) -> Switch | None:
-        node, now = self._node, asyncio.get_running_loop().time()
+        node, loop = self._node, asyncio.get_running_loop()
+        now = loop.time()
         own, mine = await self._own()
         others: list[ServedModel] = []
         if now >= node.placed.looks.moved_at + MOVE_PAUSE_S and may_leave_model(own, mine):
             others = await self._others(mine)  # else nothing more need be read
-        switch, node.switch_looks = should_switch(
-            own, mine, others, node.switch_looks, now=now, rng=self._dependencies.rng
-        )
+        looks, rng = node.switch_looks, self._dependencies.rng
+        decide = partial(should_switch, own, mine, others, looks, now=now, rng=rng)
+        # With hundreds of hosts it takes tens of milliseconds, in which the loop would send no step.
+        switch, node.switch_looks = await loop.run_in_executor(None, decide)
         return switch
 
     async def _own(self, blocks: tuple[int, int] | None = None) -> tuple[ServedModel, Claim]:
@@ -220,4 +223,5 @@ class Switcher:
             return False
         own, mine = await self._own(self._node.placed.span)
         others = await self._others(mine)
-        return is_confirmed(own, mine, others, switch)
+        decide = partial(is_confirmed, own, mine, others, switch)
+        return await asyncio.get_running_loop().run_in_executor(None, decide)
