@@ -110,6 +110,7 @@ def test_a_spare_host_switches_to_a_model_that_cannot_be_run_while_its_clients_g
             assert (status.start, status.end) == (1, 4)
             assert said == [("tiny", "no host had 2 of its 4 blocks, and 6 blocks has enough hosts")]
             assert (status.former_model, status.switching_to) == ("tiny", "")
+            assert spare.report().host.manifest == other.manifest, "what the dashboard shows"
             await check_answer(other, "late")
             await asyncio.sleep(20.0)
             reader.is_enough = True

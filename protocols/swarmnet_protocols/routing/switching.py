@@ -212,7 +212,8 @@ def _need_of(
         if model.length + sum((claim.end - claim.start) * ratio for claim in others) < missing:
             return None
         chance = math.ceil(missing / model.length) / len(spare)
-        reason = f"no host had {missing} of its {model.blocks} blocks, and {own.name} has enough hosts"
+        number = missing if missing < model.blocks else "any"
+        reason = f"no host had {number} of its {model.blocks} blocks, and {own.name} has enough hosts"
         return _Need(model, missing, chance, reason)
     lacking = model.speed(model.outlook.placed) * (model.load_soon / RELIEVED - 1)
     chance = max(lacking / ratio, own.speed([mine])) / own.speed(spare)
