@@ -275,7 +275,7 @@ class LoadedModel:
         """This model with blocks that fit into a limit on memory.
 
         ``is_free``: with fewer blocks if not all fit. ``may_cache``: otherwise with as many routed experts in memory as fit, the others on disk
-        until they are needed. With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
+        until they are needed. Blocks without experts that the node chooses itself are fewer, too: it may have dropped the others before. With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
@@ -290,6 +290,9 @@ class LoadedModel:
             footprint.check(max_ram_bytes, num_blocks)
         except OutOfResources:
             if not may_cache or footprint.block_bytes == 0 or not self.model.expert_counts():
+                fitting = footprint.blocks_within(max_ram_bytes) if footprint.block_bytes else 0
+                if self.blocks is None and fitting > 0:
+                    return replace(self, num_blocks=fitting)
                 raise
             bare.check(max_ram_bytes, num_blocks)
             left_bytes = max_ram_bytes - bare.min_ram_bytes(num_blocks)
@@ -359,7 +362,8 @@ class LoadedModel:
             if self.blocks is None
             else Placed(self.blocks, "named by the owner" if config.blocks else "all of its blocks fit"),
             num_blocks=self.num_blocks,
-            may_move=self.blocks is None and not config.stay and self.experts is None,
+            may_move=config.blocks is None and not config.stay and self.experts is None,
+            most_blocks=config.num_blocks or self.model.manifest.blocks,
             max_cache_bytes=config.max_cache_bytes,
             swarm_name=config.swarm_name,
             public_name=config.public_name,

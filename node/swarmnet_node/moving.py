@@ -8,6 +8,9 @@ A node looks at the claims of all hosts from time to time, and moves as ``routin
 4. **Dropped.** The former blocks are freed.
 
 Where the memory has no room for both, the node ends once its sessions are handed over, and its supervisor runs it with the next blocks.
+
+A node whose owner allows less memory than its blocks need keeps some of them, and drops the others in the same steps. It waits for other hosts of those, but
+not for long: the owner's limit counts more. Sessions on blocks that it keeps go on.
 """
 
 import asyncio
@@ -31,7 +34,9 @@ DRAIN_S = 120.0
 DRAIN_GAP_S = 2.5
 """Seconds that sessions have when the node fills a gap: until it does, the model cannot be served."""
 MAY_LEAVE_LOOKS = 4
-"""Looks at the swarm after which a node gives up a move, because it may not leave its blocks."""
+"""Looks at the swarm after which a node gives up a move, because it may not leave its blocks; or drops them in any case, if its memory may not hold them."""
+DROP_S = 30.0
+"""Seconds that sessions have to move off blocks that other hosts have and the node's memory may not hold."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,16 @@ class Movable(Protocol):
     next: Placed | None
     """The blocks to which it is moving; None while it is not. If it ends during the move, its supervisor runs it again with these."""
 
+    limits_changed: asyncio.Event
+    """Set when its owner has changed the limits."""
+
     @property
     def claim(self) -> Claim:
         """Its claim to the blocks that it serves."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of blocks that its owner's limits allow now, at least 1."""
 
     def has_room_for(self, blocks: int) -> bool:
         """Whether the memory has room for ``blocks`` more blocks beside the present ones."""
@@ -78,6 +90,9 @@ class Movable(Protocol):
     async def swap(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
 
+    async def keep(self, drain_s: float) -> None:
+        """Serve only the blocks of ``next``, which are some of the present ones; hand the sessions of the others over within ``drain_s``, and drop those."""
+
     async def try_to_announce(self) -> None: ...
 
     def finish(self, grace_s: float) -> None:
@@ -85,30 +100,36 @@ class Movable(Protocol):
 
 
 class Mover:
-    """Moves ``node`` to blocks that the swarm needs more, ``length`` of them or as many as it has. The model has ``blocks``."""
+    """Moves ``node`` to blocks that the swarm needs more, as many as its owner allows. The model has ``blocks``."""
 
-    def __init__(
-        self, node: Movable, claims: ClaimReader, rng: random.Random, *, length: int, blocks: int
-    ) -> None:
+    def __init__(self, node: Movable, claims: ClaimReader, rng: random.Random, *, blocks: int) -> None:
         self._node = node
         self._claims = claims
         self._rng = rng
-        self._length = length
         self._blocks = blocks
 
     async def run(self) -> None:
         """Look at the swarm again and again, and move; returns only when the node has to end for it."""
         node = self._node
         while node.next is None:
-            await asyncio.sleep(LOOK_S * self._rng.uniform(0.8, 1.2))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S * self._rng.uniform(0.8, 1.2)):
+                    await node.limits_changed.wait()
+            node.limits_changed.clear()
             with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
                 move = await self._look()
                 if move is not None and (move.start, move.end) != node.placed.span:
                     await self._move(move)
 
     async def _look(self) -> Move | None:
-        mine, others = await self._settled_claims()
-        length = max(self._length, mine.end - mine.start)
+        length, mine = self._node.capacity, self._node.claim
+        must_drop = length < mine.end - mine.start
+        others: list[Claim] = []
+        try:
+            mine, others = await self._settled_claims((mine.start, mine.end) if must_drop else None)
+        except SwarmnetError:
+            if not must_drop:
+                raise
         loop = asyncio.get_running_loop()
         outlook = Outlook([mine, *others], blocks=self._blocks)
         looks = self._node.placed.looks
@@ -123,9 +144,9 @@ class Mover:
         others, _ = await self._claims.read(blocks=blocks)
         return self._node.claim, others
 
-    async def _may_leave(self) -> bool:
+    async def _may_leave(self, kept: tuple[int, int] = (0, 0)) -> bool:
         mine, others = await self._settled_claims(self._node.placed.span)
-        return may_leave([mine, *others], mine, blocks=self._blocks)
+        return may_leave([mine, *others], mine, blocks=self._blocks, kept=kept)
 
     async def _move(self, move: Move) -> None:
         """Serve other blocks in place of the present ones, and go on serving these until the others are loaded.
@@ -133,15 +154,19 @@ class Mover:
         Where the memory has no room for both, the node ends, with the others as its next ones.
         """
         node = self._node
+        start, end = node.placed.span
         node.next = node.placed.after(move)
         drain_s = DRAIN_GAP_S if move.fills_gap else DRAIN_S
         ends = False
         _log.info("moving to blocks %d:%d: %s", move.start, move.end, move.reason)
         await node.try_to_announce()
         try:
-            if node.has_room_for(move.end - move.start):
+            if start <= move.start and move.end <= end:
+                is_spared = await self._will_be_spared(node.next.span)
+                await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
+            elif node.has_room_for(move.end - move.start):
                 loaded = await node.load(node.next.span)
-                if move.fills_gap or await self._will_be_spared():
+                if move.fills_gap or await self._will_be_spared(node.next.span):
                     await node.swap(loaded, drain_s)
             elif move.fills_gap or await self._may_leave():
                 ends = True
@@ -152,12 +177,13 @@ class Mover:
             if not ends:
                 node.next = None
 
-    async def _will_be_spared(self) -> bool:
-        """Whether the node may leave its blocks, at one of a few looks: others may have left since it decided to."""
+    async def _will_be_spared(self, kept: tuple[int, int]) -> bool:
+        """Whether the node may leave its blocks but those ``kept``, at one of a few looks: others may have left since it decided to."""
         for look in range(MAY_LEAVE_LOOKS):
             if look:
                 await asyncio.sleep(LOOK_S * self._rng.uniform(0.8, 1.2))
-            if await self._may_leave():
-                return True
-        _log.info("stayed, for others have left these blocks")
+            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
+                if await self._may_leave(kept):
+                    return True
+        _log.info("no other host has taken over the blocks to leave")
         return False

@@ -4,12 +4,14 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
@@ -45,7 +47,7 @@ from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.threads import stay_serial
@@ -54,9 +56,9 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
-from swarmnet_protocols.routing.rebalancing import Looks
+from swarmnet_protocols.routing.rebalancing import Looks, Outlook, shrink
 from swarmnet_protocols.routing.switching import Switch, SwitchLooks
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.routing.throughput import Claim, usual_speed
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
 
@@ -92,7 +94,11 @@ class Hosting:
     placed: Placed | None = None
     num_blocks: int = 0
     may_move: bool = False
-    """Whether the node may serve other blocks, ``num_blocks`` of them, when the swarm needs them more."""
+    """Whether the node may serve other blocks, when the swarm needs them more, and fewer, when its owner allows less memory."""
+    most_blocks: int = 0
+    """The number of blocks up to which it may grow when it moves; 0: it does not grow."""
+    fitting: Callable[[int], int] = int
+    """From the number of blocks that the node has to the number that its owner's limits allow, at least 1."""
     others: HostableModels | None = None
     """The models to which the node may switch; None: it keeps its own."""
     former_model: str = ""
@@ -139,6 +145,9 @@ class Node(RunningNode):
         self.placed = hosting.placed or Placed((0, hosting.num_blocks), "", looks=looks)
         self.next: Placed | None = None
         """The blocks that it will serve soon instead. A node that ends meanwhile is to be run again with them."""
+        self.limits_changed = asyncio.Event()
+        self._dropping = 0
+        """The number of blocks that it drops once their sessions are handed over."""
         self._step_s = 0.0
         self._moving: asyncio.Task[None] | None = None
         self.switch_looks = hosting.switch_looks
@@ -183,6 +192,8 @@ class Node(RunningNode):
         dependencies, hosting = self._dependencies, self._hosting
         if hosting.placed is None:
             await self._choose()
+        elif hosting.may_move:
+            await self._fit()
         self._state = pb.HOST_STATE_JOINING
         await self._announce()
         loop = asyncio.get_running_loop()
@@ -400,14 +411,25 @@ class Node(RunningNode):
     # ---- moving to other blocks -------------------------------------------------------------------------
 
     def _mover(self) -> Mover:
-        hosting, rng = self._hosting, self._dependencies.rng
-        return Mover(self, self._claims, rng, length=hosting.num_blocks, blocks=hosting.total_blocks)
+        return Mover(self, self._claims, self._dependencies.rng, blocks=self._hosting.total_blocks)
 
     @property
     def claim(self) -> Claim:
         """The claim of this node to the blocks that it serves."""
         start, end = self.placed.span
         return Claim(self._dependencies.transport.peer_id, start, end, (end - start) / self._step_s)
+
+    @property
+    def capacity(self) -> int:
+        """The number of blocks that its owner's limits allow now, at least 1."""
+        start, end = self.span
+        return self._hosting.fitting(end - start)
+
+    @property
+    def blocks_to_drop(self) -> int:
+        """The blocks in memory beyond those that its owner's limits allow: it is about to drop them."""
+        start, end = self.span
+        return self._dropping + (max(0, end - start - self.capacity) if self._hosting.may_move else 0)
 
     def has_room_for(self, blocks: int) -> bool:
         """Whether the memory has room for ``blocks`` more blocks beside the present ones. Caches of accelerators leave no room."""
@@ -427,6 +449,18 @@ class Node(RunningNode):
         stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
         return LoadedBlocks(stage, await self._measure(stage))
 
+    async def _fit(self) -> None:
+        """Choose fewer of its blocks before they are loaded, if its owner has allowed less memory meanwhile."""
+        start, end = self.span
+        if self.capacity >= end - start:
+            return
+        claims: list[Claim] = []
+        with contextlib.suppress(SwarmnetError):  # the owner's limit counts even without the directory
+            claims, _ = await self._claims.read(blocks=self.span)
+        mine = Claim(self._dependencies.transport.peer_id, start, end, usual_speed(claims))
+        outlook = Outlook([mine, *claims], blocks=self._hosting.total_blocks)
+        self.placed = self.placed.after(shrink(outlook, mine, self.capacity))
+
     async def swap(self, loaded: LoadedBlocks, drain_s: float) -> None:
         """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
         host, former, former_context = self._host, self._engine, self._engine_context
@@ -435,11 +469,31 @@ class Node(RunningNode):
         self._engine = await self._start_engine(loaded.stage)
         self.placed, self.next, self._step_s = self.next, None, loaded.step_s
         host.switch(self._engine, self.placed.span[0])
+        await self._tell_of_move()
+        await host.drain(former, drain_s)
+        await former_context.aclose()
+
+    async def keep(self, drain_s: float) -> None:
+        """Serve only the blocks of ``next``, which are some of the present ones; hand the sessions of the others over within ``drain_s``, and drop those."""
+        host, engine = self._host, self._engine
+        if host is None or engine is None or self.next is None:
+            return
+        first, (start, end) = self.span[0], self.next.span
+        stage = await engine.run_on_torch_thread(partial(engine.stage.part, start - first, end - first))
+        step_s = await self._measure(stage)
+        self._dropping = engine.stage.blocks - stage.blocks
+        try:
+            self.placed, self.next, self._step_s = self.next, None, step_s
+            host.keep(stage, start)
+            await self._tell_of_move()
+            await host.drain(engine, drain_s)
+        finally:
+            self._dropping = 0
+
+    async def _tell_of_move(self) -> None:
         self._log("moved")
         self._hosting.on_move()
         await self.try_to_announce()
-        await host.drain(former, drain_s)
-        await former_context.aclose()
 
     async def _start_engine(self, stage: Stage) -> Engine:
         """An engine that runs until its context, or that of the node, ends."""

@@ -73,6 +73,8 @@ async def start(
             loaded = await loading
         if loaded.placement is not None:
             notice(loaded.placement.describe(loaded.model.manifest.blocks))
+        elif loaded.num_blocks < (config.num_blocks or 0):
+            notice(f"--max-ram holds {loaded.num_blocks} of {config.num_blocks} blocks")
         if loaded.cache is not None and config.expert_memory_bytes is None:
             total = sum(map(len, loaded.cache.own.values()))
             notice(

@@ -22,11 +22,13 @@ from typing import NoReturn, Protocol
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.memory_account import (
     DEVICE_SHARES,
+    P2PD_BYTES,
     SHARES,
     Footprint,
     check_headroom,
     resource_limits,
 )
+from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import HostableModels, Hosting, Node
@@ -34,7 +36,7 @@ from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_node.switching import Departure
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
@@ -95,6 +97,8 @@ class Supervisor(Ending):
         self._machine = machine
         self._limits = limits
         self._node = _node(dependencies, self._hosting)
+        self._footprint: Footprint | None = None
+        """The memory needs of the blocks, measured before clients came; None until the node has served."""
         self._is_loading = False
         self._has_moved = False
         """Whether the node ended to serve other blocks, and has not served them yet."""
@@ -188,10 +192,19 @@ class Supervisor(Ending):
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
             engine = self._node.engine
             held = 0 if engine is None or engine.stage.is_on_accelerator else engine.cache_bytes
-            check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
+            try:
+                check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
+            except OutOfResources:
+                hosting, footprint = self._hosting, self._footprint
+                may_drop = isinstance(hosting, Hosting) and hosting.may_move
+                if not may_drop or footprint is None or not footprint.block_bytes:
+                    raise
+                footprint.check(limits.max_ram_bytes, 1)  # it drops the others
         self._machine.enforce(limits)
         self._limits = limits
         self._limits_changed.set()
+        if isinstance(self._node, Node):
+            self._node.limits_changed.set()
 
     def pause(self) -> None:
         """Free memory until ``resume``; sessions are asked to move away first."""
@@ -251,7 +264,7 @@ class Supervisor(Ending):
             self.end()
 
     async def _serve(self) -> None:
-        node = _node(self._dependencies, self._hosting)
+        node, before = _node(self._dependencies, self._hosting), self._hosting
         self._node, self._reason = node, ""
         self._is_loading = True
         async with node.running():
@@ -264,7 +277,8 @@ class Supervisor(Ending):
                 else None
             )
             self._notify_listeners("")
-            if self._has_moved:
+            has_fewer = isinstance(before, Hosting) and before.placed and before.placed.span != node.span
+            if self._has_moved or has_fewer:
                 self._notify_of_move()
                 self._has_moved = False
             if self._former is not None:
@@ -304,7 +318,7 @@ class Supervisor(Ending):
                 model_reason=switch.reason,
                 switch_looks=former.switch_looks.after_switch(now),
             )
-            self._hosting = self._watched(hosting)
+            self._hosting, self._footprint = self._watched(hosting), None
             self._node = _node(self._dependencies, self._hosting)
         finally:
             self._is_loading = False
@@ -317,7 +331,12 @@ class Supervisor(Ending):
         self._hosting, self._former = replace(former, switch_looks=looks), None
 
     def _watched(self, hosting: Hosting) -> Hosting:
-        return replace(hosting, has_room=self._has_room, on_move=self._notify_of_move)
+        return replace(
+            hosting,
+            has_room=self._has_room,
+            fitting=partial(self._fitting, hosting.most_blocks),
+            on_move=self._notify_of_move,
+        )
 
     def _has_room(self, more_bytes: int) -> bool:
         """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""
@@ -327,17 +346,35 @@ class Supervisor(Ending):
         )
         return within_limit and more_bytes + SPARE_BYTES <= self._machine.free_bytes()
 
+    def _fitting(self, most: int, held: int) -> int:
+        """The number of blocks that the limits allow a node which has ``held``."""
+        if self._footprint is None:
+            return held
+        return self._footprint.blocks_allowed(
+            held,
+            most=most,
+            max_ram_bytes=self._limits.max_ram_bytes,
+            free_bytes=self._machine.free_bytes() - SPARE_BYTES,
+        )
+
     def _notify_of_move(self) -> None:
         for listener in self._move_listeners:
             listener(self.status())
 
     async def _govern(self, node: Node, hosting: Hosting) -> NoReturn:
         """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""
+        if node.engine is None:
+            raise RuntimeError("the node does not serve")
         cache = hosting.experts.cache if hosting.experts is not None else None
-        fixed_bytes = self._machine.ram_bytes() + (0 if cache is None else cache.max_bytes)
-        governor = Governor(self._dependencies.transport.resources, hosting, fixed_bytes)
+        footprint = self._footprint = footprint_beside(node.engine.stage, self._machine.ram_bytes())
+        bare_bytes = footprint.runtime_bytes + P2PD_BYTES + (0 if cache is None else cache.max_bytes)
+        governor = Governor(self._dependencies.transport.resources, hosting, bare_bytes)
         while True:
             limit_bytes = self._limits.max_ram_bytes
+            if (
+                limit_bytes is not None
+            ):  # until sessions have left blocks that the limit does not hold, it does not count
+                limit_bytes += node.blocks_to_drop * footprint.block_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:
                 governor.adjust(node.engine, limit_bytes, rss_bytes)
@@ -405,11 +442,18 @@ def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node 
     return Node(dependencies, hosting) if isinstance(hosting, Hosting) else ExpertNode(dependencies, hosting)
 
 
+def footprint_beside(stage: Stage, ram_bytes: int) -> Footprint:
+    """The memory needs of the blocks of ``stage``, in a process that has ``ram_bytes`` of resident memory with p2pd and with these blocks."""
+    block_bytes = 0 if stage.is_on_accelerator else stage.weight_bytes // stage.blocks
+    runtime_bytes = ram_bytes - P2PD_BYTES - stage.blocks * block_bytes
+    return Footprint(runtime_bytes, block_bytes, stage.widths, stage.dtype.itemsize)
+
+
 class Governor:
     """Keeps one ``Node`` below its memory limit: sets how much KV cache, log and adapter memory clients may use."""
 
-    def __init__(self, resources: ResourceManager, hosting: Hosting, fixed_bytes: int) -> None:
-        """``fixed_bytes``: resident memory without clients, with all experts that will be in memory."""
+    def __init__(self, resources: ResourceManager, hosting: Hosting, bare_bytes: int) -> None:
+        """``bare_bytes``: resident memory without clients and blocks, with all experts that will be in memory later."""
         self._resources = resources
         self._configured: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
@@ -418,7 +462,7 @@ class Governor:
             Resource.PASSES: hosting.limits.passes,
         }
         self._message_bytes = resources.snapshot().resources[Resource.MEMORY].system
-        self._fixed_bytes = fixed_bytes
+        self._bare_bytes = bare_bytes
         self._is_limited = False
 
     def adjust(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
@@ -431,12 +475,12 @@ class Governor:
             return
         stage = engine.stage
         is_elsewhere = stage.is_on_accelerator
-        block_bytes = 0 if is_elsewhere else stage.weight_bytes // stage.blocks
-        footprint = Footprint(0, block_bytes, stage.widths, stage.dtype.itemsize)
+        footprint = footprint_beside(stage, rss_bytes)
+        fixed_bytes = self._bare_bytes + stage.blocks * footprint.block_bytes
         held = dict(self._resources.system.used)
         held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
         shares = DEVICE_SHARES if is_elsewhere else SHARES
-        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, self._fixed_bytes, shares)
+        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, fixed_bytes, shares)
         # Graphs of passes take what caches leave free.
         free_bytes = found.get(Resource.CACHE, self._configured[Resource.CACHE]) - held[Resource.CACHE]
         found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)

@@ -154,6 +154,8 @@ class LiveHop:
     """Loop time of its last message."""
     progress_at: float
     """Loop time at which ``applied`` last grew."""
+    announced: tuple[int, int] | None = None
+    """The blocks [start, end) that its host announced when the session was opened."""
     applied: int = 0
     """The last step that it has computed, from its heartbeats."""
     next: "LiveHop | None" = None

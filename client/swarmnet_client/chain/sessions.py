@@ -76,6 +76,7 @@ class HopSessions:
             except SwarmnetError as error:
                 failed(hop, error)
                 return None
+            live.announced = self.swarm.span_of(hop.peer)
             begun.append(live)
             task = asyncio.create_task(self._attend(live))
             self._receiving[task] = None

@@ -214,6 +214,9 @@ class Standbys:
                     timing = self.swarm.timing
                     backoff_s = timing.heartbeat_s * 2.0 ** min(place.failures, 10)
                     await asyncio.sleep(min(backoff_s, timing.stall_s))
+                if place.live.leaving:  # the blocks of its host may be others now
+                    with contextlib.suppress(SwarmnetError):
+                        await self.swarm.refresh()
                 try:
                     route = self._route(place, after, precision)
                 except NoRoute:
@@ -229,13 +232,15 @@ class Standbys:
             self.changed.set()
 
     def _route(self, place: _Place, after: LiveHop | None, precision: str | None) -> list[Hop]:
-        hop = place.live.hop
+        hop, announced = place.live.hop, self.swarm.span_of(place.live.hop.peer)
+        # A host that has moved may have some of the blocks still, for new sessions.
+        has_moved = place.live.leaving and announced not in (None, place.live.announced)
         return self.swarm.route(
             (hop.start, hop.end),
             source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
             sink=after.hop.peer if after else None,
             precision=precision,
-            avoid=frozenset({hop.peer, *place.refusing, *self.swarm.banned}),
+            avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set())),
         )
 
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:

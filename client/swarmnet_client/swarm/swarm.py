@@ -167,6 +167,11 @@ class Swarm:
         """The known hosts that this client may use."""
         return tuple(self._hosts.values())
 
+    def span_of(self, peer: PeerId) -> tuple[int, int] | None:
+        """The blocks [start, end) that a host announces; None if it is not known."""
+        info = self._hosts.get(peer)
+        return (info.start, info.end) if info else None
+
     def record_of(self, peer: PeerId) -> bytes:
         """The newest signed announcement of a host; empty if none is known."""
         info = self._hosts.get(peer)

@@ -149,6 +149,7 @@ class Engine:
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
         self.stage = stage
+        """The blocks for new work. A part of it may take its place: work that has begun goes on."""
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
         """From the limit on the caches of all clients to the limit on those of one client, in bytes."""
@@ -205,6 +206,7 @@ class Engine:
             max_cache_bytes=max_cache_bytes,
             stopwatch=stopwatch,
         )
+        del stage  # the context must not keep it in memory when a part takes its place
         loop = asyncio.create_task(engine._loop(), name="engine")
         try:
             yield engine

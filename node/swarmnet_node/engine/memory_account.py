@@ -91,21 +91,44 @@ class Footprint:
         free = max_ram_bytes - self.min_ram_bytes(0)
         return int(free * (1 - MARGIN) // self.block_bytes)
 
+    def blocks_allowed(self, held: int, *, most: int, max_ram_bytes: int | None, free_bytes: int) -> int:
+        """The number of blocks, at least 1, that a node which holds ``held`` may hold within a limit.
+
+        Fewer than it holds only if the limit leaves too little for clients beside these; more, up to ``most``, if they fit as at its start, and into the
+        ``free_bytes`` of the machine. Between the two it keeps what it has.
+        """
+        if not self.block_bytes:
+            return held
+        fitting = most
+        if max_ram_bytes is not None:
+            fitting = self.blocks_within(max_ram_bytes)
+            if max_ram_bytes < least_limit(self.runtime_bytes + P2PD_BYTES + held * self.block_bytes):
+                return min(max(fitting, 1), held)
+        return max(held, min(fitting, most, held + max(free_bytes, 0) // self.block_bytes))
+
     def check(self, max_ram_bytes: int, blocks: int) -> None:
         """Raise ``OutOfResources`` if ``blocks`` blocks do not fit."""
         needed = self.min_ram_bytes(blocks)
         if max_ram_bytes < needed:
             fewer = self.blocks_within(max_ram_bytes) if self.block_bytes else 0
             alternative = f", or host fewer blocks: --num-blocks {fewer}" if fewer > 0 else ""
+            what = "a block does" if blocks == 1 else f"{blocks} blocks do"
+            if not self.block_bytes:
+                what = "a node does"
             raise OutOfResources(
-                f"{f'{blocks} blocks do' if self.block_bytes else 'a node does'} not fit into {max_ram_bytes / MIB:.0f} MiB",
+                f"{what} not fit into {max_ram_bytes / MIB:.0f} MiB",
                 hint=f"allow at least --max-ram {-(-needed // MIB)}MiB{alternative}",
             )
 
 
+def least_limit(fixed_bytes: int) -> int:
+    """The smallest memory limit that leaves enough for clients beside the ``fixed_bytes`` of a running node."""
+    return int((fixed_bytes + MIN_CLIENT_BYTES) / (1 - MARGIN)) + 1
+
+
 def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
     """Raise ``OutOfResources`` if the limit leaves too little for clients beside the ``fixed_bytes`` of a running node."""
-    needed = int((fixed_bytes + MIN_CLIENT_BYTES) / (1 - MARGIN)) + 1
+    needed = least_limit(fixed_bytes)
     if max_ram_bytes < needed:
         raise OutOfResources(
             f"this node has {fixed_bytes / MIB:.0f} MiB in memory besides the sessions of clients",

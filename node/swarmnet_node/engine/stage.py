@@ -117,7 +117,8 @@ class Stage:
         self.device = weight.device
         self.blocks = len(self._model.layers)
         self.weight_bytes = weight_bytes(model)
-        self._first = 0
+        self.first = 0
+        """The number of its first layer in the stage that was loaded, of which it may be a part."""
         self._backend = backend
         self._llama_layers: LlamaLayers | None = None
         self._decode_step: DecodeStep | None = None
@@ -285,15 +286,17 @@ class Stage:
             part._model.config = with_blocks(self._model.config, start, end)
             part._model.config._attn_implementation = IMPLEMENTATION
             part.blocks = end - start
-            part._first = self._first + start
+            part.experts = _experts_of(part._model)
+            part.weight_bytes = weight_bytes(part._model)
+            part.first = self.first + start
             states = self.geometry.states
             part.devices = self.devices[start:end]
             part.geometry = replace(
                 self.geometry,
                 layers=self.geometry.layers[start:end],
                 devices=part.devices,
-                first=part._first,
-                states=states and states.part(part._first, part._first + part.blocks),
+                first=part.first,
+                states=states and states.part(part.first, part.first + part.blocks),
             )
             part._graphs = None  # there may be many parts
             if self._llama_layers is not None:
@@ -306,7 +309,7 @@ class Stage:
         return self._parts[start, end]
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
-        """An adapter for this stage and its parts, from tensors by name; ``start`` is the block of the whole stage's first layer.
+        """An adapter for this stage and its parts, from tensors by name; ``start`` is the block of the first layer of the stage that was loaded.
 
         Raises ``ProtocolViolation`` for tensors that do not fit.
         """
@@ -423,13 +426,13 @@ class Stage:
     ) -> torch.Tensor:
         first = adapter.prefix_positions if adapter else 0
         positions = torch.cat([torch.arange(first, first + count) for count in counts]).to(self.device)
-        batch = SequenceBatch(counts, self._backend, self._prefix(adapter), first_layer=self._first)
+        batch = SequenceBatch(counts, self._backend, self._prefix(adapter), first_layer=self.first)
         lora = BatchLora([adapter.lora if adapter else None], [len(inputs)], self._backend)
         return self._run(inputs, positions, batch, lora or None, self._states(counts))
 
     def _prefix(self, adapter: StageAdapter | None) -> list[Prefix]:
         """The adapter's prefix for each layer of this stage; empty without one."""
-        own = adapter.prefix[self._first : self._first + self.blocks] if adapter else ()
+        own = adapter.prefix[self.first : self.first + self.blocks] if adapter else ()
         return [prefix for prefix in own if prefix is not None]
 
     def _forward_packed(
@@ -472,7 +475,7 @@ class Stage:
             lengths = [sequence.length + 1 for sequence in sequences]
             if self._is_fused or (max(counts) == 1 and is_worth_padding(lengths)):
                 return RangedBatch.of(arena, self._backend, sequences, counts)
-        return PackedBatch(sequences, counts, self._backend, first_layer=self._first)
+        return PackedBatch(sequences, counts, self._backend, first_layer=self.first)
 
     def _can_be_fused(self, arena: CacheArena) -> bool:
         """Whether the backend attends to ranges in all layers, for any number of queries."""
@@ -507,7 +510,7 @@ class Stage:
     ) -> torch.Tensor:
         if self._llama_layers is not None:
             return self._llama_layers(inputs, positions, batch, lora).to(self.device)
-        with lora.hooked(self._model.layers, self._first) if lora else nullcontext():
+        with lora.hooked(self._model.layers, self.first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
                 inputs_embeds=inputs[None],
                 position_ids=positions[None],

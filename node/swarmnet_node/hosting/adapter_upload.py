@@ -25,7 +25,7 @@ AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """One upload. ``start``: the first block of the engine's stage, numbered as in the whole model."""
+    """One upload. ``start``: the block of the first layer of the stage that was loaded, of which the engine's may be a part."""
 
     upload: pb.Upload
     store: AdapterStore

@@ -28,6 +28,7 @@ import torch
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
+from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.counters import HostCounters, Pair
@@ -161,15 +162,31 @@ class Host:
         self._session_parts = replace(self._session_parts, engine=engine, start=start)
         self.adapters.clear()  # they are of other blocks
 
+    def keep(self, stage: Stage, start: int) -> None:
+        """Serve only ``stage``, a part of the present one, from now on. Sessions of other blocks continue: see ``drain``."""
+        self.engine.stage = stage
+        self.start, self.end = start, start + stage.blocks
+        self._model = replace(self._model, start=start)
+        self._session_parts = replace(self._session_parts, start=start)
+
     async def drain(self, engine: Engine, within_s: float) -> None:
-        """Ask clients to move their sessions off an engine, and return when it has no work left. Sessions that remain are ended after ``within_s``."""
+        """Ask clients to move their sessions off a former engine, or off former blocks of the present one, and return when they have.
+
+        Passes of a former engine are waited for, too. Sessions that remain are ended after ``within_s``.
+        """
 
         def left() -> list[HostedSession]:
-            return [session for session in self.sessions if session.engine is engine]
+            return [
+                session
+                for session in self.sessions
+                if session.engine is engine and (engine is not self.engine or not self._serves(session.span))
+            ]
 
         async def drained() -> None:
             async with self._changed:
-                await self._changed.wait_for(lambda: not left() and not self._passes[engine])
+                await self._changed.wait_for(
+                    lambda: not left() and (engine is self.engine or not self._passes[engine])
+                )
 
         await asyncio.gather(*(session.announce_leaving() for session in left()))
         try:
@@ -324,6 +341,10 @@ class Host:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
+    def _serves(self, span: tuple[int, int]) -> bool:
+        """Whether it serves all blocks [start, end) of ``span``, which are not none."""
+        return self.start <= span[0] < span[1] <= self.end
+
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
         if self.leaving:
             raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
@@ -333,7 +354,7 @@ class Host:
             raise Refusal(
                 refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._model.manifest.hex()[:16]}"
             )
-        if not self.start <= wanted.span.start < wanted.span.end <= self.end:
+        if not self._serves((wanted.span.start, wanted.span.end)):
             raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
     async def _serve_pass(self, stream: Stream) -> None:
@@ -372,7 +393,12 @@ class Host:
             self._check_served(request.upload)
             heartbeat_s = self.timing.heartbeat_s
             await AdapterUpload(
-                request.upload, self.adapters, self.engine, self.start, client, heartbeat_s
+                request.upload,
+                self.adapters,
+                self.engine,
+                self.start - self.engine.stage.first,
+                client,
+                heartbeat_s,
             ).run()
 
     async def _serve_link(self, stream: Stream) -> None:

@@ -116,6 +116,8 @@ class HostedSession:
         """Set when the session has freed its memory."""
         self._parts = parts
         self.engine = parts.engine
+        self.span = wanted.span.start, wanted.span.end
+        """Its blocks [start, end)."""
         self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
         self._adapter = adapter
         self._prefix_positions = adapter.prefix_positions if adapter else 0

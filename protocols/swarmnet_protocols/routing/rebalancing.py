@@ -8,6 +8,8 @@ All hosts that see the same claims compute the same state of the swarm (:class:`
    hosts, that would not be served. A host moves only to blocks where much more of its time is of use at that demand; after it has found so for
    ``CONFIRM_S``; not within ``MOVE_PAUSE_S`` of its last move; and with a probability such that all hosts together move at most as much as is
    missing between two looks, when they see what others have announced. Of many hosts, only those drawn with this probability search for such blocks.
+3. A host whose owner allows more blocks grows where one of these moves gains by it: over the blocks beside its own, or on other ones. A host whose owner
+   allows fewer blocks than it serves drops some at once: those that other hosts have, and of these the ones that the swarm needs least.
 """
 
 import math
@@ -146,10 +148,14 @@ def should_move(
 ) -> tuple[Move | None, Looks]:
     """The move for the host of ``mine``, a settled claim, or None; and the looks to pass at its next look.
 
-    ``length``: blocks that the host can hold, at least as many as it holds now. ``outlook`` may be of a sample of the claims without that of the host.
-    The caller announces the move at once, as a claim that is not settled.
+    ``length``: blocks that the host can hold, at least 1. ``outlook`` may be of a sample of the claims without that of the host; with fewer than it
+    holds now, the sample has all hosts of these. The caller announces the move at once, as a claim that is not settled.
     """
     length = min(length, outlook.blocks)
+    if length < mine.end - mine.start:
+        return shrink(outlook.including(mine), mine, length), replace(
+            looks, target=None, target_since=math.inf
+        )
     if outlook.gaps:
         outlook = outlook.including(mine)
     if outlook.gaps:
@@ -173,8 +179,8 @@ def should_move(
     return Move(*target, reason), replace(looks, moved_at=now, target=None, target_since=math.inf)
 
 
-def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
-    """Whether every block of ``mine`` has another host that serves it and does not move.
+def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int, kept: tuple[int, int] = (0, 0)) -> bool:
+    """Whether every block of ``mine`` outside of ``kept`` [start, end) has another host that serves it and does not move.
 
     Of two hosts that would leave the same block at the same time, the one with the lower peer id leaves.
     """
@@ -182,7 +188,11 @@ def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int) -> bool:
     staying = [
         claim for claim in claims if claim.settled and claim.peer != mine.peer and claim.peer not in moving
     ]
-    return all(holders(staying, blocks)[max(mine.start, 0) : mine.end])
+    counts = holders(staying, blocks)
+    return all(
+        kept[0] <= block < kept[1] or counts[block]
+        for block in range(max(mine.start, 0), min(mine.end, blocks))
+    )
 
 
 def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
@@ -224,13 +234,40 @@ def _target(
         least = outlook.throughput * (1.0 if is_useful else 1 + RAISE)
         return (after.throughput(), more) if after.can_give(least) else (0.0, 0.0)
 
-    if last is not None and last[1] - last[0] == length and (known := gain(last)[1]):
+    if last is not None and last[1] - last[0] <= length and (known := gain(last)[1]):
         return last, known / speed
-    drawn = dict.fromkeys(draw(outlook.blocks, length, rng))
+    # Where it grows, it leaves no block.
+    grown = _spans_around(mine, length, outlook.blocks) if length > mine.end - mine.start else ()
+    drawn = dict.fromkeys([*grown, *draw(outlook.blocks, length, rng)])
     gains = {(start, start + length): gain((start, start + length)) for start in drawn}
     best = max(gains, key=gains.__getitem__)
     more = gains[best][1]
     return (best if more else None), more / speed
+
+
+def _spans_around(mine: Claim, length: int, blocks: int) -> range:
+    """The starts of the spans of ``length`` blocks that contain those of ``mine``."""
+    return range(max(mine.end - length, 0), min(mine.start, blocks - length) + 1)
+
+
+def shrink(outlook: Outlook, mine: Claim, length: int) -> Move:
+    """The move of the host of ``mine`` to ``length`` of its own blocks, which are fewer than it has.
+
+    It drops those without which the fewest blocks have no host, and among these choices the swarm has the highest throughput. ``outlook`` includes ``mine``.
+    """
+    speed = min(mine.blocks_per_s, outlook.most)
+    without = outlook.supply.copy()
+    without.add(mine.start, mine.end, -speed)
+
+    def loss(start: int) -> tuple[int, float, float]:
+        """If the host keeps ``length`` blocks from ``start`` on: the blocks without a host, and, negative, the throughput and the slowest block."""
+        after = without.copy()
+        after.add(start, start + length, speed)
+        rates = after.rates()
+        return sum(not rate for rate in rates), -after.throughput(), -min(rates)
+
+    start = min(range(mine.start, mine.end - length + 1), key=loss)
+    return Move(start, start + length, "this machine's memory limit holds no more blocks")
 
 
 def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
@@ -247,7 +284,7 @@ def _fill(
     """The move of the host of ``mine`` to fill a gap: by growing, by the plan, or, if the hosts of the plan do not move, at random."""
     gaps = set(outlook.gaps)
     if length > mine.end - mine.start:
-        starts = range(max(mine.end - length, 0), min(mine.start, outlook.blocks - length) + 1)
+        starts = _spans_around(mine, length, outlook.blocks)
         start = max(starts, key=lambda start: len(gaps.intersection(range(start, start + length))))
         if filled := len(gaps.intersection(range(start, start + length))):
             return Move(

@@ -44,7 +44,7 @@ def test_everything_is_as_before_once_the_limit_is_taken_back(is_on_accelerator:
         return {resource: account.system for resource, account in resources.snapshot().resources.items()}
 
     before = limits()
-    governor = Governor(resources, hosting, fixed_bytes=GIB // 2)
+    governor = Governor(resources, hosting, bare_bytes=GIB // 4)
     governor.adjust(engine, GIB, GIB // 2)
     limited = limits()
     for resource in {Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES} - elsewhere:

@@ -5,7 +5,15 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from swarmnet_node.engine.memory_account import MARGIN, MIB, Footprint, check_headroom, resource_limits
+from swarmnet_node.engine.memory_account import (
+    MARGIN,
+    MIB,
+    P2PD_BYTES,
+    Footprint,
+    check_headroom,
+    least_limit,
+    resource_limits,
+)
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
@@ -136,6 +144,42 @@ def test_the_blocks_that_fit_and_the_smallest_limit_are_reported() -> None:
     assert f"--num-blocks {fitting}" in refused.value.hint
     least = int(refused.value.hint.split("--max-ram ")[1].split("MiB")[0])
     FOOTPRINT.check(least * MIB, fitting + 1)
+
+
+def allowed(held: int, limit_mib: int | None, most: int = 30, free_mib: int = 1 << 20) -> int:
+    limit = None if limit_mib is None else limit_mib * MIB
+    return FOOTPRINT.blocks_allowed(held, most=most, max_ram_bytes=limit, free_bytes=free_mib * MIB)
+
+
+def test_a_limit_that_is_raised_allows_as_many_blocks_as_at_a_start() -> None:
+    fitting = FOOTPRINT.blocks_within(900 * MIB)
+    assert 4 < fitting < 30
+    assert allowed(4, 900) == fitting
+    assert allowed(4, None) == 30
+    assert allowed(4, 900, most=6) == 6, "the owner asked for no more"
+    assert allowed(4, 900, free_mib=2 * 14) == 6, "other programs use the memory"
+    assert allowed(4, 900, free_mib=-100) == 4
+
+
+def test_a_limit_that_is_lowered_allows_fewer_blocks_only_if_clients_have_no_room_beside_these() -> None:
+    held = 20
+    fixed = FOOTPRINT.runtime_bytes + P2PD_BYTES + held * FOOTPRINT.block_bytes
+    least = -(-least_limit(fixed) // MIB)
+    check_headroom(least * MIB, fixed)
+    assert FOOTPRINT.blocks_within(least * MIB) < held
+    assert allowed(held, least) == held, (
+        "a node does not drop blocks because of memory that it may need later"
+    )
+    found = allowed(held, least - 1)
+    assert found == FOOTPRINT.blocks_within((least - 1) * MIB) < held
+    assert allowed(found, least - 1) == found, "once it has dropped some, it keeps the others"
+    assert allowed(held, 1) == 1
+    assert allowed(held, least - 1, free_mib=0) == found, "the machine's free memory does not matter"
+
+
+def test_blocks_in_the_memory_of_an_accelerator_stay() -> None:
+    footprint = Footprint(400 * MIB, 0, FOOTPRINT.widths)
+    assert footprint.blocks_allowed(4, most=30, max_ram_bytes=1, free_bytes=0) == 4
 
 
 def test_limits_of_clients_never_add_up_to_more_than_is_free() -> None:

@@ -113,6 +113,75 @@ def test_the_last_host_of_a_block_stays() -> None:
     assert moves(claims, B)
 
 
+def test_a_host_grows_where_the_swarm_is_short() -> None:
+    found = [
+        look(SHORT, A, look(SHORT, A, Looks(), 0.0, seed, 8)[1], CONFIRM_S, seed, 8)[0] for seed in range(20)
+    ]
+    moves = {(move.start, move.end, move.fills_gap) for move in found if move}
+    assert moves == {(0, 8, False)}
+
+
+def test_the_last_host_of_a_block_grows_without_leaving_it() -> None:
+    claims = [Claim(A, 0, 4, 10.0), Claim(B, 1, 4, 10.0), Claim(C, 1, 4, 10.0), Claim(D, 4, 8)]
+    for length in (5, 6, 7):
+        found = [
+            look(claims, A, look(claims, A, Looks(), 0.0, seed, length)[1], CONFIRM_S, seed, length)[0]
+            for seed in range(20)
+        ]
+        assert {(move.start, move.end) for move in found if move} == {(0, length)}
+
+
+def test_a_host_with_more_memory_stays_where_the_swarm_gains_nothing() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 4, 8, 0.96)]
+    for seed in range(20):
+        _, looks = look(claims, A, Looks(), 0.0, seed, 8)
+        assert look(claims, A, looks, CONFIRM_S, seed, 8) == (None, Looks())
+
+
+def test_memory_that_is_gone_at_the_second_look_is_not_used() -> None:
+    _, looks = look(SHORT, A, Looks(), 0.0, length=8)
+    assert looks.target == (0, 8)
+    for seed in range(20):
+        move, after = look(SHORT, A, looks, CONFIRM_S, seed)
+        assert move is None
+        assert after.target is None or after.target[1] - after.target[0] == 4
+
+
+def test_memory_that_is_free_meanwhile_does_not_begin_the_search_anew() -> None:
+    _, looks = look(SHORT, A, Looks(), 0.0)
+    assert any(look(SHORT, A, looks, CONFIRM_S, seed, 8)[0] for seed in range(20))
+
+
+@pytest.mark.parametrize(
+    ("others", "length", "kept"),
+    [
+        ([Claim(B, 0, 3), Claim(C, 6, 8)], 3, (3, 6)),
+        ([Claim(B, 4, 8)], 4, (0, 4)),
+        ([Claim(B, 0, 4), Claim(C, 4, 8, 5.0)], 4, (0, 4)),
+        ([Claim(B, 0, 4, 5.0), Claim(C, 4, 8)], 4, (4, 8)),
+        ([Claim(B, 0, 4), Claim(B, 4, 8, settled=False)], 4, (0, 4)),
+        ([Claim(B, 0, 2)], 6, (2, 8)),
+    ],
+    ids=["the only host of some", "one half", "the slower half", "the other half", "a host that leaves", "all that others lack"],
+)  # fmt: skip
+def test_a_host_that_may_hold_fewer_blocks_drops_those_that_the_swarm_needs_least(
+    others: list[Claim], length: int, kept: tuple[int, int]
+) -> None:
+    mine = Claim(A, 0, 8)
+    looks = Looks(moved_at=0.0)
+    move, after = look([mine, *others], A, looks, 1.0, length=length)
+    assert move is not None
+    assert (move.start, move.end, move.fills_gap, after) == (*kept, False, looks)
+    assert "memory limit" in move.reason
+
+
+def test_a_host_may_leave_only_blocks_that_it_does_not_keep() -> None:
+    claims = [Claim(A, 0, 4), Claim(B, 0, 2)]
+    assert not may_leave(claims, claims[0], blocks=BLOCKS)
+    assert may_leave(claims, claims[0], blocks=BLOCKS, kept=(2, 6))
+    assert not may_leave(claims, claims[0], blocks=BLOCKS, kept=(3, 6))
+
+
 def test_a_balanced_swarm_is_left_alone() -> None:
     for peer in (A, B):
         assert not moves([Claim(A, 0, 4), Claim(B, 4, 8, 0.96)], peer)
