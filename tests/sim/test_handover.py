@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from swarmnet_protocols.session.steps import Step
+from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -24,6 +25,8 @@ LEAVES_AT = 8
 """Tokens after which a host leaves or fails."""
 ONE_OF_EACH = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 TWO_OF_EACH = {**ONE_OF_EACH, "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
+COMES_S = 30.0
+"""Seconds within which a client knows of a host that came, and has its standby."""
 STEP_S = 0.041
 """Seconds of a decode step: four links of 10 ms each; computing takes no time here."""
 
@@ -167,6 +170,46 @@ def test_hops_of_a_long_session_have_spare_standbys(
     assert got.report.failovers == 1
     if kept:
         assert got.longest_decode_s <= 3 * STEP_S
+
+
+@pytest.mark.parametrize("positions", [200, 1000])
+def test_the_last_host_of_a_block_has_a_spare_standby_soon_after_another_one_comes(
+    reference: Reference, positions: int
+) -> None:
+    """Sessions that are shorter than ``SPARE_POSITIONS`` are replayed instead."""
+
+    async def scenario(lab: Lab) -> tuple[Answer, list[list[str]]]:
+        for name, span in ONE_OF_EACH.items():
+            await lab.start(name, lab.hosting(span))
+        got, seen = Answer(), []
+        clock = asyncio.get_running_loop().time
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            new, fed = list(PROMPT), 0
+            for number in range(40):
+                if number == 10:
+                    seen.append(spares(lab))
+                    await lab.start("b2", lab.hosting((2, 4)))
+                if number == 30:
+                    seen.append(spares(lab))
+                    lab.network.crash(lab.peer_id("b"))
+                began = clock()
+                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), torch.tensor(new))
+                got.waits_s.append(clock() - began)
+                fed += len(new)
+                new = [reference.next_token(hidden)]
+                got.tokens += new
+                await asyncio.sleep(COMES_S / 20)
+            got.report = chain.report
+        return got, seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standby, "SPARE_POSITIONS", positions)
+        got, seen = simulate(reference, scenario)
+    assert got.tokens == reference.greedy(PROMPT, 40)
+    assert got.report.failovers == 1
+    is_long = positions <= len(PROMPT)
+    assert seen == [[], ["b2"] if is_long else []]
+    assert (got.longest_decode_s <= 3 * STEP_S) == is_long
 
 
 def test_a_spare_standby_gives_way_to_other_work(reference: Reference) -> None:
