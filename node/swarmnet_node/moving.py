@@ -163,7 +163,8 @@ class Mover:
         try:
             if start <= move.start and move.end <= end:
                 is_spared = await self._will_be_spared(node.next.span)
-                await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
+                if node.capacity < end - start:  # its owner may have allowed more again
+                    await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
             elif node.has_room_for(move.end - move.start):
                 loaded = await node.load(node.next.span)
                 if move.fills_gap or await self._will_be_spared(node.next.span):

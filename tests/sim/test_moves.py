@@ -326,6 +326,11 @@ def test_a_node_drops_blocks_that_no_other_host_takes_over(
         limits = Limits(max_ram_bytes=limit_for(6, reference))
         hosting = replace(lab.hosting((0, 6)), **options)
         async with lab.supervised("node", hosting, machine, limits) as node:
+            node.set_limits(Limits(max_ram_bytes=limit_for(2, reference)))
+            await asyncio.sleep(10.0)
+            node.set_limits(limits)
+            await asyncio.sleep(MAY_LEAVE_LOOKS * LOOK_S)
+            assert node.span == (0, 6), "its owner allows them again"
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 await lab.generate(chain, PROMPT, 4)
                 began = asyncio.get_running_loop().time()
