@@ -275,7 +275,8 @@ class LoadedModel:
         """This model with blocks that fit into a limit on memory.
 
         ``is_free``: with fewer blocks if not all fit. ``may_cache``: otherwise with as many routed experts in memory as fit, the others on disk
-        until they are needed. Blocks without experts that the node chooses itself are fewer, too: it may have dropped the others before. With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
+        until they are needed. Blocks without experts that the node chooses itself are fewer, too: it may have dropped the others before.
+        With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
@@ -353,6 +354,7 @@ class LoadedModel:
         from swarmnet_node.moving import Placed
         from swarmnet_node.node import Hosting
 
+        most_blocks = config.num_blocks or self.model.manifest.blocks
         return Hosting(
             model=self.model.name,
             manifest=self.model.manifest.hash,
@@ -363,7 +365,7 @@ class LoadedModel:
             else Placed(self.blocks, "named by the owner" if config.blocks else "all of its blocks fit"),
             num_blocks=self.num_blocks,
             may_move=config.blocks is None and not config.stay and self.experts is None,
-            most_blocks=config.num_blocks or self.model.manifest.blocks,
+            most_blocks=self.num_blocks if config.max_block_bytes is not None else most_blocks,
             max_cache_bytes=config.max_cache_bytes,
             swarm_name=config.swarm_name,
             public_name=config.public_name,
