@@ -11,6 +11,7 @@ import pytest
 from swarmnet_node.node import Hosting
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.supervisor import Supervisor
+from swarmnet_node.switching import READ_AGAIN_S
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.routing.switching import CONFIRM_S, LOOK_S, RETRY_S, ServedModel
 from tests.sim.test_moves import PROMPT, Reader
@@ -37,6 +38,8 @@ class LabModels:
     """The error of every attempt to read a model for hosting."""
     load_error: SwarmnetError | None = None
     """The error of every attempt to load its blocks."""
+    outline_at: float = 0.0
+    """Seconds from which on the outlines of other models can be read."""
 
     @property
     def manifests(self) -> Sequence[bytes]:
@@ -46,6 +49,8 @@ class LabModels:
         return self._described(self.labs[0])
 
     async def read(self, manifest: bytes, blocks: int) -> ServedModel:
+        if asyncio.get_running_loop().time() < self.outline_at:
+            raise Unreachable("no peer of the swarm gives the model", hint="")
         found = self._described(self._lab(manifest))
         return replace(found, length=min(found.blocks, blocks))
 
@@ -121,6 +126,47 @@ def test_a_spare_host_switches_to_a_model_that_cannot_be_run_while_its_clients_g
             assert models.asked == [other.manifest]
 
     simulate(reference, scenario, limit_s=3000.0)
+
+
+def test_a_spare_host_switches_to_a_model_whose_hosts_are_overloaded(
+    reference: Reference, beta: Reference
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        busy = await other.start("busy", other.hosting((0, 4)))
+        assert busy.engine is not None
+        busy.engine.load.at = lambda now: 0.95  # type: ignore[method-assign]  # forwards take no virtual time
+        for name in ("a", "b"):
+            await lab.start(name, lab.hosting((0, 6)))
+        hosting = lab.hosting((0, 6), others=LabModels([lab, other]))
+        async with AsyncExitStack() as stack:
+            spare = await stack.enter_async_context(lab.supervised("spare", hosting, FakeMachine(), Limits()))
+            clients = [await stack.enter_async_context(other.client(f"client-{each}")) for each in range(4)]
+            chains = [await stack.enter_async_context(other.chain(client)) for client in clients]
+            for chain in chains:
+                await other.generate(chain, PROMPT, 1)
+            assert busy.status().sessions == 4
+            await wait_for_model(spare, other.manifest, FOUND_S)
+            assert spare.status().model_reason == "its hosts computed 80% of the time, those of 6 blocks 0%"
+            await check_answer(other, "late")
+
+    simulate(reference, scenario, limit_s=3000.0)
+
+
+def test_a_model_that_cannot_be_read_is_read_again_later(reference: Reference, beta: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        await other.start("half", other.hosting((0, 2)))
+        for name in ("a", "b"):
+            await lab.start(name, lab.hosting((0, 6)))
+        models = LabModels([lab, other], outline_at=READ_AGAIN_S)
+        hosting = lab.hosting((0, 6), others=models)
+        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+            await asyncio.sleep(READ_AGAIN_S)
+            assert not models.asked
+            await wait_for_model(spare, other.manifest, READ_AGAIN_S + FOUND_S)
+
+    simulate(reference, scenario, limit_s=4000.0)
 
 
 def test_of_several_spare_hosts_one_switches(reference: Reference, beta: Reference, seed: int) -> None:
