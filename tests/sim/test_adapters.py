@@ -12,6 +12,7 @@ from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_node.moving import Placed
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.session.adapters import Adapter
@@ -101,6 +102,34 @@ def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = reference.model.lm_head(reference.model.model.norm(hidden))
     return found
+
+
+def test_adapters_of_a_host_that_has_dropped_blocks_give_the_outputs_of_peft(
+    reference: Reference, tuned: Tuned
+) -> None:
+    """The adapter is uploaded again by a second client, and used on: the first client's session goes on in the blocks that stay."""
+    text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, {"first": (0, 2), "drops": (2, 6)})
+        node = lab.nodes["drops"]
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            hidden = [await chain.forward((Row(0, 0, 5, 5, 0),), torch.tensor(text[:5]))]
+            await lab.start("middle", lab.hosting((2, 3)))
+            await asyncio.sleep(1.0)
+            node.next = Placed((3, 6), "a test")
+            await node.keep(30.0)
+            assert node.status().weight_bytes < reference.stage(2, 6).weight_bytes
+            hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), torch.tensor(text[5:])))
+            assert chain.report.failovers == chain.report.handovers
+            torch.testing.assert_close(
+                logits_of(reference, torch.cat(hidden)), tuned.logits(text), atol=1e-5, rtol=1e-4
+            )
+        async with lab.client("second") as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
+            found = await chain.forward((Row(0, 0, 13, 13, 0),), torch.tensor(text))
+            torch.testing.assert_close(logits_of(reference, found), tuned.logits(text), atol=1e-5, rtol=1e-4)
+
+    simulate(reference, scenario)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -16,6 +16,7 @@ from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.timing import Timing
 from tests.support.expert_lab import NUM_EXPERTS, save_experts
+from tests.support.tiny import save_tiny_llama
 
 BLOCKS = 4
 
@@ -143,3 +144,17 @@ def test_memory_for_experts_that_its_blocks_do_not_have_is_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match="no routed experts in blocks 0:1 of") as refused:
         loaded(tmp_path, 1 << 40, blocks=(0, 1), expert_memory_bytes=1 << 30)
     assert "--expert-memory" in refused.value.hint
+
+
+def test_a_node_takes_fewer_blocks_than_it_asked_for_if_it_has_no_experts_to_leave_on_disk(
+    tmp_path: Path,
+) -> None:
+    save_tiny_llama(tmp_path / "model")
+    footprint, _ = loaded(tmp_path, 1 << 40, blocks=(0, 6))._footprints()
+    limit_bytes = footprint.min_ram_bytes(3) + 1
+    assert loaded(tmp_path, limit_bytes, num_blocks=5).num_blocks == 3
+    with pytest.raises(OutOfResources, match="5 blocks do not fit") as refused:
+        loaded(tmp_path, limit_bytes, blocks=(0, 5))
+    assert "--num-blocks 3" in refused.value.hint
+    with pytest.raises(OutOfResources, match="5 blocks do not fit"):
+        loaded(tmp_path, footprint.min_ram_bytes(0), num_blocks=5)
