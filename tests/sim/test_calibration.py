@@ -25,7 +25,7 @@ WARM_S, MEASURED_S = 12.0, 20.0
         # Hosts that compute 0.8 of the time: a step waits for the forward that runs, which the flow model leaves out.
         (2, 8, 0.75, 0.95),
         # 1.6 times the work that hosts can do one step after another: they compute several in one forward, which the flow model leaves out.
-        (2, 16, 1.1, 1.4),
+        pytest.param(2, 16, 1.1, 1.4, marks=pytest.mark.thorough),
     ],
 )
 def test_whole_nodes_have_about_the_rate_of_the_flow_model(

@@ -358,7 +358,7 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
     simulate(mixtral, scenario, link=LinkProfile(delay_s=0.05))
 
 
-@pytest.mark.parametrize("spans", [[(0, 4)], [(0, 2), (2, 4)]])
+@pytest.mark.parametrize("spans", [pytest.param([(0, 4)], marks=pytest.mark.thorough), [(0, 2), (2, 4)]])
 def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
     mixtral: Reference, spans: list[tuple[int, int]]
 ) -> None:
