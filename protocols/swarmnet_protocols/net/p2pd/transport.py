@@ -243,7 +243,7 @@ class P2pdTransport:
     async def _is_alive(self, peer: PeerId) -> bool:
         """Whether bytes of ``peer`` came within the last ``alive_s`` or come in time, or bytes sent to it may still be on their way.
 
-        In time is ``silence_s``, or as long as a stream may wait for late heartbeats if bytes of the peer came not longer ago than that.
+        In time is ``silence_s``, or as long as a stream may wait for late heartbeats if bytes of the peer came within the last ``silence_s``.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
@@ -251,7 +251,7 @@ class P2pdTransport:
         if heard_at > asked - self._timing.alive_s:
             return True
         # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
-        if heard_at > asked - MAX_EXTENSION * silence_s:
+        if heard_at > asked - silence_s:
             silence_s *= MAX_EXTENSION
         if await self._daemon.answers(peer, within_s=silence_s) or self._heard_at(peer) > asked:
             return True
