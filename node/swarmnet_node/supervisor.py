@@ -371,9 +371,8 @@ class Supervisor(Ending):
         governor = Governor(self._dependencies.transport.resources, hosting, bare_bytes)
         while True:
             limit_bytes = self._limits.max_ram_bytes
-            if (
-                limit_bytes is not None
-            ):  # until sessions have left blocks that the limit does not hold, it does not count
+            if limit_bytes is not None:
+                # Blocks that the limit does not hold are dropped once their sessions have left, and do not count until then.
                 limit_bytes += node.blocks_to_drop * footprint.block_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:

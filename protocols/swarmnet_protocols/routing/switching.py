@@ -114,9 +114,10 @@ class Switch:
 
 @dataclass(frozen=True)
 class _Need:
-    """What a model needs: ``missing`` of its blocks have no host, or if none is missing its hosts are overloaded.
+    """The need of a model for more hosts.
 
-    ``chance``: that with which each host that may switch does so between two looks, so that as many do as are needed, or one.
+    ``missing``: the number of its blocks that have no host; 0 if all have one, and these hosts are overloaded. ``chance``: the probability with
+    which each host that may switch does so between two looks, so that together as many switch as are needed.
     """
 
     model: ServedModel
