@@ -158,9 +158,9 @@ def examine_device() -> facts.Device:
     gpu = _gpu_name()
     if not gpu:
         return facts.Device()
-    import torch
+    from swarmnet_protocols.machine.devices import has_accelerator
 
-    return facts.Device(gpu, torch.cuda.is_available() or torch.backends.mps.is_available())
+    return facts.Device(gpu, has_accelerator())
 
 
 def _gpu_name() -> str:

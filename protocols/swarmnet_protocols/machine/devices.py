@@ -13,6 +13,11 @@ MOST_SHARE = 0.95
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def has_accelerator() -> bool:
+    """Whether torch can compute on a GPU of this machine. Allocates nothing there."""
+    return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
 def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
     if name == "auto":

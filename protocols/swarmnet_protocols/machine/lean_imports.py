@@ -16,8 +16,10 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
 
-_HIDDEN_PACKAGES = ("scipy", "accelerate", "PIL")
-"""Optional dependencies of transformers: for losses of object detectors, models on several devices, and images."""
+_HIDDEN_PACKAGES = ("scipy", "PIL")
+"""Optional dependencies of transformers: for losses of object detectors, and for images."""
+_DEVICE_PACKAGE = "accelerate"
+"""transformers needs this package to place weights on an accelerator. It is hidden on machines without one."""
 
 _COMPILER = "torch._dynamo"
 
@@ -84,9 +86,12 @@ def import_transformers() -> None:
     with _frozen():
         import torch
 
+        from swarmnet_protocols.machine.devices import has_accelerator
+
         torch.distributed.is_available = _no
+        unused = _HIDDEN_PACKAGES if has_accelerator() else (*_HIDDEN_PACKAGES, _DEVICE_PACKAGE)
         # transformers remembers which packages it has found.
-        hidden = () if "transformers" in sys.modules else _HIDDEN_PACKAGES
+        hidden = () if "transformers" in sys.modules else unused
         prepare_package("transformers", __version__=version("transformers"))
         prepare_package("transformers.models")
         with _without_compiler(), _hidden(hidden):

@@ -82,6 +82,19 @@ assert not hasattr(transformers, "nonsense") and not hasattr(transformers.models
 import peft
 """
 
+ON_AN_ACCELERATOR = """
+import sys
+from pathlib import Path
+import torch
+torch.backends.mps.is_available = lambda: True
+from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.models import resolve
+import_transformers()
+local = resolve(sys.argv[1], cache_dir=Path(sys.argv[2]))
+model = local.load_whole(dtype=torch.float32, device=torch.device("meta"))
+assert {each.device.type for each in model.parameters()} == {"meta"}
+"""
+
 DHT = """
 import sys
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -112,6 +125,11 @@ def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_pat
         stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
         [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
+
+
+def test_weights_can_be_placed_on_an_accelerator(tmp_path: Path) -> None:
+    """The device ``meta`` stands in for a GPU: transformers places weights on both in one way."""
+    run(ON_AN_ACCELERATOR, str(write_gguf(tmp_path / "llama.gguf", "llama")), str(tmp_path / "cache"))
 
 
 def test_a_peer_that_computes_nothing_goes_without_torch() -> None:
