@@ -241,6 +241,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        input_ids, inputs_embeds = _placed(input_ids, self.device), _placed(inputs_embeds, self.device)
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("give input_ids or inputs_embeds")
@@ -308,6 +309,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
     """``generate`` of an architecture, with the caches in the swarm.
 
     It takes one option more: ``speculate``, whether decoding of a single sequence may be speculative. The tokens are the same.
+    Inputs may be on another device than the model; the result is on the model's.
     """
 
     @functools.wraps(architecture.generate)
@@ -315,6 +317,8 @@ def _generate(architecture: Any) -> Callable[..., Any]:
         self: Any, inputs: torch.Tensor | None = None, *args: Any, speculate: bool = True, **kwargs: Any
     ) -> Any:
         with ExitStack() as stack:
+            inputs = _placed(inputs, self.device)
+            kwargs = {name: _placed(value, self.device) for name, value in kwargs.items()}
             ids = inputs if inputs is not None else kwargs.get("input_ids")
             cache = kwargs.pop("past_key_values", None)
             if cache is None and self._session is not None:
@@ -337,6 +341,11 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             return architecture.generate(self, inputs, *args, past_key_values=cache, **kwargs)
 
     return generate
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """A tensor on ``device``; anything else unchanged."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:

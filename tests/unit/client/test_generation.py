@@ -10,6 +10,8 @@ import typer
 
 from swarmnet.cli.chat.generation import SamplingOptions, generate
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.model.cache import SwarmCache
+from swarmnet_client.model.model import _swarm_class
 from swarmnet_protocols.net import PeerId
 
 GREEDY = SamplingOptions(max_new_tokens=8, temperature=0.0, seed=None)
@@ -102,3 +104,27 @@ def test_an_answer_ends_where_the_context_does() -> None:
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"20 tokens.*shorten"):
         _ask(_Model(), prompt_tokens=20)
+
+
+def test_inputs_of_generate_move_to_the_model() -> None:
+    """The device ``meta`` stands in for a GPU; a tokenizer's tensors are on the CPU."""
+    seen: dict[str, Any] = {}
+
+    class Architecture:
+        device = torch.device("meta")
+        blocks = SimpleNamespace(spec=SimpleNamespace(max_length=16))
+        _session, _generating, _is_stateful = None, None, False
+
+        def prepare_inputs_for_generation(self) -> None: ...
+
+        def forward(self, **options: Any) -> None: ...
+
+        def generate(self, inputs: torch.Tensor | None, **options: Any) -> None:
+            seen.update(options, inputs=inputs)
+
+    model: Any = _swarm_class(Architecture)  # type: ignore[arg-type]
+    ids = torch.ones(1, 3, dtype=torch.long)
+    cache = SwarmCache(Architecture.blocks, max_length=16)  # type: ignore[arg-type]
+    options = {"attention_mask": ids, "past_key_values": cache, "speculate": False}
+    model.generate(Architecture(), ids, **options)
+    assert {seen["inputs"].device.type, seen["attention_mask"].device.type} == {"meta"}
