@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -54,6 +53,7 @@ from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.models.public_names import public_name
 
 FIRST_TOKEN_S = 5.0
 """Seconds until the status of a stream is sent without a token. A failure before is a status, a later one an error event."""
@@ -83,7 +83,7 @@ class Gateway:
     clock: Clock = wall_clock
 
     def __post_init__(self) -> None:
-        self.model = model_id(self.engine.local.name)
+        self.model = public_name(self.engine.local.name)
         self.parser = BodyParser(self.engine.max_length)
         self._metrics = GatewayMetrics(self.model, self.engine.batcher)
         self._quotas = QuotaTracker(self.quota)
@@ -322,12 +322,6 @@ def _owner(body: GenerationRequest, key: str) -> str:
     The time to the first token shows whether the caches had the prompt, so callers with different keys, users or salts share none.
     """
     return json.dumps([key, body.user, body.cache_salt])
-
-
-def model_id(name: str) -> str:
-    """The name of a model in the API: its name, or the last part of its path if it is a folder on this machine."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
 
 
 async def _wait_first_token(generation: Generation) -> bool:

@@ -133,7 +133,7 @@ class ExpertService:
         """The report of a node that hosts these experts and no whole block."""
         report = report_pb2.ExpertPeerReport(
             manifest=status.manifest,
-            model=clean(status.model),
+            model=clean(public_name(status.model)),
             total_blocks=status.total_blocks,
             state=status.state,
             dtype=self._model.precision,

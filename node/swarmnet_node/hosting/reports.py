@@ -53,7 +53,7 @@ def describe_host(
     """
     report = pb.HostReport(
         manifest=status.manifest,
-        model=clean(status.model),
+        model=clean(public_name(status.model)),
         total_blocks=status.total_blocks,
         start=status.start,
         end=status.end,

@@ -14,7 +14,11 @@ from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
 _log = logging.getLogger(__name__)
 
-COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c")
+COMPILE = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c"),
+    # Sizes come from models that others have made: no array on the stack has such a size, and a write beyond one ends the process.
+    *("-Werror=vla", "-fstack-protector-strong", "-fstack-clash-protection"),
+)
 LINK = ("-shared", "-Wl,-z,defs")
 COMPILER_TIMEOUT_S = 60.0
 

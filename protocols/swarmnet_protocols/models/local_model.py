@@ -64,7 +64,8 @@ class LocalModel:
         self.cache_dir = cache_dir
         self._checkpoint = checkpoint
         self._progress = progress
-        self._checked: set[str] = set()
+        self._checked: dict[str, dict[str, int]] = {}
+        """The state in which each whole file had its hash, by name."""
         self._checked_pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
         """The state in which partial files were left, whose pieces had all been verified, by noted hashes or not."""
         self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
@@ -179,7 +180,7 @@ class LocalModel:
     def _check_file(self, file: ModelFile, progress: Progress | None, *, again: bool = False) -> None:
         """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: hash it in any case."""
         path = self._checkpoint.path_of(file.name)
-        mark = self._mark_of(path, file.sha256)
+        mark, stamp = self._mark_of(path, file.sha256), _stamp_if_present(path)
         if again or not _is_marked(mark, path) or self.parts.tables.known(file) is None:
             head_bytes, edges = file.size, [0]
             if file.name in self._checkpoint.holders(self._checkpoint.tensor_names):
@@ -193,16 +194,20 @@ class LocalModel:
                 )
             self.parts.add_whole(file, hasher.table(head_bytes))
             _mark(mark, path)
-        self._checked.add(file.name)
+        if stamp is not None:
+            self._checked[file.name] = stamp
 
     def _is_verified(self, file: ModelFile) -> bool:
         """Whether a file is whole and was hashed, in this process or before, and has not changed since."""
-        if file.name in self._checked:
-            return True
         path = self._checkpoint.path_of(file.name)
+        stamp = _stamp_if_present(path)
+        if stamp is None:
+            return False
+        if self._checked.get(file.name) == stamp:
+            return True
         if not _is_marked(self._mark_of(path, file.sha256), path):
             return False
-        self._checked.add(file.name)
+        self._checked[file.name] = stamp
         return True
 
     def _mark_of(self, path: Path, content: bytes) -> Path:
@@ -431,6 +436,13 @@ def _stamp(path: Path) -> dict[str, int]:
         "changed_ns": stat.st_ctime_ns,
         "inode": stat.st_ino,
     }
+
+
+def _stamp_if_present(path: Path) -> dict[str, int] | None:
+    try:
+        return _stamp(path)
+    except OSError:
+        return None
 
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:

@@ -11,11 +11,8 @@ from swarmnet_protocols.fetching.hub_files import HubFiles, parts_folder
 from swarmnet_protocols.fetching.peers import SwarmPeers, WeightStream, fetch_document, fetch_file
 from swarmnet_protocols.fetching.pieces import ModelFile, Tables
 from swarmnet_protocols.machine.files import make_private, write_whole
-from swarmnet_protocols.models.checkpoints.safetensors_file import (
-    INDEX_NAME,
-    MAX_INDEX_BYTES,
-    METADATA_PATTERNS,
-)
+from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES
+from swarmnet_protocols.models.checkpoints.safetensors_file import INDEX_NAME, METADATA_PATTERNS
 from swarmnet_protocols.models.manifest import MAX_JSON_BYTES, Manifest
 from swarmnet_protocols.wire import weights_pb2 as pb
 
@@ -52,8 +49,8 @@ async def fetch_outline(peers: SwarmPeers, name: str, model: bytes, cache_dir: P
 
 
 async def _fetch_small(peers: SwarmPeers, model: bytes, file: ModelFile) -> bytes:
-    if file.size > MAX_INDEX_BYTES:
-        raise IntegrityError(f"{file.name} is larger than {MAX_INDEX_BYTES} bytes")
+    if file.size > MAX_METADATA_BYTES:
+        raise IntegrityError(f"{file.name} is larger than {MAX_METADATA_BYTES} bytes")
 
     async def content_of(stream: WeightStream) -> bytes:
         content = await fetch_file(stream, model, file)

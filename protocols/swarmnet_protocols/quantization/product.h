@@ -8,7 +8,7 @@
 
 #include "unpack.h"
 
-/* Rows of one format. */
+/* Rows of one format, each of whole blocks, one after another. */
 typedef struct {
     const uint8_t *rows;
     int64_t format, row_bytes, outputs;
@@ -36,6 +36,9 @@ enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
 #else
 enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
 #endif
+/* Columns that are unpacked at a time, a multiple of every format's block. A model chooses the width of its rows, so a row must not have
+ * to fit on the stack of a thread: OUTPUTS times these floats are 64 KiB. With fewer, short pieces cost more than they save. */
+enum { COLUMNS = 4096 };
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
 /* The smaller and the larger of two numbers. */
@@ -51,13 +54,14 @@ static inline float sum_of(floats x) {
 }
 
 /* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
- * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile.
+ * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile. Rows of x are pitch
+ * floats apart. With add, the sums are added to out.
  *
  * Weights are prefetched from the given number of floats ahead (0: no prefetch), because memory would otherwise be idle during the
  * arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
-static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t size,
-                                                       const int outputs, const int rows, float *out,
-                                                       int64_t stride) {
+static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch,
+                                                       int64_t size, const int outputs, const int rows, int add,
+                                                       float *out, int64_t stride) {
     floats sums[TILE_ROWS][OUTPUTS] = {0};
     int64_t i = 0;
     for (; i + WIDTH <= size; i += WIDTH) {
@@ -67,43 +71,44 @@ static inline __attribute__((always_inline)) void tile(const float *weights, int
             of_outputs[o] = *(const floats *)(weights + o * size + i);
         }
         for (int r = 0; r < rows; r++) {
-            floats of_row = *(const floats *)(x + r * size + i);
+            floats of_row = *(const floats *)(x + r * pitch + i);
             for (int o = 0; o < outputs; o++) sums[r][o] += of_outputs[o] * of_row;
         }
     }
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r][o]);
-            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * size + j];
-            out[r * stride + o] = sum;
+            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * pitch + j];
+            out[r * stride + o] = add ? out[r * stride + o] + sum : sum;
         }
 }
 
-static void tiles(const float *weights, int64_t ahead, const float *x, int64_t size, int64_t rows, float *out,
-                  int64_t stride) {
+static void tiles(const float *weights, int64_t ahead, const float *x, int64_t pitch, int64_t size, int64_t rows, int add,
+                  float *out, int64_t stride) {
 #define TILES(n)                                                                                       \
     case n:                                                                                            \
         if (n <= TILE_ROWS / 2) {                                                                      \
-            tile(weights, ahead, x, size, OUTPUTS, n, out, stride);                                    \
+            tile(weights, ahead, x, pitch, size, OUTPUTS, n, add, out, stride);                        \
         } else if (n <= TILE_ROWS) {                                                                   \
             const int half = OUTPUTS / 2;                                                              \
-            tile(weights, ahead, x, size, half, n, out, stride);                                       \
-            tile(weights + half * size, ahead, x, size, half, n, out + half, stride);                  \
+            tile(weights, ahead, x, pitch, size, half, n, add, out, stride);                           \
+            tile(weights + half * size, ahead, x, pitch, size, half, n, add, out + half, stride);      \
         }                                                                                              \
         break;
     switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
 }
 
-/* Some outputs of a product, at most OUTPUTS, with weights [outputs][size], from x [rows][size] to out [rows][stride]. */
-static void few_outputs(const float *weights, int64_t outputs, int64_t ahead, const float *x, int64_t size, int64_t rows,
-                        float *out, int64_t stride) {
+/* Some outputs of a product, at most OUTPUTS, with weights [outputs][size], from x [rows][pitch] to out [rows][stride]. */
+static void few_outputs(const float *weights, int64_t outputs, int64_t ahead, const float *x, int64_t pitch, int64_t size,
+                        int64_t rows, int add, float *out, int64_t stride) {
     if (outputs == OUTPUTS)
         for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            tiles(weights, row ? 0 : ahead, x + row * size, size, least(rows - row, TILE_ROWS), out + row * stride, stride);
+            tiles(weights, row ? 0 : ahead, x + row * pitch, pitch, size, least(rows - row, TILE_ROWS), add, out + row * stride,
+                  stride);
     else
         for (int64_t output = 0; output < outputs; output++)
             for (int64_t row = 0; row < rows; row++)
-                tile(weights + output * size, 0, x + row * size, size, 1, 1, out + row * stride + output, stride);
+                tile(weights + output * size, 0, x + row * pitch, pitch, size, 1, 1, add, out + row * stride + output, stride);
 }
 
 /* The outputs of a matrix [..][size] of float32 in the range mine, from x [rows][size] to out [rows][stride]. Weights are read once for
@@ -112,19 +117,23 @@ static void dense_product(const float *weights, const float *x, int64_t size, in
                           int64_t stride) {
     for (int64_t output = mine.first, next; output < mine.end; output = next) {
         next = least(output + OUTPUTS, mine.end);
-        few_outputs(weights + output * size, next - output, OUTPUTS * size, x, size, rows, out + output, stride);
+        few_outputs(weights + output * size, next - output, OUTPUTS * size, x, size, size, rows, 0, out + output, stride);
     }
 }
 
 /* As dense_product, with packed rows. */
 static void packed_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out,
                            int64_t stride) {
-    float weights[OUTPUTS * size] __attribute__((aligned(64)));
+    float weights[OUTPUTS * COLUMNS] __attribute__((aligned(64)));
     for (int64_t output = mine.first, next; output < mine.end; output = next) {
         next = least(output + OUTPUTS, mine.end);
-        for (int64_t i = output; i < next; i++)
-            unpack(of->format, of->rows + i * of->row_bytes, size, weights + (i - output) * size);
-        few_outputs(weights, next - output, 0, x, size, rows, out + output, stride);
+        for (int64_t first = 0, count; first < size; first += count) {
+            count = least(COLUMNS, size - first);
+            int64_t skipped = of->row_bytes * first / size;
+            for (int64_t i = output; i < next; i++)
+                unpack(of->format, of->rows + i * of->row_bytes + skipped, count, weights + (i - output) * count);
+            few_outputs(weights, next - output, 0, x + first, size, count, rows, first > 0, out + output, stride);
+        }
     }
 }
 

@@ -42,17 +42,22 @@ class NativeLinear(Structure):
 
 
 def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[NativeSegment]":
-    """A packed matrix, or a float32 one, as C reads it. The matrix must stay alive."""
+    """Return a packed matrix, or a float32 one, as C reads it. The matrix must stay alive.
+
+    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU: C takes their places from their sizes.
+    """
     if isinstance(weight, torch.Tensor):
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+            raise ValueError("C reads contiguous float32 in the memory of the CPU")
         return (NativeSegment * 1)(NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight)))
     return (NativeSegment * len(weight.segments))(*map(_native_segment, weight.segments))
 
 
 def _native_segment(segment: Segment) -> NativeSegment:
     data = segment.data
-    if data.device.type != "cpu" or data.stride(1) != 1:
-        raise ValueError("C reads rows of contiguous bytes in the memory of the CPU")
-    return NativeSegment(data.data_ptr(), int(segment.format), data.stride(0), len(data))
+    if data.device.type != "cpu" or not data.is_contiguous():
+        raise ValueError("C reads contiguous rows of bytes in the memory of the CPU")
+    return NativeSegment(data.data_ptr(), int(segment.format), data.shape[1], len(data))
 
 
 class Products:

@@ -49,6 +49,20 @@ def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     )
 
 
+def test_code_has_no_array_on_the_stack_whose_size_is_chosen_at_run_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "array.c"
+    source.write_text("int last(int size) { int array[size]; array[size - 1] = 1; return array[size - 1]; }")
+    assert native_code.load(source, tmp_path) is None
+    assert "vla" in caplog.text
+
+
+def test_a_write_beyond_an_array_on_the_stack_ends_the_process(cache: Path) -> None:
+    for library in (cache / "native").glob("*.so"):
+        assert b"__stack_chk_fail" in library.read_bytes()
+
+
 def test_other_flags_make_other_code(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """Packed matrices have the values of gguf's own dequantisation, and products with them those of the dequantised weights."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,30 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products
     assert all(
         torch.equal(products.linear(row, matrix), out) for row, out in zip(inputs, together, strict=True)
     )
+
+
+@pytest.mark.parametrize("format", [Format.Q8_0, Format.Q6_K, Format.BF16, Format.INT4])
+def test_rows_of_any_width_take_little_of_a_threads_stack(products: Products, format: Format) -> None:
+    """A model chooses the width of its rows; four of these have more bytes as float32 than the stack of this thread."""
+    columns = (1 << 16) + 256
+    matrix, inputs = random_matrix(format, 6, columns), torch.randn(3, columns)
+    found: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        torch.set_num_threads(1)
+        found.append(products.linear(inputs, matrix))
+
+    before, threads = threading.stack_size(512 << 10), torch.get_num_threads()
+    try:
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+        torch.set_num_threads(threads)
+    exact = matrix.dequantize().double()
+    scale = inputs.double().abs() @ exact.abs().T
+    assert ((found[0] - inputs.double() @ exact.T).abs() / scale).max() < 1e-5
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

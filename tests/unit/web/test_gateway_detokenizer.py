@@ -1,6 +1,5 @@
 """Streaming text from tokens: complete characters, and nothing from a stop string on."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet.gateway.app import model_id
 from swarmnet.gateway.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, IncrementalDetokenizer, StopStrings
 
 SPECIAL = 256
@@ -85,9 +83,3 @@ def test_only_a_possible_stop_string_is_held_back() -> None:
     assert stop_strings.push("y END z") == "y "
     assert stop_strings.found
     assert stop_strings.push("more") == ""
-
-
-def test_a_local_model_is_named_without_its_path(tmp_path: Path) -> None:
-    (tmp_path / "my-model").mkdir()
-    assert model_id(str(tmp_path / "my-model")) == "my-model"
-    assert model_id("org/name@main") == "org/name@main"

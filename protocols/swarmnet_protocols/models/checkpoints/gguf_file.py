@@ -21,6 +21,7 @@ from swarmnet_protocols.fetching.pieces import Layout, slices_of
 from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
 from swarmnet_protocols.models.checkpoints.gguf_gpt_oss import Scalar
+from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -194,6 +195,8 @@ def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
     if not 1 <= dims <= MAX_DIMS:
         raise ValueError(f"tensor {name} has {dims} dimensions")
     shape = tuple(cursor.integer(8) for _ in range(dims))[::-1]
+    if not all(1 <= size <= MAX_SIZE for size in shape):
+        raise ValueError(f"tensor {name} has the shape {shape}")
     kind, offset = cursor.integer(4), cursor.integer(8)
     block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if shape[-1] % block_elements:

@@ -20,6 +20,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     WeightForm,
 )
 from swarmnet_protocols.models.checkpoints.language_model import language_config
+from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +43,12 @@ METADATA_PATTERNS = (
 )
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 """Files whose settings transformers passes to the tokenizer's class as arguments. Some are paths, which the class opens."""
+_METADATA = frozenset({*METADATA_PATTERNS, INDEX_NAME})
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
 MAX_DIMS = 8
 MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
-MAX_INDEX_BYTES = 64 << 20
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -133,7 +134,7 @@ def _span(name: str, entry: object, path: Path) -> tuple[int, int]:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
             dtype in _BITS
             and len(shape) <= MAX_DIMS
-            and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+            and all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape)
             and 0 <= start <= stop
             and (stop - start) * 8 == math.prod(shape) * _BITS[dtype]
         ):
@@ -153,42 +154,46 @@ class SafetensorsCheckpoint:
         self.root = root
         self.hub = hub
         self.known: Known = {}
-        if not (root / "config.json").is_file():
+        if file_of(root, "config.json") is None:
+            gguf = next((path.name for path in sorted(root.glob("*.gguf"))), "a .gguf file")
             raise ConfigError(
-                f"{root} has no config.json",
-                hint="give a directory in Hugging Face layout, or a .gguf file",
+                f"{root} has no config.json", hint=f"give a directory in Hugging Face layout, or {gguf}"
             )
         weights, self._index = _weight_files(root, has_single=hub is not None and SINGLE_NAME in hub.known)
         if hub is not None:
             self.known = {name: hub.known[name] for name in weights if name in hub.known}
             if not self._index:  # without an index, only the headers list the tensors
                 for name in self.known:
-                    if not (root / name).is_file():
+                    if self._whole(name) is None:
                         hub.read_head(name, lambda path: read_header(path).head_bytes)
-        file_of = {name: weight for weight in weights for name in self._names_in(weight)}
-        if missing := self._index.keys() - file_of.keys():
+        holders = {name: weight for weight in weights for name in self._names_in(weight)}
+        if missing := self._index.keys() - holders.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
-        self.naming = naming_of(file_of)
+        self.naming = naming_of(holders)
         self._file_of: Mapping[str, str] = {
-            name: weight for name, weight in file_of.items() if self.naming.is_of_language_model(name)
+            name: weight for name, weight in holders.items() if self.naming.is_of_language_model(name)
         }
         used = set(self._file_of.values())
         weights = [weight for weight in weights if weight in used]
-        metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if (root / name).is_file()]
+        metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if file_of(root, name) is not None]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
 
     def _names_in(self, weight: str) -> Iterable[str]:
         """The tensors in a file: by its header, or by the index while it is not on disk."""
-        if weight in self.known and self._index and not (self.root / weight).is_file():
+        if weight in self.known and self._index and self._whole(weight) is None:
             return [name for name, file in self._index.items() if file == weight]
         return read_header(self.path_of(weight)).spans
 
+    def _whole(self, weight: str) -> Path | None:
+        """The path of a weight file that is on disk as a whole."""
+        return file_of(self.root, weight, has_weights=True)
+
     def path_of(self, file: str) -> Path:
-        whole = self.root / file
-        if self.hub is not None and file in self.known and not whole.is_file():
+        found = file_of(self.root, file, has_weights=file not in _METADATA)
+        if found is None and self.hub is not None and file in self.known:
             return self.hub.partial(file).path
-        return whole
+        return found or self.root / file
 
     def layout(self, file: str) -> Layout:
         layout = read_header(self.path_of(file))
@@ -198,7 +203,7 @@ class SafetensorsCheckpoint:
 
     def fetch(self, files: Iterable[str]) -> None:
         for file in sorted(files):
-            if self.hub is not None and file in self.known and not (self.root / file).is_file():
+            if self.hub is not None and file in self.known and self._whole(file) is None:
                 self.hub.fetch(file)
                 self.layout(file)
 
@@ -247,12 +252,12 @@ class SafetensorsCheckpoint:
     def generation_config(self) -> "GenerationConfig | None":
         from transformers.generation import GenerationConfig
 
-        if not (self.root / "generation_config.json").is_file():
+        if file_of(self.root, "generation_config.json") is None:
             return None
         return GenerationConfig.from_pretrained(self.root, local_files_only=True)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        if not any((self.root / name).is_file() for name in TOKENIZER_NAMES):
+        if not any(file_of(self.root, name) for name in TOKENIZER_NAMES):
             raise ConfigError(
                 f"{self.root} has no tokenizer",
                 hint="put its tokenizer.json and tokenizer_config.json there",
@@ -278,8 +283,8 @@ class SafetensorsCheckpoint:
     def _lay_out_tokenizer(self, folder: Path) -> None:
         """Link the tokenizer's files into ``folder``, with copies of the settings that omit what could name other files of this machine."""
         for name in METADATA_PATTERNS:
-            path = self.root / name
-            if not path.is_file():
+            path = file_of(self.root, name)
+            if path is None:
                 continue
             if name in TOKENIZER_SETTINGS:
                 settings = _read_json(path, MAX_CONFIG_BYTES)
@@ -418,17 +423,19 @@ def _state_of(path: Path) -> tuple[int, ...]:
 
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
     """The safetensors files of a directory, and the file of each tensor by its index. ``has_single``: the hub has ``SINGLE_NAME``."""
-    index = root / INDEX_NAME
-    if not index.is_file():
-        if not has_single and not (root / SINGLE_NAME).is_file():
+    index = file_of(root, INDEX_NAME)
+    if index is None:
+        if not has_single and file_of(root, SINGLE_NAME, has_weights=True) is None:
             raise ConfigError(
                 f"{root} has no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )
         return [SINGLE_NAME], {}
-    weight_map = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = _read_json(index, MAX_METADATA_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise IntegrityError(f"{index} has no weight_map")
     files = {file for file in weight_map.values() if isinstance(file, str)}
-    if len(files) < len(set(map(str, weight_map.values()))) or any(Path(f).name != f for f in files):
+    if len(files) < len(set(map(str, weight_map.values()))) or any(
+        Path(f).name != f or f in (*_METADATA, "..") for f in files
+    ):
         raise IntegrityError(f"{index} lists something that is not a file of this directory")
     return sorted(files), weight_map

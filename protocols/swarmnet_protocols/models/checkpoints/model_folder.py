@@ -1,0 +1,61 @@
+"""The files of a model's folder, which a stranger may have made: only what is part of the model is opened, read and given to peers."""
+
+import os
+import stat
+from pathlib import Path
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+
+MAX_METADATA_BYTES = 64 << 20
+"""Most bytes of a file without weights. The largest tokenizers of the hub have 40 MB; these files are read and sent as a whole."""
+MAX_SIZE = 1 << 24
+"""Most elements of one dimension of a tensor: 64 times the largest vocabulary. Products of two dimensions fit 64-bit integers easily."""
+_OUR_MODELS = Path(__file__).resolve().parents[1]
+
+
+def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
+    """Return the path of a file of the model in folder ``root``, or None if the folder has no such file.
+
+    The members of a swarm get these files on request. So a file must be part of the model: an ordinary file in the folder, or a link to one
+    there or, in a snapshot of the hub's cache, to one of the blobs of the same repository. A file without weights, whose content nothing
+    else checks, must have no other name on the disk (a hard link) and at most ``MAX_METADATA_BYTES``. Raises ``ConfigError``, or
+    ``IntegrityError`` for a file that cannot be read or is too large.
+    """
+    path = root / name
+    try:
+        info, real = path.stat(), path.resolve(strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        raise IntegrityError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(info.st_mode):
+        raise ConfigError(
+            f"{path} is not an ordinary file", hint="remove it, and fetch the model again from where it came"
+        )
+    if not is_part_of(root.resolve(), real):
+        raise ConfigError(
+            f"{path} is a link to a file outside the model's folder, and peers would get that file",
+            hint="replace the link by a copy of the file if it belongs to the model; otherwise do not use this folder",
+        )
+    if not has_weights:
+        _check_metadata(path, real, info)
+    return path
+
+
+def is_part_of(folder: Path, real: Path) -> bool:
+    """Whether a file is in a model's folder, or is a blob of the snapshot of the hub's cache that the folder is. Both are paths without links."""
+    if real.is_relative_to(folder):
+        return True
+    # By name: a folder of blobs that is itself a link elsewhere is not part of the repository.
+    return folder.parent.name == "snapshots" and real.parent == folder.parent.parent / "blobs"
+
+
+def _check_metadata(path: Path, real: Path, info: os.stat_result) -> None:
+    # Installers may make the files of this package as hard links to their cache.
+    if info.st_nlink > 1 and not real.is_relative_to(_OUR_MODELS):
+        raise ConfigError(
+            f"{path} is also a file elsewhere on this machine (a hard link), and peers would get that file",
+            hint=f"replace it by a copy: cp {path.name} copy && mv copy {path.name}",
+        )
+    if info.st_size > MAX_METADATA_BYTES:
+        raise IntegrityError(f"{path} is larger than {MAX_METADATA_BYTES} bytes")

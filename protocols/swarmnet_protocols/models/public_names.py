@@ -1,0 +1,20 @@
+"""The names by which peers and callers know a model, which say nothing about this machine."""
+
+import os
+from pathlib import Path
+
+
+def public_name(name: str) -> str:
+    """Return the name of a model for others: the last part of the path of a file or folder on this machine, any other name unchanged.
+
+    A folder in the hub's cache is named for its commit, so its public name is that of the repository. Links are not followed: in that
+    cache they lead to files that are named for their hashes.
+    """
+    path = Path(name).expanduser()
+    if not (path.exists() or path.is_absolute() or name.startswith(("~", "."))):
+        return name
+    path = Path(os.path.abspath(path))
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
