@@ -15,7 +15,7 @@ from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
 from swarmnet_protocols.models import LocalModel, parts, resolve
-from swarmnet_protocols.models.checkpoints import gguf_file
+from swarmnet_protocols.models.checkpoints import gguf_header
 from swarmnet_protocols.models.parts import Files, Parts
 from tests.defences import Defence, nothing, replacing, yes
 from tests.support.big_model import save_big
@@ -170,17 +170,17 @@ FETCHING = (
     ),
     Defence(
         "tensors of a gguf file do not overlap",
-        replacing(gguf_file, "_check_overlap", nothing),
+        replacing(gguf_header, "_check_overlap", nothing),
         lambda folder: test_models_gguf.test_tensors_of_a_gguf_file_do_not_overlap(16, False, folder),
     ),
     Defence(
         "tensors of a gguf file are within it",
-        replacing(gguf_file, "_check_within", nothing),
+        replacing(gguf_header, "_check_within", nothing),
         lambda folder: test_models_gguf.test_tensors_of_a_gguf_file_are_within_it(0, (25,), folder),
     ),
     Defence(
         "the header of a gguf file has an end",
-        replacing(gguf_file, "_longest_header", lambda size: size),
+        replacing(gguf_header, "_longest_header", lambda size: size),
         has_short_header,
     ),
     Defence(

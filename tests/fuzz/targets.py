@@ -28,7 +28,7 @@ from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
+from swarmnet_protocols.models.checkpoints import gguf_header, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
@@ -530,9 +530,9 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(read_manifest, manifest_seeds, ()),
     "piece table": Target(lambda data: PieceTable.decode(data, 3 << 20), piece_table_seeds, ()),
     "gguf": Target(
-        partial(from_file, gguf_file.read_header, ".gguf"),
+        partial(from_file, gguf_header.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],
-        ("models.checkpoints.gguf_file.read_header",),
+        ("models.checkpoints.gguf_header.read_header",),
         max_bytes=1 << 19,
     ),
     "safetensors": Target(

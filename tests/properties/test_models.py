@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import Manifest, ModelFile
-from swarmnet_protocols.models.checkpoints import gguf_file, safetensors_file
+from swarmnet_protocols.models.checkpoints import gguf_header, safetensors_file
 from swarmnet_protocols.models.manifest import BlockKey
 from tests.support.tiny_models import save_tiny, write_gguf
 
@@ -190,7 +190,7 @@ def test_a_corrupt_gguf_header_is_refused_or_harmless(
 ) -> None:
     scratch.write_bytes(corrupted(data, gguf_bytes, 4_000))
     try:
-        _, tensors = gguf_file.read_header(scratch)
+        _, tensors = gguf_header.read_header(scratch)
     except IntegrityError:
         return
     size = scratch.stat().st_size

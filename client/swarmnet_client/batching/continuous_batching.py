@@ -273,17 +273,9 @@ async def open_engine(
             limits,
             draft_model,
         ) as batcher:
-            ends = _end_ids(local_layers.generation_config, tokenizer)
+            ends = frozenset(local.end_ids(tokenizer))
             yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends, speculates)
     finally:
         computing.shutdown(wait=False)
         if draft_model is not None:
             draft_model.close()
-
-
-def _end_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: those of the generation config, or else of the tokenizer."""
-    named = generation_config.eos_token_id
-    if named is None:
-        named = tokenizer.eos_token_id
-    return frozenset([] if named is None else named if isinstance(named, list) else [named])

@@ -171,6 +171,7 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     model: Any = load_local_layers(local, options)
     model.__class__ = _swarm_class(type(model))
     model.tokenizer = local.tokenizer()
+    model.generation_config.eos_token_id = [*local.end_ids(model.tokenizer)] or None
     if model.tokenizer.pad_token_id is None:
         model.tokenizer.pad_token_id = model.tokenizer.eos_token_id
     model.tokenizer.padding_side = "left"

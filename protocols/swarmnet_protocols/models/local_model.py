@@ -402,6 +402,14 @@ class LocalModel:
         self._check(())
         return self._checkpoint.tokenizer()
 
+    def end_ids(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+        """The ids of the tokens that end an answer: one set for every program that generates. ``tokenizer`` is the model's own."""
+        from swarmnet_protocols.models.end_tokens import end_ids
+
+        generation, config = self._checkpoint.generation_config(), self.config
+        stated = [config.eos_token_id, generation and generation.eos_token_id, *self._checkpoint.end_ids]
+        return end_ids(tokenizer, stated, config.vocab_size)
+
     def _set_generation_config(self, model: Any) -> None:
         self._check(())
         stored = self._checkpoint.generation_config()

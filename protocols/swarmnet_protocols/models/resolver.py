@@ -19,7 +19,8 @@ from swarmnet_protocols.fetching.pieces import Progress
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import lock
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, sha256_of
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint, gguf_head_bytes
+from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf_header import gguf_head_bytes, part_names, parts_beside
 from swarmnet_protocols.models.checkpoints.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,
@@ -78,7 +79,8 @@ def _locate(
         return Path(__file__).parent / "stdlib_experts", None
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
-        return path.resolve(), None
+        # A file keeps the name of its link: in the hub's cache it leads to one that is named for its hash.
+        return path.resolve() if path.is_dir() else path.parent.resolve() / path.name, None
     from swarmnet_protocols.models.outline import find_outline
 
     match = _HUB_NAME.match(name)
@@ -124,17 +126,32 @@ def _hub_gguf(
         # Every repository has this small file, so that its folder can be found without the hub later.
         folder = snapshot_download(repository, revision=revision, allow_patterns=[".gitattributes"])
         commit = Path(folder).name
-        cached = try_to_load_from_cache(repository, name, revision=commit)
         hub = list_hub_files(repository, commit, cache_dir)
         if hub is None:
-            whole = cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=commit)
-            return Path(whole), None
-        if name not in hub.known:
-            raise ConfigError(f"{repository} has no file {name}", hint="its page on the hub lists its files")
-        if isinstance(cached, str):
-            return Path(cached), hub
+            cached = [try_to_load_from_cache(repository, each, revision=commit) for each in part_names(name)]
+            paths = [
+                each if isinstance(each, str) else hf_hub_download(repository, part, revision=commit)
+                for each, part in zip(cached, part_names(name), strict=True)
+            ]
+            return Path(paths[0]), None
+        if missing := [each for each in part_names(name) if each not in hub.known]:
+            raise ConfigError(
+                f"{repository} has no file {missing[0]}", hint="its page on the hub lists its files"
+            )
+        paths = [_hub_part(hub, each) for each in part_names(name)]
+        return paths[0], hub
+
+
+def _hub_part(hub: HubFiles, name: str) -> Path:
+    """A gguf file of the hub, of which at least the header is on this machine, as a whole or in pieces."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(hub.repository, name, revision=hub.commit) if hub.repository else None
+    if isinstance(cached, str):
+        return Path(cached)
+    if hub.repository:
         hub.read_head(name, gguf_head_bytes)
-        return hub.partial(name).path, hub
+    return hub.partial(name).path
 
 
 @contextmanager
@@ -239,9 +256,13 @@ def _open(
     if path.is_dir():
         checkpoint = SafetensorsCheckpoint(path, hub)
     else:
-        content = _stamps(path.parent, (path.name,)) if hub is None else hub.known[path.name][1].hex()
+        paths = (
+            parts_beside(path) if hub is None else [_hub_part(hub, each) for each in part_names(path.name)]
+        )
+        names = [each.name for each in paths]
+        content = _stamps(path.parent, names) if hub is None else [hub.known[each][1].hex() for each in names]
         metadata = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        checkpoint = GgufCheckpoint(path, cache_dir / "gguf" / metadata, hub)
+        checkpoint = GgufCheckpoint(paths, cache_dir / "gguf" / metadata, hub)
     stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))
     stamps += [[each, size, digest.hex()] for each, (size, digest) in checkpoint.known.items()]
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"

@@ -124,6 +124,10 @@ class ModelCheckpoint(Protocol):
     def generation_config(self) -> "GenerationConfig | None":
         """The generation config of the checkpoint; None if it has none."""
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that the files name as ends of an answer, beside those of the config, the generation config and the tokenizer."""
+
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(

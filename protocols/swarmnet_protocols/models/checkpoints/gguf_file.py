@@ -1,27 +1,24 @@
-"""Models in one gguf file: checks the header, and reads tensors, config and tokenizer."""
+"""Models in a gguf file, or in the parts of a split one: reads tensors, config and tokenizer."""
 
 import hashlib
 import math
-import mmap
 import os
 import re
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from struct import Struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.fetching.hub_files import MAX_HEAD_BYTES, HubFiles, Known
-from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.fetching.hub_files import HubFiles, Known
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
-from swarmnet_protocols.models.checkpoints.gguf_gpt_oss import Scalar
-from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE
+from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,176 +29,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
     from swarmnet_protocols.quantization.quantize import Precision
 
-MAX_TENSORS = 1_000_000
-MAX_FIELDS = 10_000
-MAX_NAME_BYTES = 1_024
-MAX_DIMS = 4
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    kind: Struct(f"<{code}")
-    for kind, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
-}
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """Where a tensor is: ``offset`` in bytes from the start of the file, dimensions outermost first."""
-
-    shape: tuple[int, ...]
-    type: int
-    offset: int
-    size_bytes: int
-
-
-class _Cursor:
-    """Reads little-endian fields. Raises ``ValueError`` at the end of the file, and of the longest header that is read: the holes of a partial file
-    would be empty strings without end."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._end = _longest_header(len(data))
-        self.position = 0
-
-    def skip(self, size: int) -> int:
-        start = self.position
-        if size > self._end - start:
-            raise ValueError("it ends in the header, or the header is too long")
-        self.position = start + size
-        return start
-
-    def take(self, size: int) -> bytes:
-        start = self.skip(size)
-        return self._data[start : start + size]
-
-    def integer(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
-
-    def string(self, limit: int) -> str:
-        size = self.integer(8)
-        if size > limit:
-            raise ValueError(f"a name of {size} bytes")
-        return self.take(size).decode()
-
-    def value(self, kind: int) -> Scalar:
-        """Read a metadata value; of an array nothing."""
-        if kind == _STRING:
-            return self.take(self.integer(8)).decode(errors="replace")
-        if kind == _ARRAY:
-            element, count = self.integer(4), self.integer(8)
-            if element == _STRING:
-                for _ in range(count):
-                    self.skip(self.integer(8))
-            else:
-                self.skip(_scalar(element).size * count)
-            return ""
-        scalar = _scalar(kind)
-        [found] = scalar.unpack(self.take(scalar.size))
-        value: Scalar = found
-        return value
-
-
-def _longest_header(file_bytes: int) -> int:
-    return min(file_bytes, MAX_HEAD_BYTES)
-
-
-def _scalar(kind: int) -> Struct:
-    if kind not in _SCALARS:
-        raise ValueError(f"a value of unknown type {kind}")
-    return _SCALARS[kind]
-
-
-def read_header(path: Path) -> tuple[dict[str, Scalar], dict[str, GgufTensor]]:
-    """The metadata without its arrays, and the tensors, all of which are within the file. Raises ``IntegrityError``."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data), len(data))
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise IntegrityError(f"{path} is truncated or corrupt: {error}") from error
-
-
-def _layout(path: Path) -> Layout:
-    _, tensors = read_header(path)
-    spans = {name: (each.offset, each.offset + each.size_bytes) for name, each in tensors.items()}
-    slices = slices_of((name, each.shape, each.size_bytes) for name, each in tensors.items())
-    return Layout(min((start for start, _ in spans.values()), default=path.stat().st_size), spans, slices)
-
-
-def gguf_head_bytes(path: Path) -> int:
-    """The size of the header of a gguf file. Raises ``IntegrityError`` if it is damaged or not complete."""
-    return _layout(path).head_bytes
-
-
-def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Scalar], dict[str, GgufTensor]]:
-    if cursor.take(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
-        raise ValueError("not a gguf file of version 2 or 3")
-    tensor_count, field_count = cursor.integer(8), cursor.integer(8)
-    if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
-        raise ValueError(f"{tensor_count} tensors, {field_count} fields")
-    fields: dict[str, Scalar] = {}
-    for _ in range(field_count):
-        key = cursor.string(MAX_NAME_BYTES)
-        if key in fields:
-            raise ValueError(f"field {key} twice")
-        fields[key] = cursor.value(cursor.integer(4))
-    entries = [_entry(cursor) for _ in range(tensor_count)]
-    alignment = fields.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise ValueError(f"alignment {alignment}")
-    data_start = -(-cursor.position // alignment) * alignment
-    tensors: dict[str, GgufTensor] = {}
-    for name, tensor in entries:
-        if name in tensors:
-            raise ValueError(f"tensor {name} twice")
-        tensors[name] = GgufTensor(tensor.shape, tensor.type, data_start + tensor.offset, tensor.size_bytes)
-        _check_within(name, tensors[name], file_bytes)
-    _check_overlap(tensors)
-    return fields, tensors
-
-
-def _check_within(name: str, tensor: GgufTensor, file_bytes: int) -> None:
-    if tensor.offset + tensor.size_bytes > file_bytes:
-        raise ValueError(f"tensor {name} lies beyond the end")
-
-
-def _check_overlap(tensors: dict[str, GgufTensor]) -> None:
-    end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].offset):
-        if tensor.offset < end:
-            raise ValueError(f"tensor {name} overlaps another one")
-        end = tensor.offset + tensor.size_bytes
-
-
-def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    name = cursor.string(MAX_NAME_BYTES)
-    dims = cursor.integer(4)
-    if not 1 <= dims <= MAX_DIMS:
-        raise ValueError(f"tensor {name} has {dims} dimensions")
-    shape = tuple(cursor.integer(8) for _ in range(dims))[::-1]
-    if not all(1 <= size <= MAX_SIZE for size in shape):
-        raise ValueError(f"tensor {name} has the shape {shape}")
-    kind, offset = cursor.integer(4), cursor.integer(8)
-    block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    if shape[-1] % block_elements:
-        raise ValueError(f"tensor {name} has rows of {shape[-1]} elements")
-    return name, GgufTensor(shape, kind, offset, math.prod(shape) // block_elements * block_bytes)
 
 
 class _Names:
@@ -229,26 +58,33 @@ METADATA_BYTES = 32 << 20
 
 
 class GgufCheckpoint:
-    """``ModelCheckpoint`` of one gguf file. Raises ``IntegrityError`` if the file is damaged.
+    """``ModelCheckpoint`` of a gguf file or of all parts of one. Raises ``IntegrityError`` if a file is damaged.
 
     transformers takes seconds to read a config or a tokenizer from gguf, so both are cached in Hugging Face layout under
     ``metadata_dir``, which is for this version of the file only. A cached copy that has changed is made again.
     """
 
-    def __init__(self, path: Path, metadata_dir: Path, hub: HubFiles | None = None) -> None:
-        """``hub``: the commit on the hub from which missing parts of the file are fetched when they are needed."""
-        self.path = path
+    def __init__(self, paths: Sequence[Path], metadata_dir: Path, hub: HubFiles | None = None) -> None:
+        """``paths``: the file, or all parts in their order. ``hub``: the commit on the hub from which what is missing of them is fetched."""
         self.naming = _NAMING
-        self.root = path.parent
-        self.files = (path.name,)
+        self.root = paths[0].parent
+        self.files = tuple(path.name for path in paths)
         self.hub = hub
-        self.known: Known = {path.name: hub.known[path.name]} if hub is not None else {}
+        self.known: Known = {name: hub.known[name] for name in self.files} if hub is not None else {}
+        self._paths = {path.name: path for path in paths}
         self._metadata_dir = metadata_dir
-        self._fields, self._tensors = read_header(path)
+        self._fields, tensors = read_parts(paths)
+        self._tensors = {name: tensor for each in tensors for name, tensor in each.items()}
+        self._file_of = {name: file for file, each in zip(self.files, tensors, strict=True) for name in each}
         self._architecture = str(self._fields.get("general.architecture", ""))
-        self._parsed: tuple[bytes, Layout] | None = None
-        """The hash of a header, and the layout that it describes."""
+        self._parsed: dict[str, tuple[bytes, Layout]] = {}
+        """By file, the hash of a header, and the layout that it describes."""
         self.tensor_names = tuple(self._tensors)
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first part, which has the config and the tokenizer."""
+        return self._paths[self.files[0]]
 
     @property
     def _source(self) -> dict[str, Any]:
@@ -259,28 +95,23 @@ class GgufCheckpoint:
         }
 
     def path_of(self, file: str) -> Path:
-        return self.path
+        return self._paths[file]
 
     def layout(self, file: str) -> Layout:
         """Parsing the vocabulary in a header takes tenths of a second, so the layout is kept as long as the header stays the same."""
-        if self._parsed is not None:
-            digest, layout = self._parsed
-            if self._hash_of_head(layout.head_bytes) == digest:
+        path = self._paths[file]
+        if file in self._parsed:
+            digest, layout = self._parsed[file]
+            if _hash_of_head(path, layout.head_bytes) == digest:
                 return layout
-        layout = _layout(self.path)
-        self._parsed = self._hash_of_head(layout.head_bytes), layout
+        layout = layout_of(path)
+        self._parsed[file] = _hash_of_head(path, layout.head_bytes), layout
         return layout
 
-    def _hash_of_head(self, size: int) -> bytes:
-        """The SHA-256 of the first ``size`` bytes, and of the size of the file."""
-        with self.path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            return hashlib.sha256(total.to_bytes(8, "little") + file.read(size)).digest()
-
     def fetch(self, files: Iterable[str]) -> None:
-        name = self.path.name
-        if self.hub is not None and name in set(files) and self.path == self.hub.partial(name).path:
-            self.path = self.hub.fetch(name)
+        for name in sorted(set(files) & self._paths.keys()):
+            if self.hub is not None and self._paths[name] == self.hub.partial(name).path:
+                self._paths[name] = self.hub.fetch(name)
 
     @property
     def precision(self) -> str:
@@ -293,7 +124,7 @@ class GgufCheckpoint:
         return GGMLQuantizationType(max(weights, key=weights.__getitem__)).name.lower() if weights else "f32"
 
     def holders(self, names: Iterable[str]) -> set[str]:
-        return set(self.files)
+        return {self._file_of[name] for name in names}
 
     def config(self) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
@@ -331,6 +162,11 @@ class GgufCheckpoint:
 
     def generation_config(self) -> "GenerationConfig | None":
         return None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        keys = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+        return tuple(id for id in map(self._fields.get, keys) if isinstance(id, int))
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import PreTrainedTokenizerFast
@@ -399,9 +235,10 @@ class GgufCheckpoint:
         if places is None:
             places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
         reader = ExpertReader(places, _NAMING.block_of, form.experts, form.device)
-        with self.path.open("rb") as file:
+        with ExitStack() as stack:
+            opened = {each: stack.enter_context(self._paths[each].open("rb")) for each in self.holders(names)}
             for name in names:
-                tensor = self._tensors[name]
+                file, tensor = opened[self._file_of[name]], self._tensors[name]
                 if name in places:
                     reader.read(name, partial(self._expert, file, name, places[name].weight, quantized))
                     continue
@@ -470,6 +307,13 @@ class GgufCheckpoint:
         except NotImplementedError as error:
             raise ConfigError(f"{self.path}: tensor {name} has a quantisation that is not read") from error
         return found
+
+
+def _hash_of_head(path: Path, size: int) -> bytes:
+    """The SHA-256 of the first ``size`` bytes of a file, and of its size."""
+    with path.open("rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        return hashlib.sha256(total.to_bytes(8, "little") + file.read(size)).digest()
 
 
 def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.models.checkpoints.gguf_header import Field
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PretrainedConfig
 
 ARCHITECTURE = "gpt-oss"
-Scalar = int | float | bool | str
 _OF_EXPERTS = re.compile(r"^(.*layers\.(\d+)\.mlp\.experts\.)(gate_up|down)_proj(_bias)?$")
 _PARTS = re.compile(r"^blk\.\d+\.ffn_(gate|up)_exps\.(weight|bias)$")
 
 
 def config_of(
-    fields: Mapping[str, Scalar], *, vocabulary: int, width: int, is_tied: bool
+    fields: Mapping[str, Field], *, vocabulary: int, width: int, is_tied: bool
 ) -> "PretrainedConfig":
     """The config by the fields of a file's header. ``width`` is that of the experts; ``is_tied``: the head has no weights of its own.
 
@@ -29,7 +29,7 @@ def config_of(
     from transformers import GptOssConfig
 
     own = {key.removeprefix(f"{ARCHITECTURE}."): value for key, value in fields.items()}
-    rope: dict[str, Scalar] = {"rope_type": "default"}
+    rope: dict[str, Any] = {"rope_type": "default"}
     if own.get("rope.scaling.type", "none") != "none":
         rope = {
             "rope_type": own["rope.scaling.type"],

@@ -256,6 +256,10 @@ class SafetensorsCheckpoint:
             return None
         return GenerationConfig.from_pretrained(self.root, local_files_only=True)
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return ()
+
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         if not any(file_of(self.root, name) for name in TOKENIZER_NAMES):
             raise ConfigError(

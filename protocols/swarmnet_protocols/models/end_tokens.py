@@ -1,0 +1,68 @@
+"""The tokens that end an answer. Checkpoints name them in up to seven places, which often disagree."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.chat_template import render_chat
+
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+})  # fmt: skip
+"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp knows them (llama-vocab.cpp, ``special_eog_ids``)."""
+_QUESTION, _ANSWER = "question", "answer"
+
+
+def end_ids(tokenizer: Any, stated: Iterable[int | list[int] | None], vocabulary: int) -> tuple[int, ...]:
+    """Return the ids of the tokens that end an answer, in ascending order.
+
+    ``stated``: what the config, the generation config and the header of a gguf file name. The tokenizer's own end and its special tokens
+    of well-known names are added, and the end of a turn in its chat template. Ids outside the ``vocabulary`` are left out.
+    """
+    found = {each for value in (*stated, tokenizer.eos_token_id) for each in _as_list(value)}
+    found |= {id for name, id in _special_tokens(tokenizer).items() if name in _known_ends(tokenizer)}
+    found.update(_end_of_turn(tokenizer, found))
+    return tuple(sorted(id for id in found if 0 <= id < vocabulary))
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    return {each.content: id for id, each in tokenizer.added_tokens_decoder.items() if each.special}
+
+
+def _known_ends(tokenizer: Any) -> frozenset[str]:
+    """Names that end an answer in this vocabulary: in some, a few of them are ordinary parts of an answer."""
+    special = _special_tokens(tokenizer)
+    if {"<|return|>", "<|call|>"} <= special.keys() or {"<|calls|>", "<|flush|>"} <= special.keys():
+        return _ENDS - {"<|end|>"}  # it ends a message of several
+    if special.keys() & {"<|tool_response>", "<|plamo:eos|>"}:
+        return _ENDS - {"</s>"}  # an ordinary token
+    return _ENDS
+
+
+def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
+    """The special token that the chat template writes after an answer, unless it is clear that this is one of ``ends``.
+
+    The template is rendered only where none of the known ends occurs in it: rendering starts a process.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or "eos_token" in template:
+        return
+    if any(text in template for text in map(tokenizer.convert_ids_to_tokens, ends) if text):
+        return
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    with suppress(ConfigError):  # a template that refuses such a chat shows no end
+        rendered = render_chat(tokenizer, messages, add_generation_prompt=False, max_chars=1 << 20)
+        after = rendered.rpartition(_ANSWER)[2].strip()
+        following = [
+            (name, id) for name, id in _special_tokens(tokenizer).items() if name and after.startswith(name)
+        ]
+        if following:
+            yield max(following)[1]  # of names that begin alike, the longest
