@@ -74,7 +74,7 @@ class LocalModel:
     @cached_property
     def config(self) -> "PretrainedConfig":
         """The transformers config of the whole model."""
-        self._check(())
+        self._check(self._checkpoint.config_tensors)
         return self._checkpoint.config()
 
     @property
@@ -455,13 +455,15 @@ def _stamp_if_present(path: Path) -> dict[str, int] | None:
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
     """The manifest of a checkpoint. Hashes every file whose hash the checkpoint does not know."""
-    from swarmnet_protocols.models.partial_model import architecture_of, decoder_stack
+    from swarmnet_protocols.models.partial_model import architecture_of, build_whole, decoder_stack
 
-    config = checkpoint.config()
+    config = checkpoint.config(has_values=False)
     decoder_stack(config)
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
         raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")
+    empty: Any = build_whole(config).empty()
+    checkpoint.check_complete(empty)
     return Manifest(
         architecture=architecture_of(config),
         blocks=blocks,

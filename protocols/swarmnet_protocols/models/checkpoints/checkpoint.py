@@ -118,8 +118,15 @@ class ModelCheckpoint(Protocol):
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
 
-    def config(self) -> "PretrainedConfig":
-        """The config of the language model."""
+    @property
+    def config_tensors(self) -> tuple[str, ...]:
+        """Tensors whose values are part of the config."""
+
+    def config(self, *, has_values: bool = True) -> "PretrainedConfig":
+        """The config of the language model. ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right."""
+
+    def check_complete(self, model: "PreTrainedModel") -> None:
+        """Raise ``ConfigError``, which names it, for a tensor that ``model`` would not use: the whole CausalLM, without values."""
 
     def generation_config(self) -> "GenerationConfig | None":
         """The generation config of the checkpoint; None if it has none."""

@@ -18,6 +18,7 @@ from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
+from swarmnet_protocols.models.checkpoints.gguf_config import ROPE_TENSORS, check_keys, completed, with_rope
 from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class _Names:
         return []
 
 
-_READING = 2
+_READING = 3
 """The version of the code by which configs and tokenizers are read: copies that another one has made are not used."""
 METADATA_BYTES = 32 << 20
 """Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
@@ -126,15 +127,25 @@ class GgufCheckpoint:
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
 
-    def config(self) -> "PretrainedConfig":
+    @property
+    def config_tensors(self) -> tuple[str, ...]:
+        return tuple(name for name in ROPE_TENSORS if name in self._tensors)
+
+    def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(
-                self._cached("config", self._read_config),
-                local_files_only=True,
+            config = AutoConfig.from_pretrained(
+                self._cached("config", self._read_config), local_files_only=True
             )
+            if has_values:
+                factors = {name: self._numbers(name) for name in self.config_tensors}
+                config = with_rope(config, self._architecture, self._fields, factors)
+                check_keys(config, self._architecture, self._fields)
+            return config
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
         except (*CONFIG_FAULTS, StrictDataclassError) as error:
             raise ConfigError(
                 f"{self.path}: the config of {self._architecture or 'this'} cannot be read from gguf: {error}",
@@ -142,7 +153,7 @@ class GgufCheckpoint:
             ) from error
 
     def _read_config(self) -> "PretrainedConfig":
-        """The config as transformers reads it, and the width of experts, which it does not read, from the shapes of their tensors."""
+        """The config by the keys, the shapes and the names of the tensors: what does not need their values."""
         from transformers.models.auto.configuration_auto import AutoConfig
 
         widths = {
@@ -158,7 +169,47 @@ class GgufCheckpoint:
         config: PretrainedConfig = AutoConfig.from_pretrained(**self._source)
         if len(widths) == 1 and hasattr(config, "moe_intermediate_size"):
             [config.moe_intermediate_size] = widths
-        return config
+        if "output.weight" in self._tensors:  # it may be in another part than the one that transformers reads
+            config.tie_word_embeddings = False
+        return completed(config, self._architecture, self._fields)
+
+    def _numbers(self, name: str) -> list[float]:
+        """The values of a small tensor."""
+        tensor = self._tensors[name]
+        with self._paths[self._file_of[name]].open("rb") as file:
+            file.seek(tensor.offset)
+            rows = _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
+        return [float(value) for value in self._dequantized(name, rows).ravel()]
+
+    def check_complete(self, model: "PreTrainedModel") -> None:
+        used = self._hf_names(model, self._processor(model)).keys() | {*ROPE_TENSORS}
+        for name in self.tensor_names:
+            if name not in used and f"{name.rpartition('.')[0]}" not in used:
+                raise ConfigError(
+                    f"{self.path} has the tensor {name[:200]!r}, which {type(model).__name__} of transformers does not use",
+                    hint="use the model in Hugging Face layout",
+                )
+
+    def _processor(self, model: "PreTrainedModel") -> Any:
+        """What converts the tensors of this architecture."""
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
+            return gguf_gpt_oss.GptOssTensors()
+        return TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
+
+    def _hf_names(self, model: "PreTrainedModel", processor: Any) -> dict[str, str]:
+        """transformers' name of each tensor. Raises ``ConfigError`` if transformers does not know those of the architecture."""
+        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+        try:
+            names: dict[str, str] = get_gguf_hf_weights_map(_Names(model), processor, self._architecture)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{self.path}: the tensors of {self._architecture} are not read from gguf",
+                hint="use the model in Hugging Face layout",
+            ) from error
+        return names
 
     def generation_config(self) -> "GenerationConfig | None":
         return None
@@ -169,13 +220,14 @@ class GgufCheckpoint:
         return tuple(id for id in map(self._fields.get, keys) if isinstance(id, int))
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        from transformers import PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-        # AutoTokenizer would read the config too, which transformers cannot of gpt-oss.
-        reader = PreTrainedTokenizerFast if self._architecture == gguf_gpt_oss.ARCHITECTURE else AutoTokenizer
+        from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
+
         return AutoTokenizer.from_pretrained(
-            self._cached("tokenizer", lambda: reader.from_pretrained(**self._source)),
+            self._cached(
+                "tokenizer", lambda: read_tokenizer(self.path, str(self._fields.get("general.name", "")))
+            ),
             local_files_only=True,
         )
 
@@ -213,23 +265,15 @@ class GgufCheckpoint:
         """Tensors that transformers converts from gguf's layout. They are dequantised, unless they stay packed and only the order of their rows changes."""
         import numpy as np
         import torch
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
 
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         quantized = form.quantized
-        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
-            processor: Any = gguf_gpt_oss.GptOssTensors()
-        else:
-            make = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
-            processor = make(config=model.config.to_dict())
-        hf_names = get_gguf_hf_weights_map(_Names(model), processor)
+        processor = self._processor(model)
+        hf_names = self._hf_names(model, processor)
+        names = [name for name in names if name not in ROPE_TENSORS]
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
         places = form.places
         if places is None:
@@ -261,6 +305,11 @@ class GgufCheckpoint:
                     # Dequantised weights are new arrays; others are read-only views of the bytes that were read.
                     own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
                     parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
+                elif result.name is not None:
+                    raise ConfigError(
+                        f"{self.path} has the tensor {name[:200]!r}, which {type(model).__name__} does not use",
+                        hint="use the model in Hugging Face layout",
+                    )
         return parsed["tensors"] | reader.finish()
 
     def expert_places(

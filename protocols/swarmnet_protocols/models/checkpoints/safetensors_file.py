@@ -227,7 +227,14 @@ class SafetensorsCheckpoint:
             return None if settings is None else scheme_of(settings)
         raise ConfigError(f"{self.root / 'config.json'}: its quantization_config is not an object")
 
-    def config(self) -> "PretrainedConfig":
+    @property
+    def config_tensors(self) -> tuple[str, ...]:
+        return ()
+
+    def check_complete(self, model: "PreTrainedModel") -> None:
+        """Nothing here: transformers names the tensors that it does not use when they are loaded."""
+
+    def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         config = self._config()
         if self._scheme is not None:  # transformers would look for packages that multiply with such weights
             del config.quantization_config
