@@ -49,11 +49,6 @@ _LATIN_GREEK_CYRILLIC = (
     r"\x{10400}-\x{1044F}\x{104B0}-\x{104D3}\x{104D8}-\x{104FB}\x{10C80}-\x{10CB2}\x{10CC0}-"
     r"\x{10CF2}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}]+"
 )
-_ASIAN = (
-    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}"
-    r"\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}\x{E40}-\x{E7F}\x{E80}-\x{EFF}\x{1780}-\x{17FF}"
-    r"\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
-)
 _KOREAN_CHINESE = (
     r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}"
     r"\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]"
@@ -110,8 +105,6 @@ SPLITTINGS: Mapping[str, WordSplitting] = {
     **_named("viking", _UP_TO_MARKS, r"\p{N}"),
     **_named("tekken", _TEKKEN, ignores_merges=True, adds_bos=True),
     **_named("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
-    **_named("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
-    **_named("afmoe", r"\d{1,3}(?=(?:\d{3})*(?!\d))", _ASIAN, _DEEPSEEK3),
     **_named("kimi-k2", rf"\p{{Han}}+|{_HAN_ASIDE}|\p{{N}}{{1,3}}|{_MARKS_AND_SPACES}"),
     **_named(
         "bailingmoe bailingmoe2 llada-moe",
