@@ -14,7 +14,7 @@ SAMPLE := --sample --seeds 5
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install browser lint types types-windows test fast slow alone thorough defences fuzz audit demo bench proto
+.PHONY: install browser lint types types-windows test fast slow alone thorough sanitized defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -72,6 +72,14 @@ alone: $(INSTALLED)
 # Every test with all of its parameters, and twenty times as many seeds.
 thorough: $(INSTALLED) browser
 	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
+	$(MAKE) --no-print-directory sanitized
+
+# The tests of the C code, compiled by gcc so that an access beyond an array or an overflow ends them.
+sanitized: $(INSTALLED)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.sanitized \
+		--timeout 600 tests/unit/engine/test_native_backend.py tests/unit/engine/test_packed_experts.py \
+		tests/unit/models/test_packed_products.py tests/unit/models/test_quantize.py tests/unit/client/test_packed.py $(PYTEST_ARGS) $(OR_NONE)
 
 # Each test of a defence, seen to fail with the defence switched off; `fast` has them, too.
 defences: $(INSTALLED)

@@ -9,22 +9,31 @@ from typing import Any
 
 import pytest
 
+from swarmnet_node import node
+from swarmnet_node.hosting import reports
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching import disk, hub_files, hub_ranges, peers, piece_file, pieces, server
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
-from swarmnet_protocols.models import LocalModel, parts, resolve
-from swarmnet_protocols.models.checkpoints import gguf_header
+from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.models import LocalModel, local_model, parts, resolve
+from swarmnet_protocols.models.checkpoints import gguf_file, gguf_header, model_folder, safetensors_file
+from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
 from tests.defences import Defence, nothing, replacing, yes
+from tests.sim import test_published_names
 from tests.support.big_model import save_big
 from tests.support.model_hub import ModelHub, model_hub
+from tests.support.swarm_lab import load_reference
 from tests.support.weight_swarm import weight_swarm
 from tests.unit.models import (
     test_download,
     test_expert_pieces,
+    test_gguf_config,
+    test_gguf_parts,
     test_inventory,
+    test_model_folder,
     test_models_gguf,
     test_parts,
     test_weights_from_peers,
@@ -110,6 +119,17 @@ def has_short_header(folder: Path) -> None:
         test_models_gguf.test_a_header_does_not_go_on_in_the_holes_of_a_file(folder, patch)
 
 
+def publishes_no_path(folder: Path) -> None:
+    reference = load_reference(folder / "model", folder / "cache")
+    test_published_names.test_a_model_on_this_machine_is_published_without_its_path(reference)
+
+
+def compiles_no_such_array(folder: Path) -> None:
+    source = folder / "array.c"
+    source.write_text("int last(int size) { int array[size]; array[size - 1] = 1; return array[size - 1]; }")
+    assert native_code.load(source, folder) is None
+
+
 def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
     _use(self, table, edges, notes=True)
 
@@ -182,6 +202,60 @@ FETCHING = (
         "the header of a gguf file has an end",
         replacing(gguf_header, "_longest_header", lambda size: size),
         has_short_header,
+    ),
+    Defence(
+        "a model's files are in its folder",
+        replacing(model_folder, "is_part_of", yes),
+        lambda folder: test_model_folder.test_a_link_to_a_file_outside_the_folder_is_refused(
+            "merges.txt", folder
+        ),
+    ),
+    Defence(
+        "a model's files without weights have one name on the disk",
+        replacing(model_folder, "_check_metadata", nothing),
+        test_model_folder.test_a_file_with_another_name_on_the_disk_is_refused,
+    ),
+    Defence(
+        "a model's files without weights are bounded",
+        replacing(model_folder, "MAX_METADATA_BYTES", 1 << 40),
+        test_model_folder.test_a_file_without_weights_has_a_bounded_size,
+    ),
+    Defence(
+        "a file that was replaced is not served",
+        replacing(local_model, "_stamp", lambda _: dict.fromkeys(("modified_ns", "changed_ns"), 0)),
+        test_model_folder.test_a_file_that_was_replaced_after_it_was_verified_is_not_served,
+    ),
+    Defence(
+        "a dimension of a tensor is bounded",
+        replacing(safetensors_file, "MAX_SIZE", 1 << 48),
+        test_model_folder.test_a_dimension_of_a_tensor_is_bounded,
+    ),
+    Defence(
+        "the public name of a model has no path",
+        lambda patch: [patch.setattr(each, "name_for_peers", str) for each in (node, reports)],
+        publishes_no_path,
+    ),
+    Defence(
+        "C code has no array on the stack whose size is chosen at run time",
+        replacing(native_code, "COMPILE", tuple(flag for flag in native_code.COMPILE if "vla" not in flag)),
+        compiles_no_such_array,
+    ),
+    Defence(
+        "a key of a gguf file that is not known is refused",
+        replacing(gguf_file, "check_keys", nothing),
+        lambda folder: test_gguf_config.test_a_key_that_is_not_known_is_refused_by_name(
+            "logit_scale", folder
+        ),
+    ),
+    Defence(
+        "every tensor of a gguf file is used",
+        replacing(GgufCheckpoint, "check_complete", nothing),
+        test_gguf_config.test_a_tensor_that_the_model_does_not_use_is_refused_by_name,
+    ),
+    Defence(
+        "parts of a split gguf file belong together",
+        replacing(gguf_header, "_check_parts", nothing),
+        test_gguf_parts.test_parts_of_two_models_are_refused,
     ),
     Defence(
         "a piece is hashed before it is kept",

@@ -33,7 +33,7 @@ from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.models.public_names import public_name
+from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.quantization.packed_experts import (
@@ -89,7 +89,7 @@ class ExpertNode(RunningNode):
     host = None
 
     def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
-        model = CatalogModel(hosting.manifest, clean(public_name(hosting.model)), hosting.total_blocks)
+        model = CatalogModel(hosting.manifest, clean(name_for_peers(hosting.model)), hosting.total_blocks)
         super().__init__(dependencies, model)
         self._hosting = hosting
         self._state = pb.HOST_STATE_JOINING

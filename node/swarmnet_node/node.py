@@ -51,7 +51,7 @@ from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.threads import stay_serial
-from swarmnet_protocols.models.public_names import public_name
+from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
@@ -131,7 +131,7 @@ class Node(RunningNode):
     """A node that hosts whole blocks."""
 
     def __init__(self, dependencies: Dependencies, hosting: Hosting) -> None:
-        model = CatalogModel(hosting.manifest, clean(public_name(hosting.model)), hosting.total_blocks)
+        model = CatalogModel(hosting.manifest, clean(name_for_peers(hosting.model)), hosting.total_blocks)
         super().__init__(dependencies, model)
         self._hosting = hosting
         self._claims = ClaimReader(

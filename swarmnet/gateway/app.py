@@ -53,7 +53,7 @@ from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.models.public_names import public_name
+from swarmnet_protocols.models.public_names import name_for_peers
 
 FIRST_TOKEN_S = 5.0
 """Seconds until the status of a stream is sent without a token. A failure before is a status, a later one an error event."""
@@ -83,7 +83,7 @@ class Gateway:
     clock: Clock = wall_clock
 
     def __post_init__(self) -> None:
-        self.model = public_name(self.engine.local.name)
+        self.model = name_for_peers(self.engine.local.name)
         self.parser = BodyParser(self.engine.max_length)
         self._metrics = GatewayMetrics(self.model, self.engine.batcher)
         self._quotas = QuotaTracker(self.quota)

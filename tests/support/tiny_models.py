@@ -1,5 +1,6 @@
 """Small models of several families, built in a test and saved in the layout that users have on disk."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,19 @@ def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **ch
 
 
 def write_gguf(
-    path: Path, architecture: str, *, blocks: int = 3, experts: int = 4, expert_width: int = 768
+    path: Path,
+    architecture: str,
+    *,
+    blocks: int = 3,
+    experts: int = 4,
+    expert_width: int = 768,
+    extra: Mapping[str, Sequence[int]] | None = None,
+    without: str = "",
 ) -> Path:
-    """Write a random model as gguf: ``blocks`` blocks of width 64, weights quantised to Q8_0."""
+    """Write a random model as gguf: ``blocks`` blocks of width 64, weights quantised to Q8_0.
+
+    ``extra``: shapes of further tensors. ``without``: a tensor that is left out.
+    """
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(blocks)
@@ -115,6 +126,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
 
     def add(name: str, *shape: int) -> None:
+        if name == without:
+            return
         values = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, values)
@@ -139,6 +152,8 @@ def write_gguf(
             feed_forward = (("ffn_gate", 96, 64), ("ffn_up", 96, 64), ("ffn_down", 64, 96))  # type: ignore[assignment]
         for name, *shape in feed_forward:
             add(f"blk.{block}.{name}.weight", *shape)
+    for name, shape in (extra or {}).items():
+        add(name, *shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

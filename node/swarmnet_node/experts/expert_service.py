@@ -20,6 +20,7 @@ from swarmnet_protocols.directory.expert_announcements import BlockExperts, Expe
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.refusal import Refusal
@@ -133,7 +134,7 @@ class ExpertService:
         """The report of a node that hosts these experts and no whole block."""
         report = report_pb2.ExpertPeerReport(
             manifest=status.manifest,
-            model=clean(public_name(status.model)),
+            model=clean(name_for_peers(status.model)),
             total_blocks=status.total_blocks,
             state=status.state,
             dtype=self._model.precision,

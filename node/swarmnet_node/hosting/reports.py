@@ -23,6 +23,7 @@ from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import DeadlineExceeded
+from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Reach, Stream
 from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -53,7 +54,7 @@ def describe_host(
     """
     report = pb.HostReport(
         manifest=status.manifest,
-        model=clean(public_name(status.model)),
+        model=clean(name_for_peers(status.model)),
         total_blocks=status.total_blocks,
         start=status.start,
         end=status.end,

@@ -5,6 +5,7 @@ embedding are configured from the whole config. Then the unwanted parts are remo
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -323,6 +324,14 @@ def build_whole(config: "PretrainedConfig") -> "ModelBuilder":
     return ModelBuilder(causal_class(config), config)
 
 
+_UNUSED = re.compile(
+    r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|position_ids$"  # computed
+    r"|^(score|lm_head)\.|^(model\.)?mtp\."  # heads of other tasks
+    r"|\.(input|activation|output|[qkv])_(scale|zero_point)$"  # for rounding activations, which are not rounded here
+)
+"""Tensors without which a model computes the same."""
+
+
 class ModelBuilder:
     """Builds a model of one class from one config and loads its weights."""
 
@@ -355,7 +364,7 @@ class ModelBuilder:
         Tensors go to ``device`` one by one, so that the CPU's memory never holds a whole span that is for an accelerator.
         Linear modules and embeddings whose weights ``state_dict`` returns as ``PackedTensor`` are replaced by packed ones, which compute with
         ``products``, and merged weights of experts that it returns as ``ExpertMatrices`` by ``PackedExperts``.
-        Raises ``IntegrityError`` if a weight is missing or has another shape.
+        Raises ``IntegrityError`` if a weight is missing or has another shape, and ``ConfigError`` if one is not used.
         """
         weights = state_dict(self.empty())
         packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
@@ -378,6 +387,11 @@ class ModelBuilder:
         wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
         if wrong:
             raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
+        if unused := [name for name in info["unexpected_keys"] if not _UNUSED.search(name)]:
+            raise ConfigError(
+                f"the checkpoint has the tensor {min(unused)[:200]!r}, which {self._cls.__name__} of transformers does not use",
+                hint="without it answers would be wrong; a newer transformers may know the model",
+            )
         # The default name is "None": PEFT writes it into adapters, and looks it up on the hub when it saves one.
         model.name_or_path = model.config.name_or_path = ""
         loaded: nn.Module = model.to(device).requires_grad_(False)

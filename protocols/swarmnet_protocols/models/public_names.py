@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def public_name(name: str) -> str:
+def name_for_peers(name: str) -> str:
     """Return the name of a model for others: the last part of the path of a file or folder on this machine, any other name unchanged.
 
     A folder in the hub's cache is named for its commit, so its public name is that of the repository. Links are not followed: in that

@@ -126,14 +126,14 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     """A model as the swarm file lists it: a local one under the name of its file or directory, one of the hub under its name there."""
     from swarmnet_protocols.models import resolve
-    from swarmnet_protocols.models.public_names import public_name
+    from swarmnet_protocols.models.public_names import name_for_peers
 
     with progress(quiet=quiet) as report:
         import_transformers()
         local = resolve(name, cache_dir=cache_dir, progress=report)
         if local.is_whole:
             local.fetch()  # hashes the pieces
-    return ListedModel(public_name(name), local.manifest.hash, local.pieces_hash)
+    return ListedModel(name_for_peers(name), local.manifest.hash, local.pieces_hash)
 
 
 app.command("invite")(swarm_members.invite)

@@ -11,7 +11,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
 from swarmnet_protocols.models.checkpoints.safetensors_file import INDEX_NAME, METADATA_PATTERNS, read_header
-from swarmnet_protocols.models.public_names import public_name
+from swarmnet_protocols.models.public_names import name_for_peers
 from tests.support.tiny import save_tiny_llama
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
@@ -108,7 +108,7 @@ def test_a_snapshot_of_the_hubs_cache_links_to_its_own_blobs_only(model: Path, t
         (snapshot / path.name).symlink_to(Path("../../blobs", f"blob{number}"))
     found = opened(snapshot)
     assert found.manifest.hash == opened(model).manifest.hash
-    assert public_name(str(snapshot)) == "org/name"
+    assert name_for_peers(str(snapshot)) == "org/name"
     (snapshot / "merges.txt").symlink_to("../../blobs/other")
     (repository / "blobs" / "other").symlink_to(secret_of(tmp_path))
     with pytest.raises(ConfigError, match="outside the model's folder"):
@@ -168,4 +168,4 @@ def test_the_public_name_of_a_model_has_no_path(tmp_path: Path, monkeypatch: pyt
         "org/name@main": "org/name@main",
         "smollm2-135m-instruct": "smollm2-135m-instruct",
     }.items():
-        assert public_name(name) == expected
+        assert name_for_peers(name) == expected

@@ -239,9 +239,13 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Field], list[dict[str, 
             raise IntegrityError(f"{path} is not part {number + 1} of {len(paths)}, as its name says")
         fields = fields or own_fields
         tensors.append(own_tensors)
-    names = [name for each in tensors for name in each]
-    if len(paths) > 1 and not len(names) == len(set(names)) == fields.get("split.tensors.count", len(names)):
-        raise IntegrityError(
-            f"the parts of {paths[0]} do not belong together: they have other tensors than it says"
-        )
+    if len(paths) > 1:
+        _check_parts(paths[0], fields, [name for each in tensors for name in each])
     return fields, tensors
+
+
+def _check_parts(first: Path, fields: dict[str, Field], names: Sequence[str]) -> None:
+    if not len(names) == len(set(names)) == fields.get("split.tensors.count", len(names)):
+        raise IntegrityError(
+            f"the parts of {first} do not belong together: they have other tensors than it says"
+        )
