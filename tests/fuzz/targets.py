@@ -28,7 +28,7 @@ from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models.checkpoints import gguf_header, safetensors_file
+from swarmnet_protocols.models.checkpoints import gguf_header, gguf_tokenizer, safetensors_file
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
@@ -397,6 +397,12 @@ def from_file(read: Callable[[Path], object], suffix: str, data: bytes) -> None:
         read(Path(file.name))
 
 
+def read_gguf_tokenizer(path: Path) -> None:
+    """Headers come to it only after they were checked."""
+    gguf_header.read_header(path)
+    gguf_tokenizer.read_tokenizer(path, "")
+
+
 @cache
 def tiny_model(suffix: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
@@ -533,6 +539,12 @@ TARGETS: dict[str, Target] = {
         partial(from_file, gguf_header.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],
         ("models.checkpoints.gguf_header.read_header",),
+        max_bytes=1 << 19,
+    ),
+    "gguf tokenizer": Target(
+        partial(from_file, read_gguf_tokenizer, ".gguf"),
+        lambda: [tiny_model(".gguf")],
+        ("models.checkpoints.gguf_tokenizer.read_tokenizer",),
         max_bytes=1 << 19,
     ),
     "safetensors": Target(
