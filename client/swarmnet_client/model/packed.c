@@ -29,7 +29,7 @@ int pack_blocks(const float *weight, int64_t blocks, int8_t *values, float *scal
         if (!isfinite(inverse) || !isfinite(scale)) return 0;
         for (int i = 0; i < BLOCK; i++) {
             float value = rintf(weight[i] * inverse);
-            values[i] = (int8_t)value;
+            values[i] = (int8_t)(value == value ? value : 0); /* NaN is no integer, and equals nothing below */
             wrong |= !(values[i] * scale == weight[i]);
         }
         if (wrong) return 0;

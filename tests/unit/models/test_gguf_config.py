@@ -145,6 +145,15 @@ def test_phi_3_has_long_and_short_factors_and_rotates_a_part_of_a_head(tmp_path:
     assert (found["partial_rotary_factor"], config.sliding_window) == (0.75, 2048)
 
 
+def test_a_window_is_that_of_the_file_not_of_the_class(tmp_path: Path) -> None:
+    """transformers reads llama files that are named mistral with a class whose own window is 4096."""
+    config = config_of(tmp_path, "llama", **{"general.name": "mistral"})
+    assert (type(config).__name__, config.sliding_window) == ("MistralConfig", None)
+    (tmp_path / "gemma").mkdir()
+    with pytest.raises(ConfigError, match=r"gemma3\.attention\.sliding_window"):
+        config_of(tmp_path / "gemma", "gemma3")
+
+
 @pytest.mark.parametrize("key", [
     "attention.of_next_year", "rope.scale_linear", "logit_scale", "attention.scale", "tokenizer.ggml.suppress_tokens",
     "adapter.type", "nextn_predict_layers", "attention.temperature_length",

@@ -47,8 +47,12 @@ def completed(
         config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
     if "expert_shared_feed_forward_length" in own and hasattr(config, "shared_expert_intermediate_size"):
         config.shared_expert_intermediate_size = own["expert_shared_feed_forward_length"]
-    if "attention.sliding_window" in own and hasattr(config, "sliding_window"):
-        config.sliding_window = own["attention.sliding_window"] or None
+    if hasattr(config, "sliding_window"):  # not the window of the class, which is that of another model
+        config.sliding_window = own.get("attention.sliding_window") or None
+        if config.sliding_window is None and "sliding_attention" in (
+            getattr(config, "layer_types", None) or []
+        ):
+            raise ConfigError(f"the file has no key {architecture}.attention.sliding_window", hint=_HINT)
     if architecture in _GEMMA_27B_BLOCKS:
         is_largest = config.num_hidden_layers == _GEMMA_27B_BLOCKS[architecture]
         config.query_pre_attn_scalar = config.hidden_size // heads if is_largest else config.head_dim

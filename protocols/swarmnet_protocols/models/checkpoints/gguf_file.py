@@ -52,7 +52,7 @@ class _Names:
         return []
 
 
-_READING = 3
+_READING = 4
 """The version of the code by which configs and tokenizers are read: copies that another one has made are not used."""
 METADATA_BYTES = 32 << 20
 """Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
