@@ -1,6 +1,7 @@
 """Defences of weights from the hub and from peers."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
 from swarmnet_protocols.machine import native_code
-from swarmnet_protocols.models import LocalModel, local_model, parts, resolve
+from swarmnet_protocols.models import LocalModel, local_model, partial_model, parts, resolve
 from swarmnet_protocols.models.checkpoints import gguf_file, gguf_header, model_folder, safetensors_file
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
@@ -251,6 +252,13 @@ FETCHING = (
         "every tensor of a gguf file is used",
         replacing(GgufCheckpoint, "check_complete", nothing),
         test_gguf_config.test_a_tensor_that_the_model_does_not_use_is_refused_by_name,
+    ),
+    Defence(
+        "every tensor of a safetensors file is used",
+        replacing(partial_model, "_UNUSED", re.compile("")),
+        lambda folder: test_model_folder.test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
+            "model.layers.0.self_attn.q_proj.bias", True, folder
+        ),
     ),
     Defence(
         "parts of a split gguf file belong together",

@@ -1,4 +1,4 @@
-"""The tokens that end an answer. Checkpoints name them in up to seven places, which often disagree."""
+"""The tokens that end an answer, which checkpoints name in several places that often disagree."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,15 +13,17 @@ _ENDS = frozenset({
     "<｜end▁of▁sentence｜>", "[e~[",
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
-"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp knows them (llama-vocab.cpp, ``special_eog_ids``)."""
+"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp
+knows them (llama-vocab.cpp, ``special_eog_ids``)."""
 _QUESTION, _ANSWER = "question", "answer"
 
 
 def end_ids(tokenizer: Any, stated: Iterable[int | list[int] | None], vocabulary: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, in ascending order.
 
-    ``stated``: what the config, the generation config and the header of a gguf file name. The tokenizer's own end and its special tokens
-    of well-known names are added, and the end of a turn in its chat template. Ids outside the ``vocabulary`` are left out.
+    ``stated``: what the config, the generation config and the header of a gguf file name. The
+    tokenizer's own end and its special tokens of well-known names are added, and the end of a turn
+    in its chat template. Ids outside the ``vocabulary`` are left out.
     """
     found = {each for value in (*stated, tokenizer.eos_token_id) for each in _as_list(value)}
     found |= {id for name, id in _special_tokens(tokenizer).items() if name in _known_ends(tokenizer)}
@@ -38,7 +40,8 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _known_ends(tokenizer: Any) -> frozenset[str]:
-    """Names that end an answer in this vocabulary: in some, a few of them are ordinary parts of an answer."""
+    """Names that end an answer in this vocabulary: in some, a few of them are ordinary parts of an
+    answer."""
     special = _special_tokens(tokenizer)
     if {"<|return|>", "<|call|>"} <= special.keys() or {"<|calls|>", "<|flush|>"} <= special.keys():
         return _ENDS - {"<|end|>"}  # it ends a message of several
@@ -48,9 +51,12 @@ def _known_ends(tokenizer: Any) -> frozenset[str]:
 
 
 def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
-    """The special token that the chat template writes after an answer, unless it is clear that this is one of ``ends``.
+    """The special token that the chat template writes after an answer.
 
-    The template is rendered only where none of the known ends occurs in it: rendering starts a process.
+    Nothing if it is clear that this is one of ``ends``.
+
+    The template is rendered only where none of the known ends occurs in it: rendering starts a
+    process.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or "eos_token" in template:

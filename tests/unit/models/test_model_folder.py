@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
@@ -136,6 +138,30 @@ def test_a_file_that_was_replaced_after_it_was_verified_is_not_served(tmp_path: 
     path.rename(tmp_path / "old")
     path.write_bytes((tmp_path / "old").read_bytes())
     assert shared.place(weights.sha256, 0, 8) is None
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [
+    ("model.layers.0.self_attn.q_norm.weight", True),
+    ("model.layers.0.self_attn.q_proj.bias", True),
+    ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
+    ("score.weight", False),
+])  # fmt: skip
+def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
+    name: str, is_refused: bool, tmp_path: Path
+) -> None:
+    save_tiny_llama(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({**load_file(path), name: torch.ones(4)}, path, {"format": "pt"})
+    local = opened(tmp_path / "model")
+
+    def load() -> None:
+        local.load_span(0, 1, dtype=torch.float32, device=torch.device("cpu"))
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=name):
+            load()
+    else:
+        load()
 
 
 def test_a_dimension_of_a_tensor_is_bounded(tmp_path: Path) -> None:

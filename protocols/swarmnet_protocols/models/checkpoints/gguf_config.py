@@ -1,7 +1,8 @@
-"""The config of a gguf file: as transformers reads it, with what that drops; and the check that no key is left that could change an answer.
+"""The config of a gguf file, completed, and the check that no key is left unread.
 
-A gguf file has keys and a few tensors where a checkpoint of the hub has a config. ``completed`` adds what transformers does not read, and
-``check_keys`` compares every key with the config: a key that the config contradicts, or that is not known here, is refused by name.
+A gguf file has keys and a few tensors where a checkpoint of the hub has a config. ``completed``
+adds what transformers does not read, and ``check_keys`` compares every key with the config: a key
+that the config contradicts, or that is not known here, is refused by name.
 """
 
 import math
@@ -16,27 +17,31 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors by whose values rotary frequencies are divided. They are part of the config, not of the weights."""
+"""Tensors by whose values rotary frequencies are divided. They are part of the config, not of the
+weights."""
 Factors = Mapping[str, Sequence[float]]
 _HINT = "use the model in Hugging Face layout"
 _HARMLESS = re.compile(r"(general|quantize|split)\..+")
-"""Names, authors, and how the file was made. ``general.architecture``, ``.alignment`` and ``.type`` are read."""
+"""Names, authors, and how the file was made. ``general.architecture``, ``.alignment`` and ``.type``
+are read."""
 _TOKENIZER = re.compile(
     r"tokenizer\.(chat_template(\.\w+|s)?|huggingface\.json|ggml\.("
     r"model|pre|tokens|token_type|token_type_count|scores|merges|\w+_token_id"
     r"|add_(bos|eos|sep)_token|add_space_prefix|remove_extra_whitespaces))"
 )
-"""Keys that ``gguf_tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know."""
+"""Keys that ``gguf_tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
+"""
 _PARTIAL_ROTARY = {"phi3", "stablelm", "nemotron"}
 """Architectures whose classes rotate a part of each head."""
 _GEMMA_27B_BLOCKS = {"gemma2": 46, "gemma3": 62}
-"""No key tells the scale of Gemma's attention. llama.cpp knows the models of 27 billion by their blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
+"""No key tells the scale of Gemma's attention. llama.cpp knows the models of 27 billion by their
+blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
 
 
 def completed(
     config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field]
 ) -> "PretrainedConfig":
-    """Add to a config what transformers does not read of the keys. Rotary scaling is added by ``with_rope``."""
+    """Add to a config what transformers does not read of the keys, except rotary scaling."""
     own = _own(architecture, fields)
     heads = config.num_attention_heads
     if getattr(config, "head_dim", None) is not None:
@@ -47,7 +52,7 @@ def completed(
         config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
     if "expert_shared_feed_forward_length" in own and hasattr(config, "shared_expert_intermediate_size"):
         config.shared_expert_intermediate_size = own["expert_shared_feed_forward_length"]
-    if hasattr(config, "sliding_window"):  # not the window of the class, which is that of another model
+    if hasattr(config, "sliding_window"):  # that of the class is another model's
         config.sliding_window = own.get("attention.sliding_window") or None
         if config.sliding_window is None and "sliding_attention" in (
             getattr(config, "layer_types", None) or []
@@ -65,7 +70,11 @@ def completed(
 def with_rope(
     config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field], factors: Factors
 ) -> "PretrainedConfig":
-    """Add the scaling of rotary frequencies to a config: by keys, and by the values of ``ROPE_TENSORS``. Raises ``ConfigError``."""
+    """Add the scaling of rotary frequencies to a config, by keys and the values of
+    ``ROPE_TENSORS``.
+
+    Raises ``ConfigError`` for factors that are none.
+    """
     own = _own(architecture, fields)
     kind = own.get("rope.scaling.type", "none")
     scaling: dict[str, Any] = {}
@@ -114,7 +123,10 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
 
 
 def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
-    """The scaling of Llama 3.1 to 3.3 that gives these factors, all of whose models have the same bounds; None if it does not."""
+    """The scaling of Llama 3.1 to 3.3 that gives these factors; None if none does.
+
+    All these models have the same bounds.
+    """
     factor, low, high, original = max(factors), 1.0, 4.0, 8192
     base = _rope(config)["rope_theta"]
     for index, found in enumerate(factors):
@@ -127,7 +139,7 @@ def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
 
 
 def check_keys(config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field]) -> None:
-    """Raise ``ConfigError``, which names the key, unless the config says the same as every key that can change an answer."""
+    """Raise ``ConfigError``, which names the key, unless the config agrees with every key."""
     if fields.get("general.type", "model") != "model":
         raise ConfigError(
             f"the file is no model: its general.type is {fields['general.type']!r}",
@@ -153,7 +165,10 @@ def _own(architecture: str, fields: Mapping[str, Field]) -> dict[str, Any]:
 
 
 def _agrees(value: Any, expected: Any) -> bool:
-    """Whether a key has the expected value, in the precision of float32. ``expected`` None: the config has no such setting."""
+    """Whether a key has the expected value, in the precision of float32.
+
+    ``expected`` None: the config has no such setting.
+    """
     if isinstance(value, tuple):
         values = expected if isinstance(expected, list) else [expected] * len(value)
         return len(values) == len(value) and all(map(_agrees, value, values))
@@ -240,4 +255,5 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     "rope.scaling.yarn_beta_slow": lambda config: _rope(config).get("beta_slow"),
     "rope.scaling.finetuned": lambda _: [],
 }
-"""What each key means, as the value that it has for a config. An empty list: any value means the same."""
+"""What each key means, as the value that it has for a config. An empty list: any value means the
+same."""

@@ -1,4 +1,4 @@
-"""The header of a gguf file: its fields and where its tensors are, bounded and checked; and the files of a model that was split into parts."""
+"""The headers of gguf files, bounded and checked, and the parts of a model that was split."""
 
 import math
 import mmap
@@ -15,7 +15,8 @@ from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, file_of
 
 Scalar = int | float | bool | str
 Field = Scalar | tuple[int | float | bool, ...]
-"""A value of the metadata: of arrays, short ones of numbers; an empty tuple stands for any other."""
+"""A value of the metadata: of arrays, short ones of numbers; an empty tuple stands for any other.
+"""
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -23,7 +24,8 @@ MAX_NAME_BYTES = 1_024
 MAX_DIMS = 4
 MAX_PARTS = 1_000
 MAX_LISTED = 4_096
-"""Elements of the longest array that is kept: one number for each block. Vocabularies are longer."""
+"""Elements of the longest array that is kept: one number for each block. Vocabularies are longer.
+"""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: Struct(f"<{code}")
@@ -45,7 +47,8 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is: ``offset`` in bytes from the start of the file, dimensions outermost first."""
+    """Where a tensor is: ``offset`` in bytes from the start of the file, dimensions outermost
+    first."""
 
     shape: tuple[int, ...]
     type: int
@@ -54,8 +57,8 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian fields. Raises ``ValueError`` at the end of the file, and of the longest header that is read: the holes of a partial file
-    would be empty strings without end."""
+    """Reads little-endian fields. Raises ``ValueError`` at the end of the file, and of the longest
+    header that is read: the holes of a partial file would be empty strings without end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -114,7 +117,10 @@ def _scalar(kind: int) -> Struct:
 
 
 def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
-    """Return the metadata without its long arrays, and the tensors, all of which are within the file. Raises ``IntegrityError``."""
+    """Return the metadata without its long arrays, and the tensors, all within the file.
+
+    Raises ``IntegrityError``.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data), len(data))
@@ -132,7 +138,7 @@ def layout_of(path: Path) -> Layout:
 
 
 def gguf_head_bytes(path: Path) -> int:
-    """The size of the header of a gguf file. Raises ``IntegrityError`` if it is damaged or not complete."""
+    """The size of the header of a gguf file. Raises ``IntegrityError`` unless it is whole."""
     return layout_of(path).head_bytes
 
 
@@ -197,7 +203,10 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model that was split into files, one of which has this name; only ``name`` if it is no name of a part."""
+    """The names of all parts of the split model one of whose files has this name.
+
+    Only ``name`` if it is no name of a part.
+    """
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
         return [name]
@@ -205,9 +214,12 @@ def part_names(name: str) -> list[str]:
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """Return the paths of all parts of the model that a file is a part of; only its own if it is a whole model.
+    """Return the paths of all parts of a split model, one of which is given.
 
-    Raises ``ConfigError`` if a part is missing in its folder, and the errors of ``file_of`` and ``read_header``.
+    Only ``path`` if it is a whole model.
+
+    Raises ``ConfigError`` if a part is missing in its folder, and the errors of ``file_of`` and
+    ``read_header``.
     """
     names = part_names(path.name)
     if len(names) == 1 or read_header(path)[0].get("split.count", 1) in (0, 1):
@@ -224,7 +236,10 @@ def parts_beside(path: Path) -> list[Path]:
 
 
 def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Field], list[dict[str, GgufTensor]]]:
-    """Return the metadata of a model, and the tensors of each of its files. Raises ``IntegrityError``, or ``ConfigError`` for a lone part."""
+    """Return the metadata of a model, and the tensors of each of its files.
+
+    Raises ``IntegrityError``, or ``ConfigError`` for a lone part.
+    """
     fields: dict[str, Field] = {}
     tensors: list[dict[str, GgufTensor]] = []
     for number, path in enumerate(paths):

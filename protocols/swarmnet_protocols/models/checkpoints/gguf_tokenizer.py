@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Types of tokens in ``tokenizer.ggml.token_type`` that are matched in a text before it is split."""
+"""Types of tokens in ``tokenizer.ggml.token_type`` that are matched in a text before it is split.
+"""
 _HINT = "use the model in Hugging Face layout"
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
 
 
 def read_tokenizer(path: Path, name: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a gguf file, whose header is known to be sound. ``name``: the model's name in the header.
+    """Return the tokenizer of a gguf file, whose header is known to be sound.
+
+    ``name``: the model's name in the header.
 
     Raises ``ConfigError`` if the file has none, or one whose ids would not be those of llama.cpp.
     """
@@ -102,7 +105,7 @@ def _byte_level(fields: Mapping[str, Any], splitting: WordSplitting) -> "Tokeniz
 
 
 def _sentencepiece(architecture: str, fields: Mapping[str, Any]) -> "Tokenizer":
-    """The merges are derived from the vocabulary. Spaces are part of the text, as in sentencepiece itself."""
+    """The merges are derived from the vocabulary. Spaces are part of the text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.tokenization_utils_base import generate_merges
 
@@ -131,7 +134,10 @@ def _sentencepiece(architecture: str, fields: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> None:
-    """Have the tokens that the file marks found in a text as they are written. ``name``: the model's, in lower case."""
+    """Have the tokens that the file marks found in a text as they are written.
+
+    ``name``: the model's, in lower case.
+    """
     from tokenizers import AddedToken
 
     types = fields.get("token_type") or ()
@@ -140,7 +146,7 @@ def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> 
     entries: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in zip(fields["tokens"], types, strict=False):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocabulary:
-            # llama.cpp drops the spaces after these tokens in models of this name; no field says so.
+            # llama.cpp drops spaces after these tokens in models of this name.
             strips = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
             is_special = kind != _USER_DEFINED
             entries[is_special].append(AddedToken(token, rstrip=strips, normalized=False, special=is_special))

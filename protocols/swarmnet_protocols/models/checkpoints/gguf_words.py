@@ -1,6 +1,7 @@
-"""How tokenizers in gguf files split a text into words, by the names that llama.cpp gives to the ways (llama-vocab.cpp, ``llm_tokenizer_bpe``).
+"""How tokenizers in gguf files split a text into words, by llama.cpp's names for the ways.
 
-Expressions are those of llama.cpp, in the syntax of Oniguruma. Each one splits what the ones before it have left, and matches stay whole.
+Expressions are those of llama.cpp (llama-vocab.cpp, ``llm_tokenizer_bpe``), in the syntax of
+Oniguruma. Each one splits what the ones before it have left, and matches stay whole.
 """
 
 from collections.abc import Mapping
@@ -118,4 +119,5 @@ SPLITTINGS: Mapping[str, WordSplitting] = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
 }
-"""By the value of ``tokenizer.ggml.pre``. Ways of embedding models, and those whose rules are no expressions, are not listed."""
+"""By the value of ``tokenizer.ggml.pre``. Ways of embedding models, and those whose rules are no
+expressions, are not listed."""

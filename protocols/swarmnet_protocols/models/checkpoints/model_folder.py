@@ -1,4 +1,4 @@
-"""The files of a model's folder, which a stranger may have made: only what is part of the model is opened, read and given to peers."""
+"""The files of a model's folder: only what is part of the model is opened, and given to peers."""
 
 import os
 import stat
@@ -7,19 +7,23 @@ from pathlib import Path
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 MAX_METADATA_BYTES = 64 << 20
-"""Most bytes of a file without weights. The largest tokenizers of the hub have 40 MB; these files are read and sent as a whole."""
+"""Most bytes of a file without weights. The largest tokenizers of the hub have 40 MB; these files
+are read and sent as a whole."""
 MAX_SIZE = 1 << 24
-"""Most elements of one dimension of a tensor: 64 times the largest vocabulary. Products of two dimensions fit 64-bit integers easily."""
+"""Most elements of one dimension of a tensor: 64 times the largest vocabulary. Products of two
+dimensions fit 64-bit integers easily."""
 _OUR_MODELS = Path(__file__).resolve().parents[1]
 
 
 def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
-    """Return the path of a file of the model in folder ``root``, or None if the folder has no such file.
+    """Return the path of a file of the model in folder ``root``, or None if the folder has no such
+    file.
 
-    The members of a swarm get these files on request. So a file must be part of the model: an ordinary file in the folder, or a link to one
-    there or, in a snapshot of the hub's cache, to one of the blobs of the same repository. A file without weights, whose content nothing
-    else checks, must have no other name on the disk (a hard link) and at most ``MAX_METADATA_BYTES``. Raises ``ConfigError``, or
-    ``IntegrityError`` for a file that cannot be read or is too large.
+    The members of a swarm get these files on request. So a file must be part of the model: an
+    ordinary file in the folder, or a link to one there or, in a snapshot of the hub's cache, to one
+    of the blobs of the same repository. A file without weights, whose content nothing else checks,
+    must have no other name on the disk (a hard link) and at most ``MAX_METADATA_BYTES``. Raises
+    ``ConfigError``, or ``IntegrityError`` for a file that cannot be read or is too large.
     """
     path = root / name
     try:
@@ -43,7 +47,10 @@ def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
 
 
 def is_part_of(folder: Path, real: Path) -> bool:
-    """Whether a file is in a model's folder, or is a blob of the snapshot of the hub's cache that the folder is. Both are paths without links."""
+    """Whether a file is in a model's folder, or a blob of it as a snapshot of the hub's cache.
+
+    Both are paths without links.
+    """
     if real.is_relative_to(folder):
         return True
     # By name: a folder of blobs that is itself a link elsewhere is not part of the repository.
