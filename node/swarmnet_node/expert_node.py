@@ -32,7 +32,7 @@ from swarmnet_protocols.directory.expert_announcements import (
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
@@ -107,8 +107,8 @@ class ExpertNode(RunningNode):
             try:
                 await self._serve(await self._load(), services)
                 background += [
-                    asyncio.create_task(self._keep_announcing(), name="announce"),
-                    asyncio.create_task(self._keep_listed(), name="catalog"),
+                    asyncio.create_task(persist("the announcement", self._keep_announcing), name="announce"),
+                    asyncio.create_task(persist("the catalog", self._keep_listed), name="catalog"),
                 ]
                 yield
             finally:

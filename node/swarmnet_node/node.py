@@ -49,7 +49,7 @@ from swarmnet_protocols.directory.host_announcements import HostSample, hosts_to
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
@@ -170,16 +170,20 @@ class Node(RunningNode):
             try:
                 await self._load_and_serve(services)
                 background += [
-                    asyncio.create_task(self._keep_announcing(), name="announce"),
-                    asyncio.create_task(self._keep_located(), name="locate"),
-                    asyncio.create_task(self._keep_listed(), name="catalog"),
+                    asyncio.create_task(persist("the announcement", self._keep_announcing), name="announce"),
+                    asyncio.create_task(persist("the network coordinate", self._keep_located), name="locate"),
+                    asyncio.create_task(persist("the catalog", self._keep_listed), name="catalog"),
                 ]
                 hosting = self._hosting
                 if hosting.may_move:
-                    self._moving = asyncio.create_task(self._mover().run(), name="move")
+                    self._moving = asyncio.create_task(
+                        persist("the choice of blocks", lambda: self._mover().run()), name="move"
+                    )
                 if hosting.others is not None:
                     switcher = Switcher(self, self._claims, hosting.others, self._dependencies)
-                    self._switching = asyncio.create_task(switcher.run(), name="switch")
+                    self._switching = asyncio.create_task(
+                        persist("the choice of a model", switcher.run), name="switch"
+                    )
                 yield
             finally:
                 await cancel(*background, self._moving, self._switching)
@@ -260,7 +264,8 @@ class Node(RunningNode):
             for hook in planner.watch({start + layer: module for layer, module in stage.experts.items()}):
                 self._contexts.callback(hook.remove)
             self._contexts.push_async_callback(
-                cancel, asyncio.create_task(planner.run(), name="plan experts")
+                cancel,
+                asyncio.create_task(persist("the plan of experts", planner.run), name="plan experts"),
             )
             await self._announce()  # its own experts: other hosts may wait for them
         if options.cache is not None:

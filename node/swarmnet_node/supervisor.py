@@ -37,7 +37,7 @@ from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_node.switching import Departure
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.wire import report_pb2
 
@@ -127,7 +127,7 @@ class Supervisor(Ending):
         supervisor = cls(dependencies, hosting, machine, limits)
         await supervisor._observe()
         running = asyncio.create_task(supervisor._run(), name="supervise")
-        watching = asyncio.create_task(supervisor._watch(), name="watch")
+        watching = asyncio.create_task(persist("the watch over the machine", supervisor._watch), name="watch")
         try:
             yield supervisor
         finally:
@@ -272,7 +272,10 @@ class Supervisor(Ending):
             # Memory that loading used temporarily.
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             governing = (
-                asyncio.create_task(self._govern(node, self._hosting), name="govern")
+                asyncio.create_task(
+                    persist("the watch over limits", partial(self._govern, node, self._hosting)),
+                    name="govern",
+                )
                 if isinstance(node, Node) and isinstance(self._hosting, Hosting)
                 else None
             )
@@ -303,7 +306,9 @@ class Supervisor(Ending):
         """Read the model for which the node has ended, to run a node of it next; if that fails, one with its former blocks."""
         switch, now = departure.switch, asyncio.get_running_loop().time()
         self._is_loading = True
-        announcing = asyncio.create_task(departure.intent.keep(), name="announce intent")
+        announcing = asyncio.create_task(
+            persist("the announcement", departure.intent.keep), name="announce intent"
+        )
         try:
             hosting = await others.hosting(switch.manifest, departure.weight_bytes, self._limits)
         except SwarmnetError as error:

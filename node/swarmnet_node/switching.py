@@ -24,7 +24,7 @@ from swarmnet_node.moving import DRAIN_S, Placed
 from swarmnet_node.running_node import Dependencies
 from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
 from swarmnet_protocols.routing.switching import (
     LOOK_S,
@@ -203,7 +203,7 @@ class Switcher:
         node = self._node
         _log.info("may switch to %s: %s", switch.name, switch.reason)
         intent = node.intent(switch)
-        keeping = asyncio.create_task(intent.keep(), name="announce intent")
+        keeping = asyncio.create_task(persist("the announcement", intent.keep), name="announce intent")
         try:
             await self._wait()
             if not await self._is_confirmed(switch):

@@ -39,7 +39,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import all_of, cancel
+from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
@@ -128,7 +128,9 @@ class Observer:
         models of the catalog are observed.
         """
         observer = cls(dependencies, swarm, model_names or {})
-        crawling = asyncio.create_task(observer._keep_crawling(), name="observer")
+        crawling = asyncio.create_task(
+            persist("the crawl of the directory", observer._keep_crawling), name="observer"
+        )
         try:
             yield observer
         finally:
@@ -292,7 +294,9 @@ class Observer:
             if each.peer in selected:
                 if each.peer not in self._trackers:
                     tracker = self._trackers[each.peer] = PeerTracker(each.peer, self._clock())
-                    self._polling[each.peer] = asyncio.create_task(self._keep_polling(tracker), name="poll")
+                    self._polling[each.peer] = asyncio.create_task(
+                        persist(f"the poll of {each.peer}", partial(self._keep_polling, tracker)), name="poll"
+                    )
                 self._trackers[each.peer].addresses = each.addresses
 
     def _drop(self, peer: PeerId) -> None:

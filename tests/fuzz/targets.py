@@ -427,10 +427,8 @@ def piece_table_seeds() -> list[bytes]:
 
 def read_multiaddr(data: bytes) -> None:
     prepare_hivemind()
-    try:
-        unpack_multiaddr(data)
-    except ValueError as error:
-        raise ProtocolViolation("no multiaddr") from error
+    if not unpack_multiaddr(data):
+        raise ProtocolViolation("no multiaddr")
 
 
 def read_peer(data: bytes) -> None:

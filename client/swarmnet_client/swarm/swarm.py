@@ -31,7 +31,7 @@ from swarmnet_protocols.directory.host_announcements import HostSample, read_hos
 from swarmnet_protocols.errors import HostsBusy, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import (
@@ -116,7 +116,7 @@ class Swarm:
     ) -> AsyncIterator["Swarm"]:
         """A swarm whose hosts are read from the directory and pinged while the context is open."""
         swarm = cls(transport, directory, manifest, rng, timing, trust)
-        watching = asyncio.create_task(swarm._watch(), name="swarm")
+        watching = asyncio.create_task(persist("the watch over hosts", swarm._watch), name="swarm")
         try:
             yield swarm
         finally:

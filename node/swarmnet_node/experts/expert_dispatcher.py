@@ -34,7 +34,7 @@ from swarmnet_protocols.directory.expert_announcements import (
     read_expert_hosts,
 )
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel, start_on_loop
+from swarmnet_protocols.machine.aio import cancel, persist, start_on_loop
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere, Outputs
@@ -133,7 +133,7 @@ class ExpertDispatcher:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ExpertDispatcher"]:
         """Find peers, and keep streams to them, while the context is open. At its end, waiting forwards fail."""
-        finding = asyncio.create_task(self._find(), name="find experts")
+        finding = asyncio.create_task(persist("the search for experts", self._find), name="find experts")
         try:
             yield self
         finally:
@@ -413,7 +413,9 @@ class ExpertDispatcher:
                     max_round_trip_s=self.max_round_trip_s,
                     changed=self._note_change,
                 )
-                self._keeping[peer] = asyncio.create_task(link.keep(), name=f"experts of {peer}")
+                self._keeping[peer] = asyncio.create_task(
+                    persist(f"the link to experts of {peer}", link.keep), name=f"experts of {peer}"
+                )
         self._note_change()
 
     def _is_wanted(self, host: ExpertHost) -> bool:

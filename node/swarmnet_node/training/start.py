@@ -16,7 +16,7 @@ from swarmnet_node.owner.limits import RELAY_BYTES_PER_S
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 
 if TYPE_CHECKING:
     from swarmnet_node.training.events import EventHandler
@@ -107,7 +107,9 @@ async def start(
         await stack.enter_async_context(
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
         )
-        announcing = asyncio.create_task(keep_job_announced(directory, config.job), name="catalog")
+        announcing = asyncio.create_task(
+            persist("the catalog", lambda: keep_job_announced(directory, config.job)), name="catalog"
+        )
         stack.push_async_callback(cancel, announcing)
         watching = asyncio.create_task(_fail_with_p2pd(transport, worker, stopped), name="p2pd")
         stack.push_async_callback(cancel, watching)

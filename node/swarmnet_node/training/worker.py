@@ -34,7 +34,7 @@ from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
@@ -169,7 +169,9 @@ class Worker:
                     "parameters": self._replica.trainer.parameter_count,
                 }
             )
-            announcing = asyncio.create_task(self._keep_announcing(), name="announce")
+            announcing = asyncio.create_task(
+                persist("the announcement", self._keep_announcing), name="announce"
+            )
             try:
                 await race(self._failed.wait(), self._run_rounds())
                 if self._failure is not None:

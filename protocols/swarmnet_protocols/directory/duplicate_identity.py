@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES, listed
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.net.refusal import printable
@@ -125,7 +125,9 @@ class DuplicateWatch:
         A duplicate is logged once. ``changed`` is called with the warning then, and with an empty string when it has gone.
         """
         watch = cls(transport, directory, rng, timing, changed)
-        watching = asyncio.create_task(watch._keep(), name="duplicate-watch")
+        watching = asyncio.create_task(
+            persist("the watch for duplicates", watch._keep), name="duplicate-watch"
+        )
         try:
             yield watch
         finally:

@@ -16,10 +16,11 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from itertools import zip_longest
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
@@ -33,7 +34,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
@@ -118,15 +119,18 @@ class Admissions:
             return
         admissions = cls(transport, membership, directory, bootstrap)
         with ExitStack() as stack:
-            tasks = [admissions._renew_certificates(), admissions._fetch_swarm_files()]
+            loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
+                admissions._renew_certificates,
+                admissions._fetch_swarm_files,
+            ]
             if issuer is not None:
                 issued = stack.enter_context(IssuedCertificates.open(issuer.folder))
                 now = membership.clock()
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
-                tasks.append(admissions._announce_issuer(issuer.key))
+                loops.append(partial(admissions._announce_issuer, issuer.key))
             await transport.serve(ADMISSION, admissions._answer)
-            running = [asyncio.create_task(task, name="admission") for task in tasks]
+            running = [asyncio.create_task(persist("admission", each), name="admission") for each in loops]
             try:
                 yield
             finally:

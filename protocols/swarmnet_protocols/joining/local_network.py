@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
@@ -208,7 +208,7 @@ class LocalNetwork:
         """
         import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
 
-        task = asyncio.create_task(self._keep(join), name="mdns")
+        task = asyncio.create_task(persist("mDNS", lambda: self._keep(join)), name="mdns")
         try:
             yield
         finally:
@@ -239,7 +239,7 @@ class LocalNetwork:
         if not self._is_on_loopback:
             networks = tuple(each for each in shared_networks(interfaces, ()) if not each.is_global)
         own = (host for host, _ in interfaces if ":" not in host)
-        spoken = sorted({host for host in own if _is_local(f"/ip4/{host}", networks)})
+        spoken = sorted({host for host in own if _is_local(f"/ip4/{host}/tcp/0", networks)})
         announced = [each for each in self._own() if _is_local(each, networks)]
         return _Place(networks, tuple(spoken), tuple(announced[:MAX_ANNOUNCED]))
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
@@ -176,7 +176,7 @@ async def connect(
         stack.push_async_callback(punching.close)
         if not client_mode:
             with suppress(NotAuthorised):  # an observer has no role that may serve these
-                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock).answer)
+                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock, raw.networks).answer)
                 await relay.serve()
             await reachability.find_out()
             stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
@@ -201,8 +201,11 @@ async def connect(
         finder = RelayFinder(directory, random.Random())
         reachability.more_relays = finder.find
         if not client_mode:
-            announcing = keep_relay_announced(
-                directory, lambda: routed.addresses() if relay.relays else (), random.Random()
+            announcing = persist(
+                "the announcement as a relay",
+                lambda: keep_relay_announced(
+                    directory, lambda: routed.addresses() if relay.relays else (), random.Random()
+                ),
             )
             stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))
         if network.mdns:

@@ -1,10 +1,18 @@
-"""Helpers for asyncio: wait for the first or all of several coroutines, with deadlines and clean cancellation."""
+"""Helpers for asyncio: wait for the first or all of several coroutines, with deadlines and clean cancellation; a supervisor of loops."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+RESTART_S = 1.0
+"""First pause before a loop that failed begins again. It doubles with each failure in a row."""
+MAX_RESTART_S = 60.0
+"""Longest pause before a loop begins again. A loop that ran for longer than this starts over with the first pause."""
 
 
 async def race(*runners: Coroutine[Any, Any, T]) -> T:
@@ -43,6 +51,25 @@ async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def persist(name: str, loop: Callable[[], Awaitable[T]]) -> T:
+    """Run ``loop`` until it returns. After an error, log it under ``name`` and run the loop again.
+
+    For loops that a process lives on: announcements, reservations, checks of limits. An unforeseen error, such as one from
+    data of a peer, ends neither the loop for good nor the process.
+    """
+    clock, pause_s = asyncio.get_running_loop().time, RESTART_S
+    while True:
+        began = clock()
+        try:
+            return await loop()
+        except Exception:  # noqa: BLE001 - the supervisor of the loop
+            if clock() - began > MAX_RESTART_S:
+                pause_s = RESTART_S
+            _log.exception("%s failed and begins again in %g s", name, pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_RESTART_S)
 
 
 async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:

@@ -36,7 +36,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.clock import clock_advice
 from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Member, Membership, Revoked, check_role
@@ -132,7 +132,9 @@ class Handshakes:
         await transport.serve(HANDSHAKE, handshakes._answer)
         await transport.serve(REVOCATIONS, handshakes._serve_revocations)
         membership.listeners.append(handshakes._on_membership_change)
-        hellos = asyncio.create_task(handshakes._send_hellos_periodically(), name="handshakes")
+        hellos = asyncio.create_task(
+            persist("the renewal of handshakes", handshakes._send_hellos_periodically), name="handshakes"
+        )
         try:
             yield handshakes
         finally:

@@ -8,7 +8,6 @@ owner of this machine gave are dialled as they are.
 import asyncio
 import ipaddress
 import logging
-import re
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from weakref import WeakValueDictionary
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.limits.resources import Rate, Scope
+from swarmnet_protocols.net.multiaddr import PEER_ID, IPAddress, Multiaddr, parse_multiaddr
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ MAX_DIALLED = 8
 """Addresses of one peer that are dialled in one attempt."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOPBACK_NETWORKS: tuple[Network, ...] = (
     ipaddress.ip_network("127.0.0.0/8"),
@@ -42,8 +41,6 @@ _CARRIES_IPV4 = tuple(
 )
 """IPv6 ranges that routers translate to arbitrary IPv4 addresses."""
 _BROADCAST = ipaddress.ip_address("255.255.255.255")
-_PORT = re.compile(r"[0-9]{1,5}")
-_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
 
 
 def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]) -> tuple[str, ...]:
@@ -93,18 +90,27 @@ def own_interfaces() -> list[tuple[str, str]]:
     ]
 
 
-def ip_of(address: str) -> _Address | None:
-    """The IP address at the beginning of a multiaddr, if there is one."""
-    match address.split("/"):
-        case ["", "ip4", host, *_]:
-            kind: type[_Address] = ipaddress.IPv4Address
-        case ["", "ip6", host, *_]:
-            kind = ipaddress.IPv6Address
-        case _:
-            return None
-    with suppress(ValueError):
-        return kind(host)
-    return None
+def ip_of(address: str) -> IPAddress | None:
+    """The IP address of a multiaddr; None for any other text."""
+    parsed = parse_multiaddr(address)
+    return parsed.ip if parsed is not None else None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can dial a multiaddr."""
+    ip = ip_of(address)
+    return ip is not None and ip.is_loopback
+
+
+def may_dial_back(ip: IPAddress, networks: Sequence[Network]) -> bool:
+    """Whether a port of ``ip``, from which a peer is connected, may be dialled at its request.
+
+    The connection proves that a peer is there, so private networks count as well. Loopback and link-local addresses count only
+    in ``networks``: a proxy or a tunnel on this machine makes strangers appear there.
+    """
+    if any(ip in network for network in networks):
+        return True
+    return not _is_special(ip) and not any(ip in network for network in _CARRIES_IPV4)
 
 
 def relay_of(address: str) -> tuple[PeerId, str] | None:
@@ -161,31 +167,29 @@ class IntroducedTransport(TransportWrapper):
 
 def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:
     """``address`` in canonical form without the peer id; None if it may not be dialled."""
-    match address.removesuffix(f"/p2p/{peer}").split("/"):
-        case ["", "ip4" | "ip6" as family, _, "tcp", port, *rest]:
-            base = f"tcp/{port}"
-        case ["", "ip4" | "ip6" as family, _, "udp", port, "quic-v1", *rest]:
-            base = f"udp/{port}/quic-v1"
+    parsed = parse_multiaddr(address.removesuffix(f"/p2p/{peer}"))
+    if parsed is None or parsed.port == 0 or not _may_dial(parsed.ip, networks):
+        return None
+    match parsed:
+        case Multiaddr(kind="tcp", rest=rest) | Multiaddr(kind="udp", rest=("quic-v1", *rest)):
+            pass
         case _:
             return None
-    ip = ip_of(address)
-    if ip is None or not _may_dial(ip, networks) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
-        return None
     match rest:
         case []:
-            return f"/{family}/{ip}/{base}"
-        case ["p2p", relay, "p2p-circuit"] if _PEER_ID.fullmatch(relay) and relay != peer:
-            return f"/{family}/{ip}/{base}/p2p/{relay}/p2p-circuit"
+            return str(parsed)
+        case ["p2p", relay, "p2p-circuit"] if PEER_ID.fullmatch(relay) and relay != peer:
+            return str(parsed)
     return None
 
 
-def _may_dial(ip: _Address, networks: Sequence[Network]) -> bool:
+def _may_dial(ip: IPAddress, networks: Sequence[Network]) -> bool:
     if any(ip in network for network in networks):
         return True
     return ip.is_global and not _is_special(ip) and not any(ip in network for network in _CARRIES_IPV4)
 
 
-def _is_special(ip: _Address) -> bool:
+def _is_special(ip: IPAddress) -> bool:
     """Whether this is an address that no other machine can have: loopback, link-local, multicast, unspecified or broadcast."""
     return ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
 

@@ -38,6 +38,8 @@ class Endpoint:
         self.flushes: set[asyncio.Task[None]] = set()
         """Closed streams whose last messages are being delivered."""
         self._refused: set[asyncio.Task[None]] = set()
+        self.forwarded: dict[str, str] = {}
+        """Loopback addresses at which this process forwards a connection, each with the multiaddr of the peer at its far end."""
 
     @property
     def protocols(self) -> list[ProtocolSpec]:
@@ -68,6 +70,7 @@ class Endpoint:
         self, pipe: Pipe, peer: PeerId, protocol_id: str, address: str, link: LinkLimiter | None = None
     ) -> None:
         """Serve the stream that ``peer`` opened from the multiaddr ``address``, or refuse it at a limit."""
+        address = self.real_address(address)
         protocol, handler = self._handlers[protocol_id]
         try:
             scope = self._subnet_limits.accept(peer, address)
@@ -78,6 +81,10 @@ class Endpoint:
         stream = self._stream(pipe, peer, protocol, scope, link)
         stream.address = address
         await supervise(handler, stream, protocol)
+
+    def real_address(self, address: str) -> str:
+        """The multiaddr of the peer that the transport sees at ``address``: another one if this process forwards the connection."""
+        return self.forwarded.get(address, address)
 
     def streams_with(self, peer: PeerId) -> list[FramedStream]:
         return [stream for stream in self.streams if stream.peer == peer]
@@ -126,4 +133,10 @@ class Endpoint:
         task = asyncio.get_running_loop().create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(_log_error)
         return task
+
+
+def _log_error(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a task of the network failed", exc_info=error)

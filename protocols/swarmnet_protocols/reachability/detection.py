@@ -5,9 +5,10 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
 
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.net.dialling import own_interfaces
@@ -84,11 +85,16 @@ class Reachability:
     @property
     def nat(self) -> str:
         """See ``Reach.nat``."""
-        observed = [each.observed for each in self._reservations.held if "/tcp/" in each.observed]
+        observed = [
+            each.observed
+            for each in self._reservations.held
+            if each.observed is not None and each.observed.kind == "tcp"
+        ]
         if self._is_open is not False or len(observed) < 2:
             return ""
         # A connection that was not dialled from the listening port has another mapping in the router.
-        is_kept = any(port in ports_of(self._transport.own_addresses()) for port in ports_of(observed))
+        own_ports = ports_of(self._transport.own_addresses())
+        is_kept = any(each.port in own_ports for each in observed)
         return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
 
     @property
@@ -100,7 +106,9 @@ class Reachability:
         """Ask peers to dial this one; reserve at relays if they cannot."""
         ports = ports_of(self._transport.own_addresses())
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
-        answers = [each for each in await asyncio.gather(*(self._ask(each, ports) for each in asked)) if each]
+        replies = await asyncio.gather(*(self._ask(each, ports) for each in asked))
+        # A peer that dialled nothing, as through a relay, has no opinion.
+        answers = [each for each in replies if each is not None and each.observed_ip]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
         self.on_change(self.is_open)
         reached = [each for each in answers if each.reached]
@@ -114,25 +122,29 @@ class Reachability:
             if self._reserving is None:
                 _log.info("peers cannot dial this one: reserving at relays")
                 self._transport.reserve_at_relays(self._reservations)
-                self._reserving = asyncio.create_task(self._reservations.run(), name="reservations")
+                reserving = persist("the reservation at relays", self._reservations.run)
+                self._reserving = asyncio.create_task(reserving, name="reservations")
             await self._reservations.wait_for_one(FIRST_RESERVATION_S)
         elif self._reserving is not None:
             await self._release()
 
     async def keep(self) -> None:
         """Repeat ``find_out`` when the addresses of this machine change or its router forwards a port, and every ``AGAIN_S``, until cancelled."""
-        loop = asyncio.get_running_loop()
         try:
-            before, again_at = self._own(), loop.time() + UNKNOWN_S
-            while True:
-                await asyncio.sleep(CHECK_S)
-                is_changed = (now := self._own()) != before
-                if is_changed or loop.time() >= again_at:
-                    await self.find_out()
-                    before = now
-                    again_at = loop.time() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
+            await persist("the check whether peers can dial this one", self._watch)
         finally:
             await self._release()
+
+    async def _watch(self) -> NoReturn:
+        clock = asyncio.get_running_loop().time
+        before, again_at = self._own(), clock() + UNKNOWN_S
+        while True:
+            await asyncio.sleep(CHECK_S)
+            is_changed = (now := self._own()) != before
+            if is_changed or clock() >= again_at:
+                await self.find_out()
+                before = now
+                again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
         """The addresses of this machine, and the ports on which it listens or which its router forwards to it."""

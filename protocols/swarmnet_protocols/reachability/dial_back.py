@@ -1,15 +1,15 @@
 """Probes: a peer dials the ports of another one and sends the time, from which that one learns whether it can be reached and whether its clock is right."""
 
 import asyncio
-import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net.dialling import Network, may_dial_back
 from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.multiaddr import Multiaddr, parse_ip, parse_multiaddrs
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.wire import probe_pb2 as pb
 
@@ -24,10 +24,11 @@ HELLO = b"\x13/multistream/1.0.0\n"
 
 @dataclass(frozen=True)
 class Probed:
-    """The reply of one peer. ``observed_ip`` is empty for a connection through a relay."""
+    """The reply of one peer."""
 
     peer: PeerId
     observed_ip: str
+    """The IP address that the peer dialled, from which this one is connected; empty if it dialled none, as through a relay."""
     reached: tuple[int, ...]
     behind_s: float
     """How far the clock of this machine is behind the peer's; negative: ahead. Accurate to half the round trip."""
@@ -37,13 +38,21 @@ class Probed:
 class Probes:
     """Answers probes: ``transport.serve(PROBE, Probes(…).answer)``."""
 
-    def __init__(self, addresses_of: Callable[[PeerId], Awaitable[Sequence[str]]], clock: Clock) -> None:
-        """``addresses_of``: the multiaddrs from which a peer is connected."""
+    def __init__(
+        self,
+        addresses_of: Callable[[PeerId], Awaitable[Sequence[str]]],
+        clock: Clock,
+        networks: Callable[[], Sequence[Network]] = tuple,
+    ) -> None:
+        """``addresses_of``: the multiaddrs from which a peer is connected. ``networks``: see ``may_dial_back``."""
         self._addresses_of = addresses_of
         self._clock = clock
+        self._networks = networks
 
     async def answer(self, stream: Stream) -> None:
-        """Serve one probe. Only the address from which the peer is connected is dialled, so that probes cannot be aimed at other machines.
+        """Serve one probe. Only the address from which the peer is connected is dialled, as far as ``may_dial_back`` allows.
+
+        So a peer can aim probes neither at other machines nor at services of this one.
 
         Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers, are being served.
         """
@@ -53,7 +62,9 @@ class Probes:
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
         with stream.scope.reserve(Resource.PROBES):
-            observed_ip = direct_ip(await self._addresses_of(stream.peer))
+            direct = direct_address(await self._addresses_of(stream.peer))
+            may_dial = direct is not None and may_dial_back(direct.ip, self._networks())
+            observed_ip = str(direct.ip) if direct is not None and may_dial else ""
             answers = await asyncio.gather(
                 *(speaks_libp2p(observed_ip, port) for port in ports if observed_ip)
             )
@@ -64,14 +75,9 @@ class Probes:
             await typed.send(reply)
 
 
-def direct_ip(addresses: Sequence[str]) -> str:
-    """The IP address of the first multiaddr that does not lead through a relay; empty if there is none."""
-    for address in addresses:
-        match address.split("/"):
-            case ["", "ip4" | "ip6", host, "tcp" | "udp", *rest] if "p2p-circuit" not in rest:
-                with suppress(ValueError):
-                    return str(ipaddress.ip_address(host))
-    return ""
+def direct_address(addresses: Iterable[str]) -> Multiaddr | None:
+    """The first multiaddr that does not lead through a relay; None if there is none."""
+    return next((each for each in parse_multiaddrs(addresses) if not each.is_relayed), None)
 
 
 async def speaks_libp2p(host: str, port: int) -> bool:
@@ -96,28 +102,20 @@ async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
     asked = clock()
     reply, _ = await ask(stream, pb.ProbeRequest(ports=ports[:MAX_PORTS]), pb.ProbeReply, within_s=REPLY_S)
     answered = clock()
-    try:
-        observed_ip = str(ipaddress.ip_address(reply.observed_ip)) if reply.observed_ip else ""
-    except ValueError as error:
-        raise ProtocolViolation("an observed address is an IP address") from error
+    observed_ip = parse_ip(reply.observed_ip)
+    if observed_ip is None and reply.observed_ip:
+        raise ProtocolViolation("an observed address is an IP address")
     # The reply has the time of its sending, after the dials.
     return Probed(
         stream.peer,
-        observed_ip,
+        str(observed_ip) if observed_ip is not None else "",
         tuple(port for port in ports if port in reply.reached),
         reply.now_ms / 1000 - answered,
         answered - asked,
     )
 
 
-def ports_of(addresses: Sequence[str], kind: str = "tcp", *, with_loopback: bool = True) -> list[int]:
-    """The distinct ports of multiaddrs over ``kind`` that do not lead through a relay."""
-    found = []
-    for address in addresses:
-        match address.split("/"):
-            case ["", _, host, each, port, *rest] if (
-                each == kind and port.isdigit() and "p2p-circuit" not in rest
-            ):
-                if with_loopback or not (host.startswith("127.") or host == "::1"):
-                    found.append(int(port))
+def ports_of(addresses: Iterable[str]) -> list[int]:
+    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
+    found = (each.port for each in parse_multiaddrs(addresses) if each.kind == "tcp" and not each.is_relayed)
     return list(dict.fromkeys(found))

@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Reach, Stream, Transport
-from swarmnet_protocols.net.dialling import MAX_DIALLED, ip_of
+from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.limits.resources import Rate
+from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddrs
 from swarmnet_protocols.net.protocol_ids import PUNCH
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
-from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
@@ -151,36 +152,45 @@ class HolePunching:
         """The external addresses of this peer: those that relays observed, and the UDP port that most routers keep."""
         if self._reachability.is_surely_open:
             public = [
-                each.partition("/p2p/")[0]
-                for each in self._transport.addresses()
-                if "/p2p-circuit" not in each
+                each.without_peer()
+                for each in parse_multiaddrs(self._transport.addresses())
+                if not each.is_relayed
             ]
-            return pb.PunchAddresses(addresses=public[:MAX_DIALLED], is_open=True)
-        own = self._transport.own_addresses()
-        tcp_ports, udp_ports = (ports_of(own, kind, with_loopback=False) for kind in ("tcp", "udp"))
-        observed = list(dict.fromkeys(self._transport.observed_addresses()))
+            return pb.PunchAddresses(addresses=map(str, public[:MAX_DIALLED]), is_open=True)
+        own = self._own_addresses()
+        observed = list(dict.fromkeys(each.without_peer() for each in self._transport.observed_addresses()))
         # The mapping of a connection that was not dialled from the listening port is of no use, so it comes last.
-        observed.sort(key=lambda each: not set(ports_of([each])) & set(tcp_ports))
-        if udp_ports and not any("/udp/" in each for each in observed):
-            hosts = dict.fromkeys(each.split("/")[2] for each in observed if ip_of(each) is not None)
-            observed += [f"/ip4/{host}/udp/{udp_ports[0]}/quic-v1" for host in hosts if ":" not in host]
-        return pb.PunchAddresses(addresses=observed[:MAX_DIALLED])
+        observed.sort(
+            key=lambda each: not any((each.kind, each.port) == (mine.kind, mine.port) for mine in own)
+        )
+        if not any(each.kind == "udp" for each in observed):
+            observed += [
+                Multiaddr(ip, "udp", quic.port, ("quic-v1",))
+                for ip in dict.fromkeys(each.ip for each in observed)
+                if (quic := _first(own, "udp", ip.version)) is not None
+            ]
+        return pb.PunchAddresses(addresses=map(str, observed[:MAX_DIALLED]))
+
+    def _own_addresses(self) -> list[Multiaddr]:
+        """The addresses on which this peer listens for other machines."""
+        own = parse_multiaddrs(self._transport.own_addresses())
+        return [each for each in own if not each.is_relayed and not each.ip.is_loopback]
 
     async def _dial(
         self, peer: PeerId, mine: pb.PunchAddresses, theirs: pb.PunchAddresses, *, serves: bool
     ) -> bool:
         """Dial ``peer`` at the moment agreed upon. ``serves``: this end acts as the server of a simultaneous open. Returns whether it is connected."""
-        addresses = self._transport.direct.permitted(peer, list(theirs.addresses)[:MAX_DIALLED])
+        named = [each for each in parse_multiaddrs(theirs.addresses[:MAX_DIALLED]) if not each.is_relayed]
+        addresses = self._transport.direct.permitted(peer, list(map(str, named)))
         attempts = []
         if theirs.is_open:
             attempts.append(self._transport.connect(peer, addresses, deadline_s=DIAL_S))
         elif not mine.is_open:
-            quic = [each for each in addresses if "/udp/" in each]
-            tcp = [each for each in addresses if "/tcp/" in each]
-            if quic:
+            parsed = list(parse_multiaddrs(addresses))
+            if quic := [str(each) for each in parsed if each.kind == "udp"]:
                 attempts.append(self._transport.connect(peer, quic, deadline_s=DIAL_S))
-            if tcp:
-                attempts.append(self._open_simultaneously(peer, tcp[0], serves=serves))
+            if (tcp := next((each for each in parsed if each.kind == "tcp"), None)) is not None:
+                attempts.append(self._open_simultaneously(peer, tcp, serves=serves))
         tasks = [asyncio.create_task(attempt) for attempt in attempts]
         try:
             async with asyncio.timeout(DIAL_S + TCP_AFTER_S):
@@ -194,14 +204,13 @@ class HolePunching:
         finally:
             await cancel(*tasks)
 
-    async def _open_simultaneously(self, peer: PeerId, address: str, *, serves: bool) -> None:
+    async def _open_simultaneously(self, peer: PeerId, address: Multiaddr, *, serves: bool) -> None:
         await asyncio.sleep(TCP_AFTER_S)
-        ports = ports_of(self._transport.own_addresses(), with_loopback=False)
-        if not ports or await self._transport.direct.is_connected(peer):
+        own = _first(self._own_addresses(), "tcp", address.ip.version)
+        if own is None or await self._transport.direct.is_connected(peer):
             return
-        _, _, host, _, port, *_ = address.split("/")
         try:
-            reader, writer = await simultaneous_open(ports[0], host, int(port), within_s=DIAL_S - TCP_AFTER_S)
+            reader, writer = await simultaneous_open(own.port, address, within_s=DIAL_S - TCP_AFTER_S)
         except (OSError, TimeoutError) as error:
             _log.info("no simultaneous open with %s: %s", peer, error)
             return
@@ -210,14 +219,20 @@ class HolePunching:
             await self._transport.connect(peer, [local], deadline_s=DIAL_S)
 
         async def use() -> None:
+            forwarded = self._transport.direct.endpoint.forwarded
             with contextlib.suppress(PeerUnreachable):
                 if serves:
-                    await serve_at(reader, writer, ports[0])
+                    await serve_at(reader, writer, address, own.port, forwarded)
                 else:
-                    await dial_through(reader, writer, dial)
+                    await dial_through(reader, writer, address, dial, forwarded)
 
         # Lasts as long as the connection, and so longer than this attempt.
         self._transport.direct.endpoint.start(use())
+
+
+def _first(addresses: Iterable[Multiaddr], kind: str, version: int) -> Multiaddr | None:
+    """The first address over ``kind`` of this version of IP."""
+    return next((each for each in addresses if each.kind == kind and each.ip.version == version), None)
 
 
 def describe(

@@ -1,22 +1,28 @@
 """The relay: keeps reservations of peers that cannot be dialled, and forwards between them and those that connect to them.
 
+The life of a circuit: a peer asks for it, the relay announces it on the reservation of the target, the target accepts, and the first peer
+confirms by its first payload. From then on the relay forwards.
+
 Limits: ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each peer, and the rate in bytes that the owner sets. A
-single circuit has no limit of time or bytes, because it may carry a session.
+confirmed circuit has no limit of time or bytes, because it may carry a session. An unconfirmed one costs its opener nothing, so a target has
+few of them, for seconds. When a target has no room for another circuit, the relay ends one of the subnet, and there of the peer, with the most.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.limits.resources import Resource
-from swarmnet_protocols.net.limits.subnets import SubnetSlots
+from swarmnet_protocols.net.limits.resources import Rate, Reservation, Resource
+from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
+from swarmnet_protocols.net.limits.subnets import Occupancy, Place, SubnetSlots, subnet_of
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream, parse, receive_within, send_within
@@ -31,16 +37,57 @@ SILENCE_S = 4.0
 """A side of a reservation that sent nothing for this long counts as gone."""
 CIRCUIT_ID_BYTES = 16
 OPEN_S = 3.0
-"""Timeout for the reserved peer to accept a circuit."""
+"""Timeout for the reserved peer to accept a circuit, and again for the other peer to confirm it."""
+MAX_UNCONFIRMED = 32
+"""Most circuits to one peer that are not confirmed. Each takes a Noise handshake of that peer, and a round trip or two."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A circuit to ``target``. ``accepted`` is the stream and the payload with which it accepts."""
+@dataclass(eq=False)
+class _Circuit:
+    """A circuit from the opener of ``source`` to ``target``. ``accepted`` is the stream and the payload with which the target accepts."""
 
+    source: Stream
     target: PeerId
+    reservations: tuple[Reservation, ...]
     accepted: "asyncio.Future[tuple[Stream, bytes]]"
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    is_confirmed: bool = False
+
+    @property
+    def subnet(self) -> str:
+        return subnet_of(self.source.address) or self.source.peer
+
+    def end(self) -> None:
+        """Free its place at once, and end it."""
+        for each in self.reservations:
+            each.release()
+        if not self.accepted.done():
+            self.accepted.set_exception(
+                Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer")
+            )
+        self.source.close()
+
+
+def circuit_to_end(circuits: Sequence[_Circuit]) -> _Circuit | None:
+    """The circuit that makes room for another: of the subnet, and there of the peer, with the most. The oldest unconfirmed one, else the newest.
+
+    Honest peers confirm within a round trip or two, so the oldest unconfirmed circuit is the least likely to be theirs.
+    """
+    places = (
+        Place(each.subnet, each.source.peer, 1, (1.0, -number) if each.is_confirmed else (0.0, number), each)
+        for number, each in enumerate(circuits)
+    )
+    return Occupancy(places).victim(lambda _: True)
+
+
+def has_larger_share(holder: _Circuit, other: Stream, circuits: Sequence[_Circuit]) -> bool:
+    """Whether the subnet of ``holder`` has more of the circuits than that of ``other``, or its peer more than the other in the same subnet."""
+    subnets = Counter(each.subnet for each in circuits)
+    peers = Counter(each.source.peer for each in circuits)
+    subnet = subnet_of(other.address) or other.peer
+    if subnet != holder.subnet:
+        return subnets[holder.subnet] > subnets[subnet] + 1
+    return peers[holder.source.peer] > peers[other.peer] + 1
 
 
 class Relay:
@@ -51,8 +98,8 @@ class Relay:
         self._is_open = is_open
         self._link = link
         self._reserved: dict[PeerId, TypedStream[pb.RelayReply, pb.RelayRequest]] = {}
-        self._waiting: dict[bytes, _Waiting] = {}
-        """Circuits that are made or open, by id."""
+        self._circuits: dict[bytes, _Circuit] = {}
+        """Circuits that are made or open, by id, oldest first."""
         self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
         self.circuits = 0
         """Circuits open now."""
@@ -112,31 +159,53 @@ class Relay:
         reserved = self._reserved.get(target)
         if reserved is None or target == stream.peer:
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation here")
-        with stream.scope.reserve(Resource.CIRCUITS), reserved.stream.scope.reserve(Resource.CIRCUITS):
-            circuit = os.urandom(CIRCUIT_ID_BYTES)
-            waiting = self._waiting[circuit] = _Waiting(target, asyncio.get_running_loop().create_future())
-            incoming = pb.RelayReply(incoming=pb.Incoming(circuit=circuit, source=stream.peer))
+        self._make_room(target, reserved.stream, stream)
+        with (
+            stream.scope.reserve(Resource.CIRCUITS) as mine,
+            reserved.stream.scope.reserve(Resource.CIRCUITS) as theirs,
+        ):
+            circuit_id = os.urandom(CIRCUIT_ID_BYTES)
+            circuit = _Circuit(stream, target, (mine, theirs), asyncio.get_running_loop().create_future())
+            self._circuits[circuit_id] = circuit
+            incoming = pb.RelayReply(incoming=pb.Incoming(circuit=circuit_id, source=stream.peer))
             try:
                 async with asyncio.timeout(OPEN_S):
                     await reserved.send(incoming, hello)
-                    outgoing, reply = await waiting.accepted
+                    outgoing, reply = await circuit.accepted
                 accepted = pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address))
                 await send_within(stream, Message(accepted.SerializeToString(), reply), OPEN_S)
+                confirmation = await receive_within(stream, OPEN_S)
+                circuit.is_confirmed = True
+                await send_within(outgoing, Message(b"", confirmation.payload), OPEN_S)
                 await self._forward_both(stream, outgoing)
             except TimeoutError as error:
                 reason = "this peer does not answer here"
                 raise Refusal(refusal_pb2.REASON_NOT_RESERVED, reason) from error
             finally:
-                del self._waiting[circuit]
-                waiting.over.set()
+                if circuit.accepted.done() and not circuit.is_confirmed:
+                    now = asyncio.get_running_loop().time()
+                    stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, now)
+                del self._circuits[circuit_id]
+                circuit.over.set()
 
-    async def _accept(self, stream: Stream, circuit: bytes, reply: bytes) -> None:
+    def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
+        """End a circuit to ``target`` if it has no room for one more."""
+        circuits = [each for each in self._circuits.values() if each.target == target]
+        unconfirmed = [each for each in circuits if not each.is_confirmed]
+        if len(unconfirmed) >= MAX_UNCONFIRMED and (oldest := circuit_to_end(unconfirmed)) is not None:
+            oldest.end()
+        elif reserved.scope.available(Resource.CIRCUITS) < 1 <= newcomer.scope.available(Resource.CIRCUITS):
+            largest = circuit_to_end(circuits)
+            if largest is not None and has_larger_share(largest, newcomer, circuits):
+                largest.end()
+
+    async def _accept(self, stream: Stream, circuit_id: bytes, reply: bytes) -> None:
         """Join the stream of a reserved peer to the circuit that it accepts, until the circuit ends."""
-        waiting = self._waiting.get(circuit)
-        if waiting is None or waiting.target != stream.peer or waiting.accepted.done():
+        circuit = self._circuits.get(circuit_id)
+        if circuit is None or circuit.target != stream.peer or circuit.accepted.done():
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "there is no such circuit")
-        waiting.accepted.set_result((stream, reply))
-        await waiting.over.wait()
+        circuit.accepted.set_result((stream, reply))
+        await circuit.over.wait()
 
     async def _forward_both(self, stream: Stream, outgoing: Stream) -> None:
         self.circuits += 1

@@ -11,6 +11,7 @@ from functools import partial
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.relay import HEARTBEAT_S, SILENCE_S
@@ -34,8 +35,8 @@ class RelayReservation:
     relay: PeerId
     address: str
     """The multiaddr over which this peer is connected to the relay, without the relay's peer id."""
-    observed: str
-    """The multiaddr of this peer as the relay sees it."""
+    observed: Multiaddr | None
+    """The address of this peer as the relay sees it; None if the relay names none."""
 
 
 class Reservations:
@@ -122,9 +123,8 @@ class Reservations:
                     typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
                 )
                 try:
-                    self._held[peer] = RelayReservation(
-                        peer, await self._address_of(peer), reply.accepted.observed_address
-                    )
+                    observed = parse_multiaddr(reply.accepted.observed_address)
+                    self._held[peer] = RelayReservation(peer, await self._address_of(peer), observed)
                     self._pauses.pop(peer, None)
                     self._changed.set()
                     _log.info("reserved at the relay %s", peer)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -18,14 +18,16 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.dialling import relay_of
+from swarmnet_protocols.net.dialling import is_loopback, relay_of
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity, public_key_of
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import ADAPTER, EXCHANGE, LINK, PASS, RELAY, SESSION, STATE
 from swarmnet_protocols.net.typed_stream import parse, receive_within, send_within
 from swarmnet_protocols.reachability.circuit import CircuitEnd, join
+from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED
 from swarmnet_protocols.reachability.reservations import RelayReservation, Reservations
 from swarmnet_protocols.wire import relay_pb2 as pb
 
@@ -43,8 +45,6 @@ MAX_REMEMBERED = 256
 """Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
 _WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
 """Protocols whose streams are long-lived or carry many bytes."""
-MAX_ACCEPTING = 64
-"""Most incoming circuits whose handshakes run at the same time. Further ones are not answered."""
 
 
 class RoutedTransport(TransportWrapper):
@@ -59,15 +59,16 @@ class RoutedTransport(TransportWrapper):
         self.direct = direct
         self._identity = identity
         self._guarded: Transport = direct
-        self._accepting = 0
+        self._accepting = Counter[PeerId]()
+        """Incoming circuits whose handshakes run, by relay. A relay that announces more than an honest one does is not answered."""
         self.reservations: Reservations | None = None
         """The relay reservations of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
         """Addresses at which other peers have reached this one, beside those on which it listens."""
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
         """The relays of peers to which circuits were opened last."""
-        self.observed: dict[PeerId, str] = {}
-        """The multiaddr of this peer as each relay saw it last."""
+        self.observed: dict[PeerId, Multiaddr] = {}
+        """The address of this peer as each relay saw it last."""
         self.describe_reach: Callable[[], Reach] = Reach
         self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
         """Streams through relays that this peer opened, and that are open now."""
@@ -86,7 +87,7 @@ class RoutedTransport(TransportWrapper):
         Loopback addresses are left out if there are others.
         """
         own = self.own_addresses()
-        others = [each for each in own if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
+        others = [each for each in own if not is_loopback(each)]
         suffix = f"/p2p/{self.peer_id}"
         circuits = [
             f"{each.address}/p2p/{each.relay}/p2p-circuit{suffix}"
@@ -102,10 +103,12 @@ class RoutedTransport(TransportWrapper):
         """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
         await self.direct.connect(peer, addresses, deadline_s=deadline_s)
 
-    def observed_addresses(self) -> Sequence[str]:
-        """The multiaddrs of this peer as its relays, and those of other peers, see it."""
+    def observed_addresses(self) -> Sequence[Multiaddr]:
+        """The addresses of this peer as its relays, and those of other peers, see it."""
         held = self.reservations.held if self.reservations is not None else ()
-        return [each for each in (*(one.observed for one in held), *self.observed.values()) if each]
+        return [
+            each for each in (*(one.observed for one in held), *self.observed.values()) if each is not None
+        ]
 
     # ---- streams of this peer ----------------------------------------------------------------------------
 
@@ -234,9 +237,11 @@ class RoutedTransport(TransportWrapper):
             stream.improved.set()
 
     def _observe(self, relay: PeerId, address: str) -> None:
-        """Note the multiaddr of this peer as ``relay`` sees it."""
+        """Note the multiaddr of this peer as ``relay`` sees it, if it is one."""
         self.observed.pop(relay, None)
-        self.observed[relay] = address
+        if (parsed := parse_multiaddr(address)) is None:
+            return
+        self.observed[relay] = parsed
         if len(self.observed) > MAX_OBSERVERS:
             del self.observed[next(iter(self.observed))]
 
@@ -261,18 +266,19 @@ class RoutedTransport(TransportWrapper):
             reservations.on_incoming = self._on_incoming
 
     def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
-        if self._accepting < MAX_ACCEPTING:
+        if self._accepting[reservation.relay] < MAX_UNCONFIRMED:
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
     async def _accept(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
         """Accept a circuit, and serve its stream."""
         try:
-            self._accepting += 1
+            self._accepting[reservation.relay] += 1
             try:
                 async with asyncio.timeout(ACCEPT_S):
                     stream, end, protocol_id = await self._answer(reservation, incoming, hello)
             finally:
-                self._accepting -= 1
+                self._accepting[reservation.relay] -= 1
+                self._accepting += Counter()  # drops relays without any
             with contextlib.closing(stream):
                 if protocol_id:
                     source = PeerId(incoming.source)

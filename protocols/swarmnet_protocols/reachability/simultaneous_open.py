@@ -3,52 +3,65 @@
 Each router accepts the other's SYN because its own host has sent one to that address. Both ends have then called ``connect``, and p2pd
 has no option to make one of them act as the server. So this process makes the connection, from the port on which p2pd listens, and forwards
 its bytes to the local p2pd: at one end to p2pd's listening port, at the other end from a port that p2pd is asked to dial.
+
+p2pd sees such a peer on loopback. ``forwarded`` tells the endpoint where the peer really is, so that limits count it there.
 """
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from swarmnet_protocols.machine.platform import share_port
+from swarmnet_protocols.net.multiaddr import Multiaddr
 
 _CHUNK_BYTES = 64 << 10
 
 
 async def simultaneous_open(
-    local_port: int, host: str, port: int, *, within_s: float
+    local_port: int, address: Multiaddr, *, within_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A TCP connection from ``local_port`` to ``host``, whose end does the same. Raises ``OSError`` or ``TimeoutError``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """A TCP connection from ``local_port`` to ``address``, whose end does the same. Raises ``OSError`` or ``TimeoutError``."""
+    family = socket.AF_INET6 if address.ip.version == 6 else socket.AF_INET
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
         end.setblocking(False)
         share_port(end)
         end.bind(("", local_port))
         async with asyncio.timeout(within_s):
-            await asyncio.get_running_loop().sock_connect(end, (host, port))
+            await asyncio.get_running_loop().sock_connect(end, (str(address.ip), address.port))
         return await asyncio.open_connection(sock=end, limit=_CHUNK_BYTES)
     except BaseException:
         end.close()
         raise
 
 
-async def serve_at(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listening_port: int) -> None:
-    """Forward between a connection and the p2pd that listens on ``listening_port`` of this machine, until one side closes."""
+async def serve_at(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    remote: Multiaddr,
+    listening_port: int,
+    forwarded: dict[str, str],
+) -> None:
+    """Forward between a connection with ``remote`` and the p2pd that listens on ``listening_port``, until one side closes."""
+    loopback = "127.0.0.1" if remote.ip.version == 4 else "::1"
     try:
-        local_reader, local_writer = await asyncio.open_connection("127.0.0.1", listening_port)
+        local_reader, local_writer = await asyncio.open_connection(loopback, listening_port)
     except OSError:
         writer.close()
         return
-    await _forward_both(reader, writer, local_reader, local_writer)
+    with _forwarding(local_writer.get_extra_info("sockname"), remote, forwarded):
+        await _forward_both(reader, writer, local_reader, local_writer)
 
 
 async def dial_through(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
+    remote: Multiaddr,
     dial: Callable[[str], Awaitable[None]],
+    forwarded: dict[str, str],
 ) -> None:
-    """Have ``dial`` connect p2pd to a local multiaddr, and forward between that and the connection until one side closes.
+    """Have ``dial`` connect p2pd to a local multiaddr, and forward between that and a connection with ``remote`` until one side closes.
 
     Raises what ``dial`` raises.
     """
@@ -68,13 +81,26 @@ async def dial_through(
     forwarding = asyncio.create_task(forward())
     server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=_CHUNK_BYTES)
     try:
-        await dial(f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}")
-        server.close()
-        await forwarding
+        with _forwarding(server.sockets[0].getsockname(), remote, forwarded) as local:
+            await dial(local)
+            server.close()
+            await forwarding
     finally:
         server.close()
         forwarding.cancel()
         writer.close()
+
+
+@contextlib.contextmanager
+def _forwarding(local: tuple[str, int], remote: Multiaddr, forwarded: dict[str, str]) -> Iterator[str]:
+    """The multiaddr of the socket ``local``, which stands for ``remote`` while the context is open."""
+    host, port, *_ = local
+    address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
+    forwarded[address] = str(remote)
+    try:
+        yield address
+    finally:
+        del forwarded[address]
 
 
 async def _forward_both(

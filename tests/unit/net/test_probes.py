@@ -10,6 +10,7 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS, Network
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability.dial_back import (
@@ -17,7 +18,7 @@ from swarmnet_protocols.reachability.dial_back import (
     MAX_PORTS,
     Probed,
     Probes,
-    direct_ip,
+    direct_address,
     probe,
     speaks_libp2p,
 )
@@ -28,7 +29,13 @@ ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
 NOW = 1_800_000_000.0
 
 
-def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0.0) -> Probed:
+def probed(
+    addresses: Sequence[str],
+    ports: Sequence[int],
+    *,
+    ahead_s: float = 0.0,
+    networks: tuple[Network, ...] = (),
+) -> Probed:
     """The reply of a peer, whose clock is ``ahead_s`` ahead, to a requester that is connected from ``addresses``."""
 
     async def addresses_of(peer: PeerId) -> Sequence[str]:
@@ -38,7 +45,7 @@ def probed(addresses: Sequence[str], ports: Sequence[int], *, ahead_s: float = 0
     async def main() -> Probed:
         network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.0))
         async with network.transport(ASKER) as asker, network.transport(ANSWERER) as answerer:
-            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW + ahead_s).answer)
+            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW + ahead_s, lambda: networks).answer)
             stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
             return await probe(stream, ports, lambda: NOW)
 
@@ -79,12 +86,14 @@ def test_a_closed_port_is_no_answer() -> None:
         (["/ip4/198.51.100.1/tcp/4001/p2p/R/p2p-circuit"], ""),
         (["/ip4/198.51.100.1/tcp/1/p2p/R/p2p-circuit", "/ip4/203.0.113.5/tcp/2"], "203.0.113.5"),
         (["/dns4/example.org/tcp/1", "/ip4/300.1.1.1/tcp/1", "nonsense", ""], ""),
+        (["/ip4/203.0.113.5/tcp/²", "/ip6/fe80::1%eth0/tcp/1"], ""),
         ([], ""),
     ],
 )
 def test_a_probe_dials_the_address_that_the_asker_came_from(addresses: list[str], ip: str) -> None:
     """A relay is not the asker: to dial it at the asker's port would reach another peer."""
-    assert direct_ip(addresses) == ip
+    found = direct_address(addresses)
+    assert (str(found.ip) if found is not None else "") == ip
 
 
 def test_through_a_relay_no_address_is_dialled_but_clocks_are_compared() -> None:
@@ -107,6 +116,33 @@ def test_only_the_ports_that_answer_as_libp2p_are_reported_as_reached(
     assert said.observed_ip == "203.0.113.5"
     assert said.reached == (4002,)
     assert sorted(dialled) == [("203.0.113.5", 4001), ("203.0.113.5", 4002)]
+
+
+@pytest.mark.parametrize(
+    ("address", "networks", "is_dialled"),
+    [
+        ("/ip4/127.0.0.1/tcp/60000", (), False),
+        ("/ip6/::1/tcp/60000", (), False),
+        ("/ip4/169.254.169.254/tcp/60000", (), False),
+        ("/ip6/64:ff9b::7f00:1/tcp/60000", (), False),
+        ("/ip4/127.0.0.1/tcp/60000", LOOPBACK_NETWORKS, True),
+        ("/ip4/10.1.2.3/tcp/60000", (), True),
+    ],
+)
+def test_a_peer_has_ports_of_this_machine_dialled_only_in_a_swarm_of_this_machine(
+    address: str, networks: tuple[Network, ...], is_dialled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tunnel, a proxy or a punched hole makes a stranger appear on loopback."""
+    dialled = []
+
+    async def speaks(_host: str, port: int) -> bool:
+        dialled.append(port)
+        return True
+
+    monkeypatch.setattr("swarmnet_protocols.reachability.dial_back.speaks_libp2p", speaks)
+    said = probed([address], [22], networks=networks)
+    assert dialled == ([22] if is_dialled else [])
+    assert bool(said.observed_ip) == is_dialled
 
 
 def test_the_asker_sends_no_more_ports_than_are_allowed() -> None:

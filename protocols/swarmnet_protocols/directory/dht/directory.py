@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
@@ -102,7 +102,7 @@ class DhtDirectory:
         directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
         if not client_mode:
             directory.set_reachable(is_reachable)
-        finding = asyncio.create_task(find_lost_peers(node))
+        finding = asyncio.create_task(persist("the search for lost peers", lambda: find_lost_peers(node)))
         try:
             await directory._join()
             yield directory

@@ -102,34 +102,37 @@ def _subnet(each: ListedConnection) -> str:
 class Connections:
     """The connections of a p2pd with the times they were first listed."""
 
-    def __init__(self) -> None:
+    def __init__(self, real_address: Callable[[str], str] = str) -> None:
+        """``real_address``: see ``Endpoint.real_address``."""
+        self._real_address = real_address
         self._known: dict[tuple[bytes, bytes], ListedConnection] = {}
 
     def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[ListedConnection]:
         """The connections in a list of peers and multiaddrs in binary form."""
-        self._known = {key: self._known.get(key) or _connection(*key, now) for key in listed}
+        self._known = {key: self._known.get(key) or self._connection(*key, now) for key in listed}
         return list(self._known.values())
 
-
-def _connection(peer: bytes, packed_address: bytes, now: float) -> ListedConnection:
-    try:
-        address = unpack_multiaddr(packed_address)
-    except ValueError:  # of an unknown kind
-        address = ""
-    return ListedConnection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
+    def _connection(self, peer: bytes, packed_address: bytes, now: float) -> ListedConnection:
+        address = self._real_address(unpack_multiaddr(packed_address))
+        return ListedConnection(peer, unpack_peer(peer), host_of(address), subnet_of(address), now)
 
 
 class ConnectionGuard:
     """Keeps a p2pd within its limits."""
 
     def __init__(
-        self, daemon: P2pd, resources: ResourceManager, limits: ConnectionLimits, max_memory_bytes: int
+        self,
+        daemon: P2pd,
+        resources: ResourceManager,
+        limits: ConnectionLimits,
+        max_memory_bytes: int,
+        real_address: Callable[[str], str] = str,
     ) -> None:
         self._daemon = daemon
         self._resources = resources
         self._limits = limits
         self._max_memory_bytes = max_memory_bytes
-        self._connections = Connections()
+        self._connections = Connections(real_address)
         self._dialled: dict[PeerId, float] = {}
         """Connected peers that this process dialled, and when."""
         self._above_since: float | None = None

@@ -41,6 +41,9 @@ _SHORT_FOLDER = "/tmp"  # noqa: S108 - hivemind's sockets are there, too; the fo
 _SHUTDOWN_S = 5.0
 _DISCONNECTS_AT_ONCE = 8
 _PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # libp2p's ping echoes what it receives
+REFUSED = ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop")
+"""Protocols that p2pd serves by itself whatever its flags say: libp2p's own relay, which any peer could use past every limit of this
+project. A later handler replaces an earlier one, so each gets one whose socket does not exist, and p2pd resets the stream."""
 _P2P_CODE = b"\xa5\x03"  # of the multicodec table
 
 
@@ -91,18 +94,19 @@ def pack_multiaddr(address: str) -> bytes:
 
 
 def unpack_multiaddr(packed: bytes) -> str:
-    """The text of a multiaddr in binary form. Raises ``ValueError`` for invalid bytes."""
+    """The text of a multiaddr in binary form; empty for bytes that are none, such as an address of an unknown transport."""
     from hivemind.utils.multiaddr import Multiaddr
 
     try:
         return str(Multiaddr(packed))
     except (
+        ValueError,
         TypeError,
         LookupError,
         ArithmeticError,
         EOFError,
-    ) as error:  # lengths beyond the end of the bytes
-        raise ValueError(f"not a multiaddr: {error}") from error
+    ):  # lengths beyond the end of the bytes
+        return ""
 
 
 def pack_peer(peer: PeerId) -> bytes:
@@ -144,6 +148,8 @@ class P2pd:
         self._output = asyncio.create_task(log_output(self.process))
         self._lifeline = await self._dial()
         await self._exchange(pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE), self._lifeline)
+        for protocol_id in REFUSED:
+            await self.handle_streams(protocol_id, self.control_path.with_name("unserved.sock"))
 
     async def ended(self) -> None:
         """Return when p2pd has ended and is not being restarted."""
@@ -193,7 +199,7 @@ class P2pd:
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
-        return [unpack_multiaddr(packed) for packed in response.identify.addrs]
+        return [address for packed in response.identify.addrs if (address := unpack_multiaddr(packed))]
 
     async def connections(self) -> dict[PeerId, list[str]]:
         """Connected peers, each with the multiaddrs of its connections."""

@@ -17,10 +17,10 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Reach
-from swarmnet_protocols.net.dialling import dialable, own_interfaces, shared_networks
+from swarmnet_protocols.net.dialling import Network, dialable, own_interfaces, shared_networks
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
@@ -113,7 +113,11 @@ class P2pdTransport:
         self._pinging: dict[PeerId, bool] = {}
         """Peers that are being pinged, and whether they are to be pinged again."""
         self._connection_guard = ConnectionGuard(
-            daemon, self.resources, config.connections, config.max_daemon_bytes
+            daemon,
+            self.resources,
+            config.connections,
+            config.max_daemon_bytes,
+            self.endpoint.real_address,
         )
 
     @classmethod
@@ -142,7 +146,7 @@ class P2pdTransport:
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
                 await transport._refresh_addresses()
-                transport.endpoint.start(transport._supervise_daemon())
+                transport.endpoint.start(persist("the supervision of p2pd", transport._supervise_daemon))
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -202,8 +206,11 @@ class P2pdTransport:
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named
-        networks = shared_networks(own_interfaces(), self._owners_addresses)
-        return [*named, *dialable(peer, addresses, networks)]
+        return [*named, *dialable(peer, addresses, self.networks())]
+
+    def networks(self) -> Sequence[Network]:
+        """The networks in which peers with private addresses may be dialled (``shared_networks``)."""
+        return shared_networks(own_interfaces(), self._owners_addresses)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` unless it is connected, at any of ``addresses``. Raises ``PeerUnreachable`` after about ``deadline_s``."""
@@ -263,7 +270,8 @@ class P2pdTransport:
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
         """The multiaddrs from which ``peer`` is connected."""
-        return (await self._daemon.connections()).get(peer, [])
+        addresses = (await self._daemon.connections()).get(peer, [])
+        return [self.endpoint.real_address(each) for each in addresses]
 
     async def address_of(self, peer: PeerId) -> str:
         """The multiaddr from which ``peer`` is connected; empty if it is not."""
@@ -295,10 +303,10 @@ class P2pdTransport:
         loop = asyncio.get_running_loop()
         while True:
             background = [
-                loop.create_task(each)
-                for each in (
-                    self._refresh_addresses_periodically(),
-                    self._measure_traffic(),
+                loop.create_task(persist(name, each))
+                for name, each in (
+                    ("the refresh of addresses", self._refresh_addresses_periodically),
+                    ("the measurement of traffic", self._measure_traffic),
                 )
             ]
             try:
@@ -341,11 +349,12 @@ class P2pdTransport:
         except (OSError, asyncio.IncompleteReadError):  # p2pd closed the socket before it named the peer
             pipe.writer.close()
             return
-        except asyncio.CancelledError:
+        except BaseException:
             pipe.writer.close()
             raise
-        address = unpack_multiaddr(info.addr) if info.addr else ""
-        await self.endpoint.handle(pipe, PeerId(PeerID(info.peer).to_base58()), info.proto, address)
+        await self.endpoint.handle(
+            pipe, PeerId(PeerID(info.peer).to_base58()), info.proto, unpack_multiaddr(info.addr)
+        )
 
     async def _refresh_addresses(self) -> None:
         self._addresses = tuple(f"{address}/p2p/{self._peer_id}" for address in await self._daemon.identify())

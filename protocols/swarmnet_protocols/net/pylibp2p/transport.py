@@ -10,7 +10,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pool
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
@@ -79,7 +79,7 @@ class PyLibp2pTransport(P2pdTransport):
             await host.start(identity.seed(), config.listen)
             try:
                 await transport._refresh_addresses()
-                transport.endpoint.start(transport._supervise_daemon())
+                transport.endpoint.start(persist("the supervision of py-libp2p", transport._supervise_daemon))
                 await transport._bootstrap(config)
                 yield transport
             finally:
@@ -88,7 +88,9 @@ class PyLibp2pTransport(P2pdTransport):
 
     async def _supervise_daemon(self) -> None:
         """Enforce the limits on connections, and refresh the addresses. There is no process to restart: at the memory limit, peers are disconnected."""
-        refreshing = asyncio.create_task(self._refresh_addresses_periodically())
+        refreshing = asyncio.create_task(
+            persist("the refresh of addresses", self._refresh_addresses_periodically)
+        )
         try:
             while await self._connection_guard.run():
                 pass
