@@ -36,5 +36,9 @@ def yes(*_: Any, **__: Any) -> bool:
     return True
 
 
+def no(*_: Any, **__: Any) -> bool:
+    return False
+
+
 def replacing(where: object, name: str, value: object) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(where, name, value)

@@ -7,8 +7,10 @@ import pytest
 from swarmnet_protocols.directory.dht import contacts as dht_contacts
 from swarmnet_protocols.directory.dht.contacts import Contacts
 from swarmnet_protocols.directory.records import Record
+from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.p2pd import connection_limits
+from swarmnet_protocols.net.p2pd import daemon as p2pd_daemon
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd.connection_limits import (
     ConnectionGuard,
@@ -69,6 +71,16 @@ P2PD = (
         "libp2p's own Kademlia keeps nothing for outsiders",
         have_a_kademlia,
         test_p2pd_limits.test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia,
+    ),
+    Defence(
+        "libp2p's own relay serves no outsider",
+        replacing(p2pd_daemon, "REFUSED", ()),
+        test_p2pd_limits.test_libp2ps_own_relay_serves_no_outsider,
+    ),
+    Defence(
+        "a connection that this process forwards counts where its peer is",
+        replacing(Endpoint, "real_address", lambda _, address: address),
+        test_p2pd_limits.test_a_connection_that_this_process_forwards_counts_where_its_peer_is,
     ),
     Defence(
         "connections of one address are limited",

@@ -1,13 +1,16 @@
 """Defences against relays that lie, and against peers that misuse relays."""
 
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from swarmnet_protocols.directory import relay_announcements
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
-from swarmnet_protocols.reachability import circuit, detection, relay, reservations
-from tests.defences import Defence, Patch, replacing, yes
+from swarmnet_protocols.reachability import circuit, detection, dial_back, relay, reservations
+from tests.defences import Defence, Patch, no, replacing, yes
 from tests.sim import test_relays
-from tests.unit.net import test_circuit
+from tests.unit.net import test_circuit, test_probes
 
 
 def believe_anyone(patch: Patch) -> None:
@@ -35,6 +38,13 @@ def believe_one_report(patch: Patch) -> None:
 
 def any_number_of_circuits(patch: Patch) -> None:
     patch.setattr(test_relays, "CIRCUITS_PER_PEER", SYSTEM_LIMITS[Resource.CIRCUITS])
+
+
+def on_loopback(_: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_probes.test_a_peer_has_ports_of_this_machine_dialled_only_in_a_swarm_of_this_machine(
+            "/ip4/127.0.0.1/tcp/60000", (), False, patch
+        )
 
 
 REACHABILITY = (
@@ -72,6 +82,26 @@ REACHABILITY = (
         "a relay forwards a bounded number of circuits for one peer",
         any_number_of_circuits,
         lambda _: test_relays.test_a_relay_forwards_a_bounded_number_of_circuits_for_one_peer(),
+    ),
+    Defence(
+        "circuits that are not confirmed keep no other peer out",
+        replacing(relay, "MAX_UNCONFIRMED", 1 << 20),
+        lambda _: test_relays.test_circuits_that_are_not_confirmed_keep_no_other_peer_out(),
+    ),
+    Defence(
+        "a peer with all circuits to another loses one to a peer with fewer",
+        replacing(relay, "has_larger_share", no),
+        lambda _: test_relays.test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer(),
+    ),
+    Defence(
+        "an observed address is checked where it arrives",
+        replacing(reservations, "parse_multiaddr", str),
+        lambda _: test_relays.test_an_observed_address_that_is_none_is_not_known("/ip4/1.2.3.4/tcp/²"),
+    ),
+    Defence(
+        "a peer has ports of this machine dialled only in a swarm of this machine",
+        replacing(dial_back, "may_dial_back", yes),
+        on_loopback,
     ),
     Defence(
         "a relay that is silent is given up",

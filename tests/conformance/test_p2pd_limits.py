@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import uvloop
 
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net.multiaddr import Multiaddr
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.reachability.dial_back import ports_of
+from swarmnet_protocols.reachability.simultaneous_open import serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support.conversations import dial, echo
 from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
@@ -24,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 ECHO = ProtocolSpec("/test/echo", max_header_bytes=1 << 10, roles=ANY_ROLE, served_by=ANY_ROLE)
 KADEMLIA = "/ipfs/kad/1.0.0"
+RELAYS = ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop")
 PING = "/ipfs/ping/1.0.0"
 LIMITS = ConnectionLimits()
 DEADLINE_S = 20.0
@@ -106,6 +111,49 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
             await outsider.until_heard(ping, bytes(32))
             async with asyncio.timeout(DEADLINE_S):
                 await outsider.until_heard(kademlia, line(MULTISTREAM) + b"\x03na\n")
+
+    run(main)
+
+
+def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 1) as [outsider]:
+            reserve, stop = b"\x02\x08\x00", b"\x02\x08\x00"
+            streams = [
+                await outsider.open(each, said) for each, said in zip(RELAYS, (reserve, stop), strict=True)
+            ]
+            replies = [line(MULTISTREAM) + line(each) for each in RELAYS]
+            await until(
+                lambda: all(
+                    stream in outsider.reset or len(outsider.heard[stream]) > len(reply)
+                    for stream, reply in zip(streams, replies, strict=True)
+                )
+            )
+            assert outsider.reset.issuperset(streams)
+
+    run(main)
+
+
+def test_a_connection_that_this_process_forwards_counts_where_its_peer_is(tmp_path: Path) -> None:
+    """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits would count all peers as one."""
+    remote = Multiaddr(IPv4Address("203.0.113.9"), "tcp", 4001)
+
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b:
+            port = ports_of(a.addresses())[0]
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                a.endpoint.start(serve_at(reader, writer, remote, port, a.endpoint.forwarded))
+
+            async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+                far = server.sockets[0].getsockname()[1]
+                await b.connect(a.peer_id, [f"/ip4/127.0.0.1/tcp/{far}"], deadline_s=DEADLINE_S)
+                stream = await b.open(a.peer_id, ECHO, deadline_s=DEADLINE_S)
+                await echoes(stream)
+                assert await a.addresses_of(b.peer_id) == [str(remote)]
+                assert {each.address for each in a.endpoint.streams_with(b.peer_id)} == {str(remote)}
+                [listed] = a._connection_guard._connections.update(await a._daemon.packed_connections(), 0.0)
+                assert listed.host == "203.0.113.9/32"
 
     run(main)
 

@@ -1,6 +1,7 @@
 """Relays and reservations on a simulated network, with relays that fail and peers that hoard."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,8 +12,9 @@ import pytest
 from swarmnet_protocols.directory import relay_announcements
 from swarmnet_protocols.directory.records import Publisher, Record
 from swarmnet_protocols.directory.relay_announcements import MAX_FOUND, TOPIC, choose
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resources import Resource
@@ -21,7 +23,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability import detection
 from swarmnet_protocols.reachability.dial_back import Probed
-from swarmnet_protocols.reachability.relay import SILENCE_S, Relay
+from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED, OPEN_S, SILENCE_S, Relay
 from swarmnet_protocols.reachability.reservations import WANTED, Reservations
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -137,6 +139,18 @@ def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("address", ["/ip4/1.2.3.4/tcp/²", "/ip4/1.2.3.4/tcp/99999", "nonsense", ""])
+def test_an_observed_address_that_is_none_is_not_known(address: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.relay("relay")
+        alice = await lab.peer("alice", address)
+        reservations = await lab.reserve(alice)
+        await asyncio.sleep(1.0)
+        assert [each.observed for each in reservations.held] == [None]
+
+    run(scenario)
+
+
 def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> None:
     async def scenario(lab: Lab) -> None:
         await lab.relay("relay")
@@ -210,6 +224,91 @@ def test_a_relay_forwards_a_bounded_number_of_circuits_for_one_peer() -> None:
             await stream.send(Message(request))
         await asyncio.sleep(1.0)
         assert len(announced) == 4
+
+    run(scenario)
+
+
+async def ask_for_circuit(opener: MemoryTransport, relay: MemoryTransport, target: PeerId) -> Stream:
+    """A stream on which ``opener`` has asked for a circuit; it confirms nothing by itself."""
+    stream = await opener.open(relay.peer_id, RELAY, deadline_s=1.0)
+    await stream.send(Message(pb.RelayRequest(connect=pb.Connect(peer=target)).SerializeToString(), b"hello"))
+    return stream
+
+
+async def accept_circuits(lab: Lab, relay: MemoryTransport, name: str) -> MemoryTransport:
+    """A peer with a reservation that accepts every circuit, and echoes what comes."""
+    target = await lab.peer(name)
+    reservations = await lab.reserve(target)
+
+    async def accept(circuit: bytes) -> None:
+        stream = await target.open(relay.peer_id, RELAY, deadline_s=1.0)
+        with contextlib.suppress(SwarmnetError), contextlib.closing(stream):
+            await stream.send(Message(pb.RelayRequest(accept=pb.Accept(circuit=circuit)).SerializeToString()))
+            while True:
+                await stream.send(Message(b"", (await stream.receive()).payload))
+
+    tasks: list[asyncio.Task[None]] = []
+    reservations.on_incoming = lambda _, incoming, __: tasks.append(
+        asyncio.create_task(accept(incoming.circuit))
+    )
+    lab.stack.push_async_callback(lambda: cancel(*tasks))
+    await asyncio.sleep(1.0)
+    return target
+
+
+async def use(stream: Stream) -> bool:
+    """Confirm a circuit, and see whether it carries bytes."""
+    try:
+        async with asyncio.timeout(2.0):
+            await stream.receive()
+            await stream.send(Message(b"", b"confirmed"))
+            return (await stream.receive()).payload == b"confirmed"
+    except (SwarmnetError, TimeoutError):
+        return False
+
+
+def test_circuits_that_are_not_confirmed_keep_no_other_peer_out() -> None:
+    async def scenario(lab: Lab) -> None:
+        relay = await lab.relay("relay")
+        target = await accept_circuits(lab, relay, "target")
+        mallory = await lab.peer("mallory", "/ip4/203.0.113.1/tcp/1")
+        held = []
+
+        async def hoard(number: int) -> None:
+            for _ in range(number):
+                with contextlib.suppress(SwarmnetError):
+                    held.append(await ask_for_circuit(mallory, relay, target.peer_id))
+
+        await hoard(120)
+        await asyncio.sleep(0.5)
+        assert sum(each.target == target.peer_id for each in lab.relays["relay"]._circuits.values()) <= (
+            MAX_UNCONFIRMED
+        )
+        # Of the same subnet: the peer with the most loses one.
+        honest = await lab.peer("honest", "/ip4/203.0.113.2/tcp/1")
+        for _ in range(5):
+            await hoard(1)
+            assert await use(await ask_for_circuit(honest, relay, target.peer_id))
+        await asyncio.sleep(2 * OPEN_S)
+        assert lab.relays["relay"].circuits == len(lab.relays["relay"]._circuits) == 5
+        for each in held:
+            each.close()
+
+    run(scenario)
+
+
+def test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer() -> None:
+    async def scenario(lab: Lab) -> None:
+        relay = await lab.relay("relay")
+        target = await accept_circuits(lab, relay, "target")
+        relay.resources.limit(Resource.CIRCUITS, per_peer=CIRCUITS_PER_PEER)
+        mallory = await lab.peer("mallory", "/ip4/203.0.113.1/tcp/1")
+        for _ in range(CIRCUITS_PER_PEER):
+            assert await use(await ask_for_circuit(mallory, relay, target.peer_id))
+        for number in range(CIRCUITS_PER_PEER // 2):
+            honest = await lab.peer(f"honest {number}", f"/ip4/198.51.100.{number}/tcp/1")
+            assert await use(await ask_for_circuit(honest, relay, target.peer_id))
+        assert not await use(await ask_for_circuit(mallory, relay, target.peer_id))
 
     run(scenario)
 

@@ -1,10 +1,11 @@
-"""Waiting until a time."""
+"""Waiting until a time, and loops that survive errors."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
-from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.machine.aio import cancel, persist, until
 from tests.support.virtual_time import VirtualLoop, run
 
 
@@ -39,3 +40,33 @@ def test_missing_messages_are_not_waited_for() -> None:
         return asyncio.get_running_loop().time()
 
     assert run(main()) == 5.0
+
+
+def test_a_loop_that_fails_begins_again_ever_later_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    began: list[float] = []
+
+    async def loop() -> str:
+        began.append(asyncio.get_running_loop().time())
+        if len(began) < 9:
+            raise ValueError("²")
+        return "done"
+
+    async def main() -> str:
+        return await persist("the loop", loop)
+
+    assert run(main()) == "done"
+    pauses = [later - earlier for earlier, later in pairwise(began)]
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+    assert (
+        sum("the loop failed" in each.message and each.exc_info is not None for each in caplog.records) == 8
+    )
+
+
+def test_a_loop_ends_when_it_is_cancelled() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(persist("the loop", asyncio.Event().wait))
+        await asyncio.sleep(1)
+        await cancel(task)
+        assert task.cancelled()
+
+    run(main())
