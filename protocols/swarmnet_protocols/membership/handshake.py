@@ -14,6 +14,9 @@ To this peer, every other peer is in one of these states:
 5. **Expelled.** Its certificate has ended or was revoked, or it sent an invalid revocation list: each of its streams is refused with the
    reason, and a revoked peer gets the list that names it. Then it is unknown.
 
+Hello also names the serial of the sender's swarm file. A peer with an older file asks for the newer one in its own Hello before it judges the
+sender, whose certificate may be signed by a key that only the newer file names; the file proves itself. The sender hands it to members only.
+
 An admitted peer in state 3 without a stream is forgotten, and is unknown. libp2p has authenticated both peer ids, and a certificate names its
 peer: shown by another peer, it is refused. A public swarm has no certificates and no handshakes.
 """
@@ -22,11 +25,13 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from swarmnet_protocols.errors import (
+    ConfigError,
     DeadlineExceeded,
     IncompatibleVersion,
     IntegrityError,
@@ -120,6 +125,8 @@ class Handshakes:
         """Handshakes of this peer that are running, by peer and addresses."""
         self._fetching: set[PeerId] = set()
         """Peers from which revocation lists are being fetched."""
+        self._files_asked: OrderedDict[PeerId, int] = OrderedDict()
+        """The serial of the newest swarm file that each peer was asked for, the last peer at the end."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
@@ -245,8 +252,12 @@ class Handshakes:
         try:
             handshake = self._typed(stream)
             await handshake.send(self._hello())
+            hello = await self._with_newer_file(handshake, await self._receive(handshake))
             try:
-                admitted = self._admit(peer, await self._receive(handshake))
+                admitted = self._admit(peer, hello)
+                if hello.wants_file:
+                    await self._send_file(handshake)
+                    admitted = self._admit(peer, await self._receive(handshake))
             except NotAuthorised as error:
                 await self._refuse(stream, error)
                 raise
@@ -261,7 +272,7 @@ class Handshakes:
     async def _answer(self, stream: Stream) -> None:
         handshake = self._typed(stream)
         with self._pending.slot(stream):
-            hello = await self._receive(handshake)
+            hello = await self._with_newer_file(handshake, await self._receive(handshake))
         try:
             admitted = self._admit(stream.peer, hello)
         except NotAuthorised as error:
@@ -283,6 +294,9 @@ class Handshakes:
                 with contextlib.suppress(IntegrityError, NotAuthorised):
                     self.membership.take_revocations([bytes(payload)])
                 message, _ = await handshake.receive()  # raises the refusal that follows
+            elif message.HasField("swarm_file") and handshake.stream.peer in self._files_asked:
+                self.membership.take_swarm_file(bytes(payload))
+                message, _ = await handshake.receive()  # the Hello that follows
         except Refused as refused:
             if refused.reason != refusal_pb2.REASON_NOT_AUTHORISED:
                 raise
@@ -290,6 +304,32 @@ class Handshakes:
         if not message.HasField("hello"):
             raise ProtocolViolation("a handshake message other than Hello")
         return message.hello
+
+    async def _with_newer_file(self, handshake: HandshakeStream, hello: pb.Hello) -> pb.Hello:
+        """``hello``, or the next one after the newer swarm file that its sender has was asked for."""
+        peer = handshake.stream.peer
+        if not self._is_file_wanted(peer, hello):
+            return hello
+        await handshake.send(self._hello(wants_file=True))
+        return await self._receive(handshake)
+
+    def _is_file_wanted(self, peer: PeerId, hello: pb.Hello) -> bool:
+        """Whether to ask the sender of ``hello`` for its swarm file: once for each serial, as it may have none."""
+        has_newer = hello.file_serial > max(self.membership.rules.serial, self._files_asked.get(peer, 0))
+        if hello.swarm != self.membership.rules.swarm or self.membership.adopt is None or not has_newer:
+            return False
+        self._files_asked[peer] = hello.file_serial
+        self._files_asked.move_to_end(peer)
+        if len(self._files_asked) > MAX_WITHOUT_STREAM:
+            self._files_asked.popitem(last=False)
+        return True
+
+    async def _send_file(self, handshake: HandshakeStream) -> None:
+        """Send the swarm file to a member that asked for it, and Hello again."""
+        if (read := self.membership.swarm_file) is not None:
+            with contextlib.suppress(ConfigError):
+                await handshake.send(pb.HandshakeMessage(swarm_file=pb.SwarmFile()), read())
+        await handshake.send(self._hello())
 
     def _admit(self, peer: PeerId, hello: pb.Hello) -> AdmittedPeer:
         """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member."""
@@ -360,7 +400,12 @@ class Handshakes:
                 hello = await self._receive(handshake)
                 if stream not in admitted.handshake_streams:  # expelled meanwhile
                     return
+                if self._is_file_wanted(stream.peer, hello):
+                    await handshake.send(self._hello(wants_file=True))
+                    continue
                 self._admit(stream.peer, hello)
+                if hello.wants_file:
+                    await self._send_file(handshake)
         except NotAuthorised as error:
             self._expel(stream.peer, error)
         finally:
@@ -441,12 +486,15 @@ class Handshakes:
             stream, pb.HandshakeMessage, pb.HandshakeMessage, silence_s=timeout_s, send_s=timeout_s
         )
 
-    def _hello(self) -> pb.HandshakeMessage:
+    def _hello(self, *, wants_file: bool = False) -> pb.HandshakeMessage:
+        membership = self.membership
         return pb.HandshakeMessage(
             hello=pb.Hello(
-                swarm=self.membership.rules.swarm,
-                certificate=self.membership.certificate,
+                swarm=membership.rules.swarm,
+                certificate=membership.certificate,
                 serials=self._serials(),
+                file_serial=membership.rules.serial if membership.swarm_file is not None else 0,
+                wants_file=wants_file,
             )
         )
 

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fhandshake.proto\x12\x15swarmnet.handshake.v1\"[\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\t\n\x07Revoked\"|\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07revoked\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RevokedH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fhandshake.proto\x12\x15swarmnet.handshake.v1\"\x84\x01\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\x12\x13\n\x0b\x66ile_serial\x18\x04 \x01(\x04\x12\x12\n\nwants_file\x18\x05 \x01(\x08\"\x0b\n\tSwarmFile\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\t\n\x07Revoked\"\xb4\x01\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07revoked\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RevokedH\x00\x12\x36\n\nswarm_file\x18\x03 \x01(\x0b\x32 .swarmnet.handshake.v1.SwarmFileH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'handshake_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO']._serialized_start=42
-  _globals['_HELLO']._serialized_end=133
-  _globals['_SERIAL']._serialized_start=135
-  _globals['_SERIAL']._serialized_end=175
-  _globals['_REVOKED']._serialized_start=177
-  _globals['_REVOKED']._serialized_end=186
-  _globals['_HANDSHAKEMESSAGE']._serialized_start=188
-  _globals['_HANDSHAKEMESSAGE']._serialized_end=312
-  _globals['_REVOCATIONSREQUEST']._serialized_start=314
-  _globals['_REVOCATIONSREQUEST']._serialized_end=382
-  _globals['_REVOCATIONSREPLY']._serialized_start=384
-  _globals['_REVOCATIONSREPLY']._serialized_end=402
+  _globals['_HELLO']._serialized_start=43
+  _globals['_HELLO']._serialized_end=175
+  _globals['_SWARMFILE']._serialized_start=177
+  _globals['_SWARMFILE']._serialized_end=188
+  _globals['_SERIAL']._serialized_start=190
+  _globals['_SERIAL']._serialized_end=230
+  _globals['_REVOKED']._serialized_start=232
+  _globals['_REVOKED']._serialized_end=241
+  _globals['_HANDSHAKEMESSAGE']._serialized_start=244
+  _globals['_HANDSHAKEMESSAGE']._serialized_end=424
+  _globals['_REVOCATIONSREQUEST']._serialized_start=426
+  _globals['_REVOCATIONSREQUEST']._serialized_end=494
+  _globals['_REVOCATIONSREPLY']._serialized_start=496
+  _globals['_REVOCATIONSREPLY']._serialized_end=514
 # @@protoc_insertion_point(module_scope)
