@@ -41,6 +41,15 @@ def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
     write_whole(data_dir / ADDRESSES_NAME, text.encode(), mode=0o644, durable=False)
 
 
+def read_addresses(data_dir: Path) -> tuple[str, ...]:
+    """The addresses in the file of a data directory. Raises ``OSError``, and ``ConfigError`` for a file that is damaged."""
+    with (data_dir / ADDRESSES_NAME).open("rb") as file:
+        lines = file.read(MAX_ADDRESSES * MAX_ADDRESS_CHARS).decode(errors="replace").splitlines()
+    for each in lines[:MAX_ADDRESSES]:
+        check_peer_address(each)
+    return tuple(lines[:MAX_ADDRESSES])
+
+
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
     """Default listen addresses of this data directory: the ports of its last run, as far as they are free.
 

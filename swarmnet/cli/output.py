@@ -38,9 +38,9 @@ def note(text: str) -> None:
     typer.echo(shown(text), err=True)
 
 
-def note_if_first(bootstrap: Sequence[str], *, mdns: bool, as_json: bool) -> None:
+def note_if_first(addresses: Sequence[str], *, mdns: bool, as_json: bool) -> None:
     """Note that a peer without a bootstrap peer is the first of its swarm, because two such peers find each other only by mDNS."""
-    if bootstrap or as_json:
+    if addresses or as_json:
         return
     where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"
     note(f"no bootstrap peer is in the swarm file or in --bootstrap: this is the first {where}")

@@ -8,18 +8,22 @@ removed members (rollback protection, as in The Update Framework).
 import asyncio
 import os
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnet import swarm_file
+from swarmnet.addresses import read_addresses
 from swarmnet.paths import TRANSPORT_VARIABLE, default_data_dir
 from swarmnet.swarm_file import FILE_NAME
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
+from swarmnet.swarm_file.known_peers import KnownPeers, read_known_peers, write_known_peers
 from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
@@ -43,6 +47,8 @@ T = TypeVar("T")
 
 IDENTITY_NAME = "identity.key"
 GUARDS_NAME = "guards"
+INVITE_NAME = "invite"
+"""File of an invite with more uses, in the folder of the swarm. Other users cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,21 @@ class Entry:
 
     file: SwarmFile
     bootstrap: tuple[str, ...]
+    """Addresses that the swarm file and the owner name."""
     identity_path: Path
     folder: Path | None
     """``swarm_dir`` with the certificate and the revocations; None for a swarm without an authority."""
+    known: KnownPeers = field(default_factory=KnownPeers)
+    """Peers of earlier connections."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses at which peers of the swarm may be."""
+        return _distinct(self.bootstrap, self.known.named, self.known.seen)
 
     def check_bootstrap(self) -> None:
         """Raise ``Unreachable`` if no bootstrap peer is known and none may be found in the local network."""
-        if not self.bootstrap and not self.file.mdns:
+        if not self.addresses and not self.file.mdns:
             raise Unreachable(
                 "no bootstrap peer is known",
                 hint="give the address that a node prints: --bootstrap ADDR",
@@ -75,6 +89,9 @@ class Entry:
             self.file.rules(),
             self.identity_path,
             self.bootstrap,
+            known=(*self.known.named, *self.known.seen),
+            named=self.known.named,
+            remember=self._remember if self.folder else None,
             mdns=self.file.mdns,
             listen=tuple(listen),
             announce=tuple(announce),
@@ -83,6 +100,11 @@ class Entry:
             swarm_file=partial(swarm_file.read, self.folder) if self.folder else None,
             issuer=self._issuer(issuer) if issuer else None,
         )
+
+    def _remember(self, answered: Sequence[str]) -> None:
+        """Store the addresses of peers that are in the swarm, for the next connection. Raises ``OSError``."""
+        if self.folder is not None:
+            write_known_peers(self.folder, read_known_peers(self.folder).after(answered))
 
     def _adopt(self, data: bytes) -> Rules:
         return store_file(self.identity_path.parent, data, source="an issuer's swarm file").rules()
@@ -97,13 +119,14 @@ class Entry:
         return IssuerConfig(load_key(key_path), self.folder, swarm_file.read(self.folder))
 
 
-def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
+def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: Path | None = None) -> Entry:
     """The entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
 
     1. the path of a swarm file. If the authority's key lies beside it, this peer certifies itself;
     2. an invite, or the path of a file that holds one, because all users of a machine can read command lines. It is redeemed at first use,
        which stores the certificate and the swarm file in ``data_dir``;
-    3. the name or the id of a swarm that ``data_dir`` has entered before.
+    3. the name or the id of a swarm that ``data_dir`` has entered before; or ``beside``, the data directory of a node of this
+       machine, which is another peer: what it knows of the swarm is copied, and its invite is redeemed here too if others may use it.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or older than the stored one,
     ``NotAuthorised`` for an invite that is not valid, and ``Unreachable`` if no issuer can be reached to redeem it.
@@ -114,6 +137,10 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = ()) -> Entry:
         return _enter_by_invite(swarm, data_dir, bootstrap)
     path = Path(swarm)
     stored = None if path.exists() else find_swarm(data_dir, swarm)
+    if stored is None and beside is not None and not path.exists():
+        stored = find_swarm(beside, swarm)
+        if stored is not None:
+            return _enter_beside(stored, beside, data_dir, bootstrap)
     if stored is not None:
         file = stored
     else:
@@ -139,19 +166,51 @@ def client_network(
     the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
     """
     folder = (data_dir or default_data_dir()) / "client"
-    entry = enter(swarm, folder, bootstrap)
+    entry = enter(swarm, folder, bootstrap, beside=data_dir or default_data_dir())
     entry.check_bootstrap()
     trust = Trust(
         frozenset(hosts or entry.file.hosts), frozenset(entry.file.first_and_last), folder / GUARDS_NAME
     )
-    network = replace(entry.network(client_listen(entry.bootstrap)), trust=trust)
+    network = replace(entry.network(client_listen(entry.addresses)), trust=trust)
     return network if entry.folder else replace(network, identity_path=None)
 
 
 def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:
-    folder = swarm_dir(data_dir, file.swarm_id) if file.authority is not None else None
-    known = tuple(dict.fromkeys((*file.bootstrap, *bootstrap)))
-    return Entry(file, known, data_dir / IDENTITY_NAME, folder)
+    if file.authority is None:
+        return Entry(file, _distinct(file.bootstrap, bootstrap), data_dir / IDENTITY_NAME, None)
+    folder = swarm_dir(data_dir, file.swarm_id)
+    known = read_known_peers(folder)
+    if not set(bootstrap) <= set(known.named):
+        known = known.named_too(bootstrap)
+        try:
+            write_known_peers(folder, known)
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+    return Entry(file, _distinct(file.bootstrap, bootstrap), data_dir / IDENTITY_NAME, folder, known)
+
+
+def _distinct(*lists: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(lists)))
+
+
+def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
+    """The entry of a second peer of this machine to a swarm that ``beside`` has entered. Raises as :func:`enter`."""
+    folder = swarm_dir(beside, file.swarm_id)
+    known = read_known_peers(folder)
+    invite = folder / INVITE_NAME
+    if invite.exists():
+        return enter(str(invite), data_dir, _distinct(bootstrap, _addresses_in(beside), known.named))
+    file = store_file(data_dir, swarm_file.read(folder))
+    file.check_not_expired(wall_clock())
+    entry = _entry(file, (), data_dir)
+    return replace(entry, known=known.named_too(_addresses_in(beside)).named_too(bootstrap))
+
+
+def _addresses_in(data_dir: Path) -> tuple[str, ...]:
+    """The addresses of the node of a data directory; none before it has run."""
+    with suppress(OSError, ConfigError):
+        return read_addresses(data_dir)
+    return ()
 
 
 def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
@@ -196,11 +255,12 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
-    return _run(redeem(invite, identity_path, lambda admitted: _store_admission(admitted, invite, data_dir)))
+    take = partial(_store_admission, text=text, invite=invite, data_dir=data_dir)
+    return _run(redeem(invite, identity_path, take))
 
 
-def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
-    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``."""
+def _store_admission(admitted: "Admitted", text: str, invite: "Invite", data_dir: Path) -> Entry:
+    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``, whose string is ``text``."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -215,6 +275,8 @@ def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> 
     folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
     Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
+    if invite.grant.terms.uses > 1:  # other peers of this machine may redeem it as well
+        write_whole(folder / INVITE_NAME, text.encode(), mode=0o600)
     return _entry(file, invite.bootstrap, data_dir)
 
 
@@ -266,10 +328,12 @@ def store_file(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> Swarm
     try:
         write_whole(path, data, mode=0o600)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write into {folder}: {error.strerror}", hint="choose another --data-dir"
-        ) from error
+        raise _cannot_write(folder, error) from error
     return file
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write into {folder}: {error.strerror}", hint="choose another --data-dir")
 
 
 def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:

@@ -1,13 +1,15 @@
 """Which peers the handshake refuses, under every protocol id, and what a handshake costs."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
-from swarmnet_protocols.membership.rules import Admission
+from swarmnet_protocols.membership.certificates import Admittance, issue
+from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.protocol_ids import (
     HANDSHAKE,
@@ -20,6 +22,7 @@ from swarmnet_protocols.net.protocol_ids import (
     SESSION,
 )
 from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.handshake_lab import (
     DEADLINE_S,
@@ -35,7 +38,7 @@ from tests.support.handshake_lab import (
     send_handshake,
 )
 from tests.support.memory_network import Delivery
-from tests.support.private_swarm import EPOCH, LIFETIME_S, identity_of
+from tests.support.private_swarm import EPOCH, LIFETIME_S, Someone, identity_of
 
 # ---- peers that are refused -----------------------------------------------------------------------------------
 
@@ -287,5 +290,93 @@ def test_a_caller_that_gives_up_does_not_end_the_handshake() -> None:
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S)
         await asyncio.sleep(4 * DELAY_S)
         await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DELAY_S / 100)
+
+    run(scenario)
+
+
+# ---- a newer swarm file -------------------------------------------------------------------------------------
+
+
+NEW_AUTHORITY = identity_of("new authority")
+
+
+def rotate(someone: Someone, *, handed_out: list[str] | None = None) -> None:
+    """Give ``someone`` the file with another key, and a certificate by it."""
+    membership = someone.membership
+    membership.rules = rotated(membership.rules)
+
+    def read() -> bytes:
+        if handed_out is not None:
+            handed_out.append(someone.peer_id)
+        return b"the newer file"
+
+    membership.swarm_file = read
+    membership.take_certificate(
+        issue(
+            Admittance(someone.peer_id, ANY_ROLE),
+            swarm=membership.rules.swarm,
+            key=NEW_AUTHORITY,
+            now=EPOCH,
+            lifetime_s=LIFETIME_S,
+        )
+    )
+
+
+def rotated(rules: Rules) -> Rules:
+    return replace(rules, serial=2, keys={**rules.keys, NEW_AUTHORITY.public_key: math.inf})
+
+
+def adopts(someone: Someone) -> None:
+    rules = rotated(someone.membership.rules)
+    someone.membership.adopt = lambda data: {b"the newer file": rules}[data]
+    someone.membership.swarm_file = lambda: b"the newer file"
+
+
+@pytest.mark.parametrize("newer", ["opener", "other side"])
+def test_a_member_with_a_newer_file_brings_it_to_those_that_know_only_the_former_key(newer: str) -> None:
+    async def scenario(world: World) -> None:
+        alice, bob, carol = [await world.member(name) for name in ("alice", "bob", "carol")]
+        adopts(bob)
+        adopts(carol)
+        await bob.transport.serve(SESSION, answer)
+        await carol.transport.serve(SESSION, answer)
+        await alice.transport.serve(SESSION, answer)
+        assert await hear(bob.transport, carol.raw, SESSION) == HEARD  # connected before
+        rotate(alice)
+        opener, other = (alice, bob) if newer == "opener" else (bob, alice)
+        assert await hear(opener.transport, other.raw, SESSION) == HEARD
+        assert NEW_AUTHORITY.public_key in bob.membership.rules.keys
+        await asyncio.sleep(5.0)
+        assert carol.membership.rules == bob.membership.rules  # a member that has never met alice
+
+    run(scenario)
+
+
+def test_an_outsider_is_given_no_swarm_file() -> None:
+    async def scenario(world: World) -> None:
+        alice, handed_out = await world.member("alice"), list[str]()
+        rotate(alice, handed_out=handed_out)
+        mallory = await world.stranger("mallory")
+        wanting = pb.HandshakeMessage(hello=pb.Hello(swarm=bytes(32), wants_file=True))
+        assert (
+            "members only" in (await refusal_of(mallory, alice, Message(wanting.SerializeToString()))).detail
+        )
+        assert not handed_out
+
+    run(scenario)
+
+
+def test_a_peer_that_claims_a_newer_file_and_has_none_is_asked_once() -> None:
+    async def scenario(world: World) -> None:
+        bob, mallory = await world.member("bob"), await world.stranger("mallory")
+        adopts(bob)
+        claim = pb.Hello(swarm=bytes(32), file_serial=1 << 60)
+        stream = await mallory.open(bob.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
+        claiming = Message(pb.HandshakeMessage(hello=claim).SerializeToString())
+        await stream.send(claiming)
+        assert pb.HandshakeMessage.FromString((await stream.receive()).header).hello.wants_file
+        await stream.send(claiming)
+        with pytest.raises(Refused, match="members only"):
+            await stream.receive()
 
     run(scenario)

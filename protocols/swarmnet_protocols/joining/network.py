@@ -5,13 +5,15 @@ transport, over which every other protocol runs.
 """
 
 import asyncio
+import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.files import scratch_folder
@@ -21,6 +23,7 @@ from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
+    from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.machine.clock import Clock
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.invites import Invite
@@ -33,10 +36,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
 _CHOSEN = {"transport": "auto"}
+REMEMBER_FIRST_S = 10.0
+"""Seconds after which the peers of the swarm are stored for the first time: a process may be killed."""
+REMEMBER_S = 600.0
+"""Period at which the peers of the swarm are stored again."""
+MAX_REMEMBERED = 16
+"""Most peers whose addresses are stored."""
+REMEMBERED_EACH = 2
+"""Addresses of one peer that are stored: one of each transport."""
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
 
@@ -91,6 +104,13 @@ class Network:
     identity_path: Path | None = None
     """Key file, created if missing. None: a new identity for each connection."""
     bootstrap: tuple[str, ...] = ()
+    """Addresses that the swarm file and the owner name."""
+    known: tuple[str, ...] = ()
+    """Addresses from earlier connections. None of them has to answer."""
+    named: tuple[str, ...] = ()
+    """Those of ``known`` that the owner gave. The others came from peers, and are dialled as far as ``net/dialling.py`` allows."""
+    remember: Callable[[Sequence[str]], None] | None = None
+    """Stores the addresses of peers that are in the swarm, for ``known`` of the next connection. Raises ``OSError``."""
     mdns: bool = False
     """Whether peers are also found in the local network, and this one announced there."""
     listen: tuple[str, ...] = ANY_PORT
@@ -132,7 +152,7 @@ async def connect(
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
+    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, no_bootstrap_peer
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.reachability.detection import Reachability
     from swarmnet_protocols.reachability.dial_back import Probes
@@ -152,19 +172,22 @@ async def connect(
             network.issuer.certify(membership)
         membership.check()
         others = tuple(each for each in network.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
+        needs_peers = others == network.bootstrap and (bool(others) or client_mode)
         config = P2pdConfig(
             identity_path,
             listen=network.listen,
             announce=network.announce,
             bootstrap=others,
+            named=network.named,
             # A bootstrap peer must be able to start alone; without one, a peer in the local network may answer.
-            require_bootstrap=bool(others) and others == network.bootstrap and not network.mdns,
+            require_bootstrap=needs_peers and not network.mdns and not network.known,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
             max_daemon_bytes=network.max_p2pd_bytes,
             step_aside=network.step_aside,
         )
         raw = await stack.enter_async_context(transport_class().create(config))
+        others = tuple(dict.fromkeys((*others, *_permitted(raw, network.known))))
         routed = RoutedTransport(raw, identity)
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
@@ -209,11 +232,53 @@ async def connect(
             )
             stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))
         if network.mdns:
-            needs_peers = others == network.bootstrap if network.bootstrap else client_mode
             await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))
+        elif needs_peers and network.known and not directory.knows_peers:
+            raise no_bootstrap_peer(others)
+        if network.remember is not None:
+            remembering = partial(_remember, raw, directory, network.remember)
+            stack.callback(remembering)
+            keeping = persist("the list of known peers", lambda: _keep(remembering))
+            stack.push_async_callback(cancel, asyncio.create_task(keeping, name="known peers"))
         admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
         yield guarded, directory
+
+
+def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator[str]:
+    """The addresses of other peers among ``addresses`` that may be dialled."""
+    from swarmnet_protocols.net.p2pd.transport import peer_of
+
+    for each in addresses:
+        peer = peer_of(each)
+        if peer != transport.peer_id:
+            suffix = f"/p2p/{peer}"
+            yield from (
+                address.removesuffix(suffix) + suffix for address in transport.permitted(peer, [each])
+            )
+
+
+def _remember(
+    transport: "P2pdTransport", directory: "DhtDirectory", remember: Callable[[Sequence[str]], None]
+) -> None:
+    """Store two addresses of each peer of the directory that this one could dial again."""
+    answered = [
+        each
+        for addresses in islice(directory.peers().values(), MAX_REMEMBERED)
+        for each in islice(_permitted(transport, addresses), REMEMBERED_EACH)
+    ]
+    if answered:
+        try:
+            remember(answered)
+        except OSError as error:
+            _log.warning("the list of known peers cannot be written: %s", error.strerror)
+
+
+async def _keep(remembering: Callable[[], None]) -> NoReturn:
+    await asyncio.sleep(REMEMBER_FIRST_S)
+    while True:
+        remembering()
+        await asyncio.sleep(REMEMBER_S)
 
 
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:

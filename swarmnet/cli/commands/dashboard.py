@@ -72,7 +72,7 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     _check(config)
     # The dashboard has its own identity, because a node and a client may run on the same machine.
     own_dir = (data_dir or default_data_dir()) / "dashboard"
-    entry = enter(swarm, own_dir, bootstrap)
+    entry = enter(swarm, own_dir, bootstrap, beside=data_dir or default_data_dir())
     entry.check_bootstrap()
     with locked_data_dir(own_dir) as directory:
         run_until_stopped(_show(entry, directory, config, as_json=as_json))
@@ -102,7 +102,7 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
         with progress(quiet=as_json) as report:
             report("finding the swarm", 0, None)
             transport, known = await stack.enter_async_context(
-                connect(entry.network(client_listen(entry.bootstrap)), client_mode=True)
+                connect(entry.network(client_listen(entry.addresses)), client_mode=True)
             )
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
         endpoint = await stack.enter_async_context(

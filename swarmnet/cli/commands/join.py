@@ -205,7 +205,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         disk = f"{model}{others} and its cache in {cache_dir}"
         facts = _facts(entry.file.rules(), limits, disk, public_name)
         ask_once(directory, facts, asking=not yes, as_json=as_json)
-        note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
+        note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
 
         from swarmnet_node.loading import NodeConfig
         from swarmnet_node.owner.machine import yield_to_others

@@ -85,12 +85,12 @@ def create(
         made = open_job(sealed)
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, LocalFiles.named_in(written.job))
-        is_published = bool(entry.bootstrap) or entry.file.mdns
+        is_published = bool(entry.addresses) or entry.file.mdns
         if is_published:
             try:
-                asyncio.run(_publish(entry.network(client_listen(entry.bootstrap)), sealed))
+                asyncio.run(_publish(entry.network(client_listen(entry.addresses)), sealed))
             except Unreachable:
-                if entry.bootstrap:
+                if entry.addresses:
                     raise
                 is_published = False  # no other peer of the swarm is in the local network yet
     if as_json:
@@ -152,7 +152,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    note_if_first(entry.bootstrap, mdns=entry.file.mdns, as_json=as_json)
+    note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
@@ -166,7 +166,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             )
             from swarmnet_node.training.start import WorkerConfig
 
-            asyncio.run(_fetch(entry.network(client_listen(entry.bootstrap)), directory, job))
+            asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)

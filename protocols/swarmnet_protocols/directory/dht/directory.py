@@ -26,6 +26,8 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
 
+    from swarmnet_protocols.directory.dht.contacts import Contacts
+
 _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
@@ -46,6 +48,7 @@ class DhtDirectory:
         node: "DHTNode",
         bootstrap: Callable[[], Sequence[str]],
         publisher: Publisher,
+        contacts: "Contacts",
     ) -> None:
         from swarmnet_protocols.directory.dht.replication import Replicator
         from swarmnet_protocols.directory.dht.sampling import RecordSampler
@@ -55,6 +58,7 @@ class DhtDirectory:
         self._node = node
         self._bootstrap = bootstrap
         self._publisher = publisher
+        self._contacts = contacts
         self._replicator = Replicator(node, publisher.clock)
         self._sampler = RecordSampler(node, publisher.swarm, publisher.clock)
         self._opened: OrderedDict[bytes, Record] = OrderedDict()
@@ -99,7 +103,7 @@ class DhtDirectory:
         contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
         p2p = GuardedP2P(transport, handshakes, contacts)
         node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
-        directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock))
+        directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock), contacts)
         if not client_mode:
             directory.set_reachable(is_reachable)
         finding = asyncio.create_task(persist("the search for lost peers", lambda: find_lost_peers(node)))
@@ -173,6 +177,11 @@ class DhtDirectory:
     def knows_peers(self) -> bool:
         """Whether any other peer of the DHT is known."""
         return bool(self._node.protocol.routing_table.uid_to_peer_id)
+
+    def peers(self) -> dict[PeerId, tuple[str, ...]]:
+        """The peers of the DHT that this one knows, with the addresses that they announced."""
+        known = [PeerId(each.to_base58()) for each in self._node.protocol.routing_table.peer_id_to_uid]
+        return {peer: self._contacts.addresses_of(peer) for peer in known}
 
     async def join_through(self, addresses: Sequence[str]) -> bool:
         """Join the DHT of the peers at ``addresses``, also if others are known; whether any of them answered.

@@ -84,6 +84,13 @@ def peer_of(address: str) -> PeerId:
     return PeerId(peer)
 
 
+def no_bootstrap_peer(addresses: Sequence[str]) -> Unreachable:
+    return Unreachable(
+        "no bootstrap peer answers: " + ", ".join(addresses),
+        hint="check the address and that a node runs there: --bootstrap ADDR",
+    )
+
+
 class P2pdTransport:
     """A libp2p peer. Made by :meth:`create`."""
 
@@ -289,10 +296,7 @@ class P2pdTransport:
 
         await asyncio.gather(*map(connect, config.bootstrap))
         if config.require_bootstrap and len(silent) == len(config.bootstrap):
-            raise Unreachable(
-                "no bootstrap peer answers: " + ", ".join(config.bootstrap),
-                hint="check the address and that a node runs there: --bootstrap ADDR",
-            )
+            raise no_bootstrap_peer(config.bootstrap)
         for address, why in silent.items():
             _log.warning("bootstrap peer %s does not answer: %s", address, why)
 
