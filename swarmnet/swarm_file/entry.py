@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 IDENTITY_NAME = "identity.key"
 GUARDS_NAME = "guards"
-INVITE_NAME = "invite"
-"""File of an invite with more uses, in the folder of the swarm. Other users cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: 
     2. an invite, or the path of a file that holds one, because all users of a machine can read command lines. It is redeemed at first use,
        which stores the certificate and the swarm file in ``data_dir``;
     3. the name or the id of a swarm that ``data_dir`` has entered before; or ``beside``, the data directory of a node of this
-       machine, which is another peer: what it knows of the swarm is copied, and its invite is redeemed here too if others may use it.
+       machine. The node is another peer: its swarm file and the addresses it knows are copied, its membership is not.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or older than the stored one,
     ``NotAuthorised`` for an invite that is not valid, and ``Unreachable`` if no issuer can be reached to redeem it.
@@ -195,14 +193,22 @@ def _distinct(*lists: Iterable[str]) -> tuple[str, ...]:
 
 def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
     """The entry of a second peer of this machine to a swarm that ``beside`` has entered. Raises as :func:`enter`."""
+    from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
+    from swarmnet_protocols.net.identity import Identity
+
     folder = swarm_dir(beside, file.swarm_id)
     known = read_known_peers(folder)
-    invite = folder / INVITE_NAME
-    if invite.exists():
-        return enter(str(invite), data_dir, _distinct(bootstrap, _addresses_in(beside), known.named))
-    file = store_file(data_dir, swarm_file.read(folder))
     file.check_not_expired(wall_clock())
-    entry = _entry(file, (), data_dir)
+    if (
+        file.rules().needs_certificate
+        and not (swarm_dir(data_dir, file.swarm_id) / CERTIFICATE_NAME).exists()
+    ):
+        peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
+        raise NotAuthorised(
+            f"the node of this machine is a member of {file.name}, but this command is another peer, and no member yet",
+            hint=f"give it an invite too: --swarm INVITE. For one that only this peer can use: swarmnet swarm approve {peer}",
+        )
+    entry = _entry(store_file(data_dir, swarm_file.read(folder)), (), data_dir)
     return replace(entry, known=known.named_too(_addresses_in(beside)).named_too(bootstrap))
 
 
@@ -255,12 +261,12 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
-    take = partial(_store_admission, text=text, invite=invite, data_dir=data_dir)
+    take = partial(_store_admission, invite=invite, data_dir=data_dir)
     return _run(redeem(invite, identity_path, take))
 
 
-def _store_admission(admitted: "Admitted", text: str, invite: "Invite", data_dir: Path) -> Entry:
-    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``, whose string is ``text``."""
+def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
+    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -275,8 +281,6 @@ def _store_admission(admitted: "Admitted", text: str, invite: "Invite", data_dir
     folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
     Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
-    if invite.grant.terms.uses > 1:  # other peers of this machine may redeem it as well
-        write_whole(folder / INVITE_NAME, text.encode(), mode=0o600)
     return _entry(file, invite.bootstrap, data_dir)
 
 

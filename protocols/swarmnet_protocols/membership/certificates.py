@@ -51,6 +51,11 @@ class Certificate:
     """The sealed certificate that first admitted the peer; empty if that is this one."""
 
     @property
+    def issued_at(self) -> int:
+        """Unix time at which it was issued."""
+        return self.not_before + CLOCK_SKEW_S
+
+    @property
     def renew_at(self) -> float:
         """Unix time after two thirds of its lifetime."""
         return self.not_before + (self.not_after - self.not_before) * 2 / 3

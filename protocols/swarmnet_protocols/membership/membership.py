@@ -90,10 +90,17 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it is none."""
+        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it is none.
+
+        A list that revoked this peer before its certificate was issued is outdated: no issuer certifies a revoked peer. Peers that have
+        the newer list admit this one, and hand the list over.
+        """
         if self._own is None:
             self._own = self.open(self.certificate)
-        return self.admit(self.peer, self._own)
+        revocations = self.revocations
+        if self._own is not None:
+            revocations = revocations.pardoning(self.peer, self._own.issued_at)
+        return admit(self.rules, self._own, self.peer, ANY_ROLE, revocations, self.clock())
 
     @property
     def renew_at(self) -> float | None:

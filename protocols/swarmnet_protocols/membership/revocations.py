@@ -118,6 +118,15 @@ class Revocations:
         """The lists whose signers ``rules`` trust at ``now``."""
         return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
+    def pardoning(self, peer: PeerId, since: float) -> "Revocations":
+        """These lists without entries of ``peer`` that are dated, and older than Unix time ``since``."""
+        return Revocations(
+            replace(each, revoked=replace(each.revoked, peers=each.revoked.peers - {peer}))
+            if 0 < each.revoked.since.get(peer, 0) < since
+            else each
+            for each in self._lists.values()
+        )
+
     def find_revocation(self, peer: PeerId, certificate: Certificate | None) -> tuple[str, bytes] | None:
         """Why ``peer`` with ``certificate`` is revoked, and the sealed list that says so; None if it is not."""
         for each in self._lists.values():
