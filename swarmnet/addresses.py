@@ -5,21 +5,22 @@ import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import ANY_PORT
+from swarmnet_protocols.joining.network import any_port
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
+from swarmnet_protocols.net.multiaddr import MAX_ADDRESS_CHARS, PEER_ID, Multiaddr, parse_multiaddrs
 
 ADDRESSES_NAME = "addresses"
 MAX_ADDRESSES = 64
 """Most addresses read from the `addresses` file of a data directory."""
-MAX_ADDRESS_CHARS = 512
-PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
+
+
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-_PORT = re.compile(r"/ip4/([0-9.]{7,15})/(tcp|udp)/([0-9]{1,5})/(?!.*p2p-circuit)")
 _PART = re.compile(r"[A-Za-z0-9._:%-]+")
 _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
@@ -42,12 +43,15 @@ def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
 
 
 def read_addresses(data_dir: Path) -> tuple[str, ...]:
-    """The addresses in the file of a data directory. Raises ``OSError``, and ``ConfigError`` for a file that is damaged."""
-    with (data_dir / ADDRESSES_NAME).open("rb") as file:
-        lines = file.read(MAX_ADDRESSES * MAX_ADDRESS_CHARS).decode(errors="replace").splitlines()
-    for each in lines[:MAX_ADDRESSES]:
-        check_peer_address(each)
-    return tuple(lines[:MAX_ADDRESSES])
+    """The addresses in the file of a data directory; none before its peer has run."""
+    found: list[str] = []
+    with suppress(OSError, UnicodeDecodeError), (data_dir / ADDRESSES_NAME).open("rb") as file:
+        lines = file.read(MAX_ADDRESSES * MAX_ADDRESS_CHARS).decode().splitlines()
+        for each in lines[:MAX_ADDRESSES]:
+            with suppress(ConfigError):
+                check_peer_address(each)
+                found.append(each)
+    return tuple(found)
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
@@ -55,24 +59,28 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
 
     After a restart, the addresses that other peers know remain valid.
     """
-    last = {"tcp": 0, "udp": 0}
+    last: dict[tuple[int, str], int] = {}
     own = {host for host, _ in own_interfaces()}  # relays and routers have other ports
-    with suppress(OSError, UnicodeDecodeError):
-        for line in (data_dir / ADDRESSES_NAME).read_text().splitlines()[:MAX_ADDRESSES]:
-            if (found := _PORT.match(line)) and found[1] in own and int(found[3]) <= 65535:
-                last[found[2]] = int(found[3])
-    tcp, udp = (port if _is_free(kind, port) else 0 for kind, port in last.items())
-    return tuple(
-        address.replace("tcp/0", f"tcp/{tcp}").replace("udp/0", f"udp/{udp}") for address in ANY_PORT
-    )
+    for each in parse_multiaddrs(read_addresses(data_dir)):
+        if str(each.ip) in own and not each.is_relayed:
+            last[each.ip.version, each.kind] = each.port
+    listen = []
+    for each in parse_multiaddrs(any_port()):
+        port = last.get((each.ip.version, each.kind), 0)
+        listen.append(str(replace(each, port=port) if port and is_free(replace(each, port=port)) else each))
+    return tuple(listen)
 
 
-def _is_free(kind: str, port: int) -> bool:
-    with socket.socket(type=socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as probe:
-        if kind == "tcp":  # a port that was closed a moment ago is free
+def is_free(address: Multiaddr) -> bool:
+    """Whether this machine can listen on ``address`` now."""
+    family = socket.AF_INET if address.ip.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_STREAM if address.kind == "tcp" else socket.SOCK_DGRAM) as probe:
+        if address.kind == "tcp":  # a port that was closed a moment ago is free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            probe.bind(("0.0.0.0", port))  # noqa: S104 - as the peer will
+            probe.bind((str(address.ip), address.port))
         except OSError:
             return False
     return True

@@ -18,7 +18,7 @@ from swarmnet.doctor import facts
 from swarmnet.doctor.checks import TESTED
 from swarmnet.reach import advice, describe
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
-from swarmnet_protocols.joining.network import ANY_PORT, LOOPBACK
+from swarmnet_protocols.joining.network import LOOPBACK, any_port
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
@@ -256,7 +256,7 @@ async def ask_peers(
         return [], []
     from swarmnet_protocols.reachability.dial_back import ports_of
 
-    async with _connected(entry, LOOPBACK if node else listen or ANY_PORT) as transport:
+    async with _connected(entry, LOOPBACK if node else listen or any_port()) as transport:
         ports = ports_of((node.addresses if node else ()) or transport.addresses())
         others = [each for each in entry.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
         answers = await asyncio.gather(*(_probe(transport, each, ports) for each in others[:MAX_PEERS]))

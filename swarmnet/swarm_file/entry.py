@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -209,14 +208,7 @@ def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequ
             hint=f"give it an invite too: --swarm INVITE. For one that only this peer can use: swarmnet swarm approve {peer}",
         )
     entry = _entry(store_file(data_dir, swarm_file.read(folder)), (), data_dir)
-    return replace(entry, known=known.named_too(_addresses_in(beside)).named_too(bootstrap))
-
-
-def _addresses_in(data_dir: Path) -> tuple[str, ...]:
-    """The addresses of the node of a data directory; none before it has run."""
-    with suppress(OSError, ConfigError):
-        return read_addresses(data_dir)
-    return ()
+    return replace(entry, known=known.named_too(read_addresses(beside)).named_too(bootstrap))
 
 
 def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:

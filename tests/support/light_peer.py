@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from swarmnet.swarm_file.entry import enter
-from swarmnet_protocols.joining.network import ANY_PORT, connect
+from swarmnet_protocols.joining.network import any_port, connect
 
 
 async def main(swarm: str, data_dir: Path, bootstrap: list[str]) -> None:
     entry = enter(swarm, data_dir, bootstrap)
     began = time.monotonic()
-    async with connect(entry.network(ANY_PORT)) as (transport, _):
+    async with connect(entry.network(any_port())) as (transport, _):
         loop = asyncio.get_running_loop()
         while True:
             reach = asdict(transport.reach()) | {"after_s": time.monotonic() - began}

@@ -7,6 +7,7 @@ transport, over which every other protocol runs.
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
+ANY_PORT_IPV6 = ("/ip6/::/tcp/0", "/ip6/::/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 """Listen address of a peer that dials and is never dialled."""
 _CHOSEN = {"transport": "auto"}
@@ -79,9 +81,26 @@ def transport_class() -> "type[P2pdTransport]":
     raise ConfigError(f"there is no transport {name!r}", hint="use p2pd, libp2p or auto")
 
 
+def any_port() -> tuple[str, ...]:
+    """Listen addresses on any port of every interface: of IPv4, and of IPv6 where this machine has it.
+
+    Behind the NAT of a provider, IPv6 is often the only way in.
+    """
+    return (*ANY_PORT, *ANY_PORT_IPV6) if _has_ipv6() else ANY_PORT
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
     """Listen addresses of a client: any port, since a hole in a router is punched from a port that listens. On loopback if the swarm is."""
-    return LOOPBACK if bootstrap and all("/127.0.0.1/" in each for each in bootstrap) else ANY_PORT
+    return LOOPBACK if bootstrap and all("/127.0.0.1/" in each for each in bootstrap) else any_port()
 
 
 @dataclass(frozen=True)

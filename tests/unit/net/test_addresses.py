@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.addresses import check_listen_address, check_peer_address, usual_listen, write_addresses
+from swarmnet.addresses import (
+    check_listen_address,
+    check_peer_address,
+    read_addresses,
+    usual_listen,
+    write_addresses,
+)
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import ANY_PORT
+from swarmnet_protocols.joining import network
+from swarmnet_protocols.joining.network import any_port
 
 PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 
@@ -72,24 +79,36 @@ def test_any_text_is_accepted_or_refused_in_words(text: str) -> None:
     assert all(character.isascii() and character.isprintable() for character in text)
 
 
-def _free_port(kind: socket.SocketKind) -> int:
-    with socket.socket(type=kind) as probe:
-        probe.bind(("127.0.0.1", 0))
+def _free_port(kind: socket.SocketKind, host: str = "127.0.0.1") -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind) as probe:
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def test_a_peer_listens_on_its_former_ports_unless_they_are_taken(tmp_path: Path) -> None:
-    assert usual_listen(tmp_path) == ANY_PORT
+def test_a_peer_listens_on_its_former_ports_unless_they_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_has_ipv6", lambda: True)
+    assert usual_listen(tmp_path) == any_port()
     tcp, udp = _free_port(socket.SOCK_STREAM), _free_port(socket.SOCK_DGRAM)
-    others = ["/ip4/203.0.113.7/tcp/1/p2p/relay/p2p-circuit/p2p/me", "/dns4/example.org/tcp/2/p2p/me"]
-    own = [f"/ip4/127.0.0.1/tcp/{tcp}/p2p/me", f"/ip4/127.0.0.1/udp/{udp}/quic-v1/p2p/me"]
-    write_addresses(tmp_path, [*others, *own, f"/ip4/192.0.2.2/tcp/{tcp}/p2p/me"])
-    assert usual_listen(tmp_path) == (f"/ip4/0.0.0.0/tcp/{tcp}", f"/ip4/0.0.0.0/udp/{udp}/quic-v1")
+    tcp6 = _free_port(socket.SOCK_STREAM, "::1")
+    others = [f"/ip4/203.0.113.7/tcp/1/p2p/{PEER_ID}/p2p-circuit", "/dns4/example.org/tcp/2"]
+    own = [f"/ip4/127.0.0.1/tcp/{tcp}", f"/ip4/127.0.0.1/udp/{udp}/quic-v1", f"/ip6/::1/tcp/{tcp6}"]
+    addresses = [f"{each}/p2p/{PEER_ID}" for each in (*others, *own, f"/ip4/192.0.2.2/tcp/{tcp}")]
+    write_addresses(tmp_path, addresses)
+    assert read_addresses(tmp_path) == tuple(addresses)
+    quic, *ipv6 = f"/ip4/0.0.0.0/udp/{udp}/quic-v1", f"/ip6/::/tcp/{tcp6}", "/ip6/::/udp/0/quic-v1"
+    assert usual_listen(tmp_path) == (f"/ip4/0.0.0.0/tcp/{tcp}", quic, *ipv6)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", tcp))
         taken.listen()
-        assert usual_listen(tmp_path) == ("/ip4/0.0.0.0/tcp/0", f"/ip4/0.0.0.0/udp/{udp}/quic-v1")
+        assert usual_listen(tmp_path) == ("/ip4/0.0.0.0/tcp/0", quic, *ipv6)
+
+
+def test_a_machine_without_ipv6_listens_on_ipv4_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_has_ipv6", lambda: False)
+    assert all(each.startswith("/ip4/") for each in any_port())
 
 
 @pytest.mark.parametrize(
@@ -97,4 +116,4 @@ def test_a_peer_listens_on_its_former_ports_unless_they_are_taken(tmp_path: Path
 )
 def test_addresses_of_other_peers_are_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "addresses").write_bytes(content)
-    assert usual_listen(tmp_path) == ANY_PORT
+    assert usual_listen(tmp_path) == any_port()
