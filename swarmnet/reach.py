@@ -16,7 +16,7 @@ def describe(reach: "Reach") -> str:
     relays = ", ".join(f"…{each[-_ID_CHARS:]}" for each in reach.relays)
     nat = f" ({reach.nat} NAT)" if reach.nat else ""
     return {
-        "unknown": "not known: there is no other peer to ask",
+        "unknown": "not known: no peer of another machine has dialled this one yet",
         "open": "directly",
         "forwarded": "directly, through a port that the router forwards",
         "relayed": f"through {'relays' if len(reach.relays) > 1 else 'the relay'} {relays}, and directly by hole punching{nat}",

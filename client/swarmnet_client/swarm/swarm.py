@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
 from swarmnet_protocols.errors import HostsBusy, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
-from swarmnet_protocols.joining.network import Network, Trust, connect
+from swarmnet_protocols.joining.network import Network, Trust, advise_on_clock, connect
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
@@ -100,6 +100,9 @@ class Swarm:
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
         """Audit budget of all chains."""
+        self.check_clock: Callable[[], Awaitable[str]] | None = None
+        """Asks peers whether the clock of this machine is right, when no host is known; returns advice, or nothing."""
+        self._clock_advice = ""
         self._refreshing = asyncio.Lock()
 
     @classmethod
@@ -143,6 +146,7 @@ class Swarm:
                 trust=network.trust,
             ) as swarm,
         ):
+            swarm.check_clock = lambda: advise_on_clock(transport, (*network.bootstrap, *network.known))
             peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
             peers.attach(transport, partial(read_hosts, directory))
             local.parts.peers = peers
@@ -204,6 +208,8 @@ class Swarm:
                     and (not allowed or each.info.peer in allowed)
                     and not self._exclusions.is_convicted(each.info.peer, now)
                 }
+            if self.check_clock is not None and not self._hosts:
+                self._clock_advice = await self.check_clock()
             view = self._view()
             self._pings.follow(self._hosts, lambda host: view.delay_to(host.peer) + host.step_s)
 
@@ -248,7 +254,7 @@ class Swarm:
         wait_s = shortest_wait_s(missing, hosts, waits_s)
         if wait_s is not None:
             return HostsBusy(missing, wait_s)
-        hint = ""
+        hint = "" if self._hosts else self._clock_advice
         if not uncovered([each.info for each in self._announced.known if each.is_incompatible], missing[0]):
             hint = "hosts of these blocks run another version of swarmnet: install the version that they run"
         trusted = self._trust.hosts

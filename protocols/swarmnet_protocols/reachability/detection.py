@@ -50,7 +50,9 @@ class Reachability:
         bootstrap: Sequence[str],
         clock: Clock,
         address_of: Callable[[PeerId], Awaitable[str]],
+        was_dialled: Callable[[], Awaitable[bool]],
     ) -> None:
+        """``was_dialled``: whether a peer of another machine has dialled this one."""
         self._transport = transport
         self._guarded = guarded
         self._bootstrap = tuple(bootstrap)
@@ -62,6 +64,9 @@ class Reachability:
         self._reservations = Reservations(guarded, self._candidates, address_of)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
+        """What peers that were asked have said; None before any has answered."""
+        self._asks_if_dialled = was_dialled
+        self._was_dialled = False
         self._is_forwarded = False
 
     @property
@@ -77,7 +82,7 @@ class Reachability:
     @property
     def kind(self) -> ReachKind:
         if self._is_open is None:
-            return ReachKind.UNKNOWN
+            return ReachKind.OPEN if self._was_dialled else ReachKind.UNKNOWN
         if self._is_open:
             return ReachKind.FORWARDED if self._is_forwarded else ReachKind.OPEN
         return ReachKind.RELAYED if self._reservations.held else ReachKind.UNREACHABLE
@@ -110,6 +115,7 @@ class Reachability:
         # A peer that dialled nothing, as through a relay, has no opinion.
         answers = [each for each in replies if each is not None and each.observed_ip]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
+        self._was_dialled = self._is_open is None and await self._asks_if_dialled()
         self.on_change(self.is_open)
         reached = [each for each in answers if each.reached]
         own = {host for host, _ in own_interfaces()}

@@ -141,6 +141,10 @@ class ConnectionGuard:
         """Record that this process dialled ``peer``, which protects its connections."""
         self._dialled[peer] = asyncio.get_running_loop().time()
 
+    def has_dialled(self, peer: PeerId) -> bool:
+        """Whether this process dialled ``peer``, which is connected."""
+        return peer in self._dialled
+
     async def run(self) -> bool:
         """Check until p2pd ends (False) or must be restarted because its memory stays above the limit (True)."""
         self._above_since = None

@@ -25,6 +25,7 @@ from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.multiaddr import parse_multiaddrs
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
@@ -283,6 +284,16 @@ class P2pdTransport:
     async def address_of(self, peer: PeerId) -> str:
         """The multiaddr from which ``peer`` is connected; empty if it is not."""
         return next(iter(await self.addresses_of(peer)), "")
+
+    async def was_dialled(self) -> bool:
+        """Whether a peer of another machine is connected that dialled this one."""
+        own = {host for host, _ in own_interfaces()}
+        for peer, addresses in (await self._daemon.connections()).items():
+            if not self._connection_guard.has_dialled(peer):
+                found = list(parse_multiaddrs(map(self.endpoint.real_address, addresses)))
+                if any(not each.is_relayed and str(each.ip) not in own for each in found):
+                    return True
+        return False
 
     async def _bootstrap(self, config: P2pdConfig) -> None:
         silent: dict[str, str] = {}
