@@ -19,9 +19,9 @@ from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.wire.roles import ANY_ROLE
-from tests.defences import Defence, Patch, nothing, replacing, yes
+from tests.defences import Defence, Patch, no, nothing, replacing, yes
 from tests.sim import test_handshake, test_handshake_end
-from tests.unit.membership import test_issuer
+from tests.unit.membership import test_issuer, test_membership
 
 
 def ignore_validity(patch: Patch) -> None:
@@ -87,7 +87,39 @@ def redeemed_by_two_peers(issuer: Issuer) -> None:
     test_issuer.test_a_replayed_redemption_costs_no_use_and_admits_no_other_peer(issuer)
 
 
+def always_want_the_file(patch: Patch) -> None:
+    patch.setattr(
+        Handshakes,
+        "_is_file_wanted",
+        lambda self, _, hello: hello.file_serial > self.membership.rules.serial,
+    )
+
+
 HANDSHAKE = (
+    Defence(
+        "a member with a newer swarm file brings it to those that know only the former key",
+        replacing(Handshakes, "_is_file_wanted", no),
+        lambda _: (
+            test_handshake.test_a_member_with_a_newer_file_brings_it_to_those_that_know_only_the_former_key(
+                "opener"
+            )
+        ),
+    ),
+    Defence(
+        "the swarm file is handed to members only",
+        admit_any_peer,
+        lambda _: test_handshake.test_an_outsider_is_given_no_swarm_file(),
+    ),
+    Defence(
+        "a peer that claims a newer swarm file is asked once",
+        always_want_the_file,
+        lambda _: test_handshake.test_a_peer_that_claims_a_newer_file_and_has_none_is_asked_once(),
+    ),
+    Defence(
+        "a certificate pardons no peer that was revoked after it",
+        replacing(Revocations, "pardoning", lambda *_: Revocations()),
+        lambda _: test_membership.test_a_revocation_before_the_certificate_pardons_this_peer_alone(),
+    ),
     Defence("an outsider is refused", admit_any_peer, intruder("outsider")),
     Defence("a certificate ends", ignore_validity, intruder("expired")),
     Defence("a certificate does not count before it begins", ignore_validity, intruder("not yet")),

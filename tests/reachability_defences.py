@@ -10,6 +10,7 @@ from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.reachability import circuit, detection, dial_back, relay, reservations
 from tests.defences import Defence, Patch, no, replacing, yes
 from tests.sim import test_relays
+from tests.unit.machine import test_aio
 from tests.unit.net import test_circuit, test_probes
 
 
@@ -45,6 +46,13 @@ def on_loopback(_: Path) -> None:
         test_probes.test_a_peer_has_ports_of_this_machine_dialled_only_in_a_swarm_of_this_machine(
             "/ip4/127.0.0.1/tcp/60000", (), False, patch
         )
+
+
+def survive(_: Path) -> None:
+    try:
+        test_aio.test_a_loop_that_fails_begins_again_ever_later()
+    except ValueError as error:
+        raise AssertionError("the loop ended") from error
 
 
 REACHABILITY = (
@@ -92,6 +100,11 @@ REACHABILITY = (
         "a peer with all circuits to another loses one to a peer with fewer",
         replacing(relay, "has_larger_share", no),
         lambda _: test_relays.test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer(),
+    ),
+    Defence(
+        "a loop that a process lives on survives an error",
+        replacing(test_aio, "persist", lambda _, loop: loop()),
+        survive,
     ),
     Defence(
         "an observed address is checked where it arrives",

@@ -371,12 +371,8 @@ def test_a_peer_that_claims_a_newer_file_and_has_none_is_asked_once() -> None:
         bob, mallory = await world.member("bob"), await world.stranger("mallory")
         adopts(bob)
         claim = pb.Hello(swarm=bytes(32), file_serial=1 << 60)
-        stream = await mallory.open(bob.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
         claiming = Message(pb.HandshakeMessage(hello=claim).SerializeToString())
-        await stream.send(claiming)
-        assert pb.HandshakeMessage.FromString((await stream.receive()).header).hello.wants_file
-        await stream.send(claiming)
-        with pytest.raises(Refused, match="members only"):
-            await stream.receive()
+        assert (await send_handshake(mallory, bob, claiming)).hello.wants_file
+        assert "members only" in (await refusal_of(mallory, bob, claiming)).detail
 
     run(scenario)

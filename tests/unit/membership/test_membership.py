@@ -271,3 +271,17 @@ def test_old_revocations_leave_the_list_and_may_be_repeated() -> None:
     assert old.still_needed(later, peers_for_ever=True).in_order() == (ALICE,)
     again = old.adding(peers=frozenset({ALICE})).still_needed(later, peers_for_ever=False)
     assert (again.in_order(), again.since[ALICE]) == ((ALICE,), later)
+
+
+def test_a_revocation_before_the_certificate_pardons_this_peer_alone() -> None:
+    dated = RevokedIds(frozenset({ALICE, BOB}), since={ALICE: int(NOW), BOB: int(NOW)})
+    lists = learned(revoke(dated))
+    assert lists.pardoning(ALICE, NOW).find_revocation(
+        ALICE, None
+    )  # in the same second: it may have come later
+    pardoning = lists.pardoning(ALICE, NOW + 1)
+    assert not pardoning.find_revocation(ALICE, None)
+    assert pardoning.find_revocation(BOB, None)
+    assert pardoning.serials == lists.serials
+    undated = learned(revoke(RevokedIds(frozenset({ALICE}))))
+    assert undated.pardoning(ALICE, math.inf).find_revocation(ALICE, None)
