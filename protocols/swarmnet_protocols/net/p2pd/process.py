@@ -36,7 +36,7 @@ FLAGS: dict[str, object] = {
     "idleTimeout": _IDLE_TIMEOUT,
 }
 """The flags of p2pd. ``dht`` is left out because libp2p's Kademlia stores records of any peer, and ``connManager`` because it closes connections in
-use (``connection_limits.py`` replaces it). Relays, AutoNAT and hole punching are off: ``swarmnet_protocols.reachability`` replaces them."""
+use (``connection_limits.py`` replaces it). Relays, AutoNAT and hole punching are off: ``swarmnet_protocols.reachability`` replaces them. A relay starts all the same: see ``REFUSED`` in ``daemon.py``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check_free(address: str) -> None:
     """
     match address.split("/"):
         case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
-            port.isdigit() and port != "0"
+            port.isascii() and port.isdigit() and port != "0"
         ):
             pass
         case _:
