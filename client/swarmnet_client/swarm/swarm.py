@@ -30,7 +30,8 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
 from swarmnet_protocols.errors import HostsBusy, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
-from swarmnet_protocols.joining.network import Network, Trust, advise_on_clock, connect
+from swarmnet_protocols.joining.network import Network, Trust, connect
+from swarmnet_protocols.joining.peer_clocks import advise_on_clock
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel

@@ -9,14 +9,7 @@ import logging
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    closing,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -59,10 +52,6 @@ MAX_REMEMBERED = 16
 """Most peers whose addresses are stored."""
 REMEMBERED_EACH = 2
 """Addresses of one peer that are stored: one of each transport."""
-MAX_CLOCKS = 3
-"""Most peers that are asked for the time. The median counts."""
-CLOCK_S = 3.0
-"""Timeout in seconds for the time of a peer."""
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
 
@@ -309,37 +298,6 @@ async def _keep(remembering: Callable[[], None]) -> NoReturn:
     while True:
         remembering()
         await asyncio.sleep(REMEMBER_S)
-
-
-async def advise_on_clock(transport: "Transport", addresses: Sequence[str]) -> str:
-    """Advice to set the clock of this machine if it differs from those of the peers at ``addresses``; empty if it agrees, or if none answers.
-
-    Records of hosts expire within a minute, so a wrong clock makes every host look gone.
-    """
-    from statistics import median
-
-    from swarmnet_protocols.machine.clock import clock_advice
-
-    answers = await asyncio.gather(*(_clock_error_s(transport, each) for each in addresses[:MAX_CLOCKS]))
-    errors_s = [each for each in answers if each is not None]
-    return clock_advice(median(errors_s)) if errors_s else ""
-
-
-async def _clock_error_s(transport: "Transport", address: str) -> float | None:
-    """Seconds by which the clock of this machine is behind that of a peer; None without an answer."""
-    from swarmnet_protocols.errors import SwarmnetError
-    from swarmnet_protocols.machine.clock import wall_clock
-    from swarmnet_protocols.net.p2pd.transport import peer_of
-    from swarmnet_protocols.net.protocol_ids import PROBE
-    from swarmnet_protocols.reachability.dial_back import probe
-
-    try:
-        async with asyncio.timeout(CLOCK_S):
-            stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=CLOCK_S)
-            with closing(stream):
-                return (await probe(stream, (), wall_clock)).behind_s
-    except (SwarmnetError, TimeoutError):
-        return None
 
 
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:

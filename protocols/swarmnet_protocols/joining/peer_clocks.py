@@ -1,0 +1,39 @@
+"""The clock of this machine, compared with those of peers, for a client that finds no host."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from statistics import median
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.clock import clock_advice, wall_clock
+from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net.p2pd.transport import peer_of
+from swarmnet_protocols.net.protocol_ids import PROBE
+from swarmnet_protocols.reachability.dial_back import probe
+
+MAX_CLOCKS = 3
+"""Most peers that are asked for the time. The median counts."""
+CLOCK_S = 3.0
+"""Timeout in seconds for the time of a peer."""
+
+
+async def advise_on_clock(transport: Transport, addresses: Sequence[str]) -> str:
+    """Advice to set the clock of this machine if it differs from those of the peers at ``addresses``; empty if it agrees, or if none answers.
+
+    Records of hosts expire within a minute, so a wrong clock makes every host look gone.
+    """
+    answers = await asyncio.gather(*(_clock_error_s(transport, each) for each in addresses[:MAX_CLOCKS]))
+    errors_s = [each for each in answers if each is not None]
+    return clock_advice(median(errors_s)) if errors_s else ""
+
+
+async def _clock_error_s(transport: Transport, address: str) -> float | None:
+    """Seconds by which the clock of this machine is behind that of a peer; None without an answer."""
+    try:
+        async with asyncio.timeout(CLOCK_S):
+            stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=CLOCK_S)
+            with closing(stream):
+                return (await probe(stream, (), wall_clock)).behind_s
+    except (SwarmnetError, TimeoutError):
+        return None
