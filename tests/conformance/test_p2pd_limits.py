@@ -14,6 +14,7 @@ import uvloop
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream
 from swarmnet_protocols.net.multiaddr import Multiaddr
 from swarmnet_protocols.net.p2pd import connection_limits
+from swarmnet_protocols.net.p2pd import transport as p2pd_transport
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.reachability.dial_back import ports_of
@@ -154,6 +155,20 @@ def test_a_connection_that_this_process_forwards_counts_where_its_peer_is(tmp_pa
                 assert {each.address for each in a.endpoint.streams_with(b.peer_id)} == {str(remote)}
                 [listed] = a._connection_guard._connections.update(await a._daemon.packed_connections(), 0.0)
                 assert listed.host == "203.0.113.9/32"
+
+    run(main)
+
+
+def test_a_peer_sees_from_its_connections_that_others_dial_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b:
+            await dial(b, a, ECHO)
+            assert not await a.was_dialled()  # from this machine
+            monkeypatch.setattr(p2pd_transport, "own_interfaces", list)
+            assert await a.was_dialled()
+            assert not await b.was_dialled()
 
     run(main)
 

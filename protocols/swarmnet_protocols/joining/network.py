@@ -100,7 +100,9 @@ def _has_ipv6() -> bool:
 
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
     """Listen addresses of a client: any port, since a hole in a router is punched from a port that listens. On loopback if the swarm is."""
-    return LOOPBACK if bootstrap and all("/127.0.0.1/" in each for each in bootstrap) else any_port()
+    from swarmnet_protocols.net.dialling import is_loopback
+
+    return LOOPBACK if bootstrap and all(map(is_loopback, bootstrap)) else any_port()
 
 
 @dataclass(frozen=True)

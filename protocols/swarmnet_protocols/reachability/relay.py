@@ -189,15 +189,21 @@ class Relay:
                 circuit.over.set()
 
     def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
-        """End a circuit to ``target`` if it has no room for one more."""
+        """End a circuit to ``target`` if it has no room for one more. Raises ``Refusal`` for a peer with as large a share as any."""
         circuits = [each for each in self._circuits.values() if each.target == target]
         unconfirmed = [each for each in circuits if not each.is_confirmed]
-        if len(unconfirmed) >= MAX_UNCONFIRMED and (oldest := circuit_to_end(unconfirmed)) is not None:
-            oldest.end()
-        elif reserved.scope.available(Resource.CIRCUITS) < 1 <= newcomer.scope.available(Resource.CIRCUITS):
-            largest = circuit_to_end(circuits)
-            if largest is not None and has_larger_share(largest, newcomer, circuits):
-                largest.end()
+        if newcomer.scope.available(Resource.CIRCUITS) < 1:
+            return  # it may not have another one at all
+        if len(unconfirmed) >= MAX_UNCONFIRMED:
+            crowd = unconfirmed
+        elif reserved.scope.available(Resource.CIRCUITS) < 1:
+            crowd = circuits
+        else:
+            return
+        largest = circuit_to_end(crowd)
+        if largest is None or not has_larger_share(largest, newcomer, crowd):
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer")
+        largest.end()
 
     async def _accept(self, stream: Stream, circuit_id: bytes, reply: bytes) -> None:
         """Join the stream of a reserved peer to the circuit that it accepts, until the circuit ends."""

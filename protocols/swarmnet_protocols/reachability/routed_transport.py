@@ -86,7 +86,7 @@ class RoutedTransport(TransportWrapper):
 
         Loopback addresses are left out if there are others.
         """
-        own = self.own_addresses()
+        own = sorted(self.own_addresses(), key=_by_reach)
         others = [each for each in own if not is_loopback(each)]
         suffix = f"/p2p/{self.peer_id}"
         circuits = [
@@ -320,6 +320,11 @@ class RoutedTransport(TransportWrapper):
             await carrying
         finally:
             await cancel(carrying)
+
+
+def _by_reach(address: str) -> tuple[bool, bool]:
+    """IPv4 before IPv6, TCP before QUIC: more networks carry the first ones."""
+    return "/ip6/" in address, "/udp/" in address
 
 
 def _has_succeeded(task: "asyncio.Task[Stream]") -> bool:
