@@ -6,6 +6,8 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from swarmnet_protocols.directory.records import Publisher, Record
 from swarmnet_protocols.directory.relay_announcements import MAX_FOUND, TOPIC, choose
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net import Message, PeerId, ReachKind, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resources import Resource
@@ -22,6 +24,7 @@ from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability import detection
+from swarmnet_protocols.reachability.detection import Reachability
 from swarmnet_protocols.reachability.dial_back import Probed
 from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED, OPEN_S, SILENCE_S, Relay
 from swarmnet_protocols.reachability.reservations import WANTED, Reservations
@@ -326,3 +329,25 @@ def test_the_majority_of_reports_decides_whether_a_peer_can_be_dialled(
     peer = Identity.from_seed(b"x").peer_id
     answers = [Probed(peer, "25.0.0.1", (4001,) if each else (), 0.0, 0.1) for each in reached]
     assert detection.judge(answers) is expected
+
+
+@pytest.mark.parametrize(("was_dialled", "kind"), [(False, ReachKind.UNKNOWN), (True, ReachKind.OPEN)])
+def test_a_peer_without_bootstrap_peers_is_open_once_others_have_dialled_it(
+    was_dialled: bool, kind: ReachKind
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        alice = await lab.peer("alice")
+        routed: Any = SimpleNamespace(own_addresses=alice.addresses, external_addresses=())
+
+        async def no_address(_: PeerId) -> str:
+            return ""
+
+        async def dialled() -> bool:
+            return was_dialled
+
+        reachability = Reachability(routed, alice, (), lambda: 0.0, no_address, dialled)
+        await reachability.find_out()
+        assert reachability.kind is kind
+        assert not reachability.is_surely_open
+
+    run(scenario)
