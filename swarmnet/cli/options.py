@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from swarmnet import units
-from swarmnet.addresses import PEER_ID, check_listen_address, check_peer_address
+from swarmnet.addresses import check_listen_address, check_peer_address
 from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.multiaddr import PEER_ID
 from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from swarmnet.addresses import PEER_ID
 from swarmnet.dashboard.counts import MAX_PER_SECOND
 from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
 from swarmnet.dashboard.observations import GONE_SHOWN_S, AnnouncedHost, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.multiaddr import PEER_ID
 from swarmnet_protocols.wire import report_pb2
 
 STALE_S = 20.0

@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from swarmnet.addresses import PEER_ID, check_peer_address
+from swarmnet.addresses import check_peer_address
 from swarmnet.swarm_file.content import FORMAT, Authority, ListedModel, Policy, Rotation, SwarmFile
 from swarmnet.units import parse_duration_s
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion
 from swarmnet_protocols.machine.toml_lines import line_of
 from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, MIN_LIFETIME_S, Admission, Quotas
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.multiaddr import PEER_ID
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 MAX_FILE_BYTES = 64 << 10
