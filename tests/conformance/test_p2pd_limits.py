@@ -18,7 +18,7 @@ from swarmnet_protocols.net.p2pd import transport as p2pd_transport
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.reachability.dial_back import ports_of
-from swarmnet_protocols.reachability.simultaneous_open import serve_at
+from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.support.conversations import dial, echo
 from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
@@ -137,18 +137,27 @@ def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
 
 def test_a_connection_that_this_process_forwards_counts_where_its_peer_is(tmp_path: Path) -> None:
     """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits would count all peers as one."""
-    remote = Multiaddr(IPv4Address("203.0.113.9"), "tcp", 4001)
+    remote, other = (Multiaddr(IPv4Address(f"203.0.113.{each}"), "tcp", 4001) for each in (9, 8))
 
     async def main() -> None:
         async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b:
-            port = ports_of(a.addresses())[0]
+            port, is_connected = ports_of(a.addresses())[0], asyncio.Event()
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 a.endpoint.start(serve_at(reader, writer, remote, port, a.endpoint.forwarded))
 
             async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
                 far = server.sockets[0].getsockname()[1]
-                await b.connect(a.peer_id, [f"/ip4/127.0.0.1/tcp/{far}"], deadline_s=DEADLINE_S)
+
+                async def connect(local: str) -> None:
+                    await b.connect(a.peer_id, [local], deadline_s=DEADLINE_S)
+                    is_connected.set()
+
+                ends = await asyncio.open_connection("127.0.0.1", far)
+                b.endpoint.start(dial_through(*ends, other, connect, b.endpoint.forwarded))
+                async with asyncio.timeout(DEADLINE_S):
+                    await is_connected.wait()
+                assert await b.addresses_of(a.peer_id) == [str(other)]
                 stream = await b.open(a.peer_id, ECHO, deadline_s=DEADLINE_S)
                 await echoes(stream)
                 assert await a.addresses_of(b.peer_id) == [str(remote)]

@@ -1,10 +1,14 @@
 """Multiaddrs: what is accepted, and that nothing else gets through."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net.multiaddr import MAX_ADDRESS_CHARS, parse_ip, parse_multiaddr
+from swarmnet_protocols.net.multiaddr import MAX_ADDRESS_CHARS, parse_ip, parse_multiaddr, parse_multiaddrs
+from swarmnet_protocols.reachability.hole_punching import HolePunching
 
 PEER = "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
 
@@ -70,3 +74,26 @@ def test_other_text_is_no_address(text: str) -> None:
 def test_no_text_raises(text: str) -> None:
     parse_multiaddr(text)
     parse_ip(text)
+
+
+def shown(own: list[str], observed: list[str]) -> list[str]:
+    """The addresses that a peer behind a router shows for hole punching."""
+    transport: Any = SimpleNamespace(
+        own_addresses=lambda: own, observed_addresses=lambda: list(parse_multiaddrs(observed))
+    )
+    reachability: Any = SimpleNamespace(is_surely_open=False)
+    return list(HolePunching(transport, transport, reachability)._my_addresses().addresses)
+
+
+def test_a_peer_shows_where_relays_see_it_with_kept_ports_first_and_its_port_of_quic() -> None:
+    own = [
+        f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}",
+        f"/ip4/192.168.7.5/tcp/4001/p2p/{PEER}",
+        f"/ip4/192.168.7.5/udp/4002/quic-v1/p2p/{PEER}",
+    ]
+    observed = ["/ip4/203.0.113.5/tcp/60000", "/ip4/203.0.113.5/tcp/4001"]
+    kept_first = ["/ip4/203.0.113.5/tcp/4001", "/ip4/203.0.113.5/tcp/60000"]
+    assert shown(own, observed) == [*kept_first, "/ip4/203.0.113.5/udp/4002/quic-v1"]
+    quic = "/ip4/203.0.113.5/udp/5000/quic-v1"
+    assert shown(own, [*observed, quic]) == [*kept_first, quic]
+    assert shown(own, ["/ip6/2001:db8::1/tcp/1"]) == ["/ip6/2001:db8::1/tcp/1"]
