@@ -6,12 +6,18 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.joining import peer_clocks
+from swarmnet_protocols.joining.network import Trust
 from swarmnet_protocols.joining.peer_clocks import advise_on_clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability.dial_back import Probes
+from swarmnet_protocols.timing import Timing
+from tests.support import virtual_time
+from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import LinkProfile, MemoryNetwork
 
 NOW = 1_800_000_000.0
@@ -58,3 +64,25 @@ def test_the_median_of_the_peers_that_answer_counts(
     monkeypatch.setattr(peer_clocks, "CLOCK_S", 0.2)
     found = advice(*errors_s)
     assert (said in found) if said else not found
+
+
+def test_a_client_without_hosts_is_told_of_its_clock() -> None:
+    """Records of hosts have expired, or seem to: to start another node would not help."""
+
+    async def main() -> str:
+        network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.0))
+        identity = Identity.from_seed(b"client")
+        async with network.transport(identity.peer_id) as client:
+            directory = MemoryDirectory(MemoryBoard(network, lambda: NOW), identity, bytes(32))
+            swarm = Swarm(client, directory, bytes(32), random.Random(0), Timing(), Trust())
+
+            async def ahead() -> str:
+                return "the clock is ahead"
+
+            swarm.check_clock = ahead
+            await swarm.refresh()
+            with pytest.raises(NoRoute) as refused:
+                swarm.route((0, 2))
+            return refused.value.hint
+
+    assert virtual_time.run(main()) == "the clock is ahead"
