@@ -195,13 +195,13 @@ class Relay:
         if newcomer.scope.available(Resource.CIRCUITS) < 1:
             return  # it may not have another one at all
         if len(unconfirmed) >= MAX_UNCONFIRMED:
-            crowd = unconfirmed
+            counted = unconfirmed
         elif reserved.scope.available(Resource.CIRCUITS) < 1:
-            crowd = circuits
+            counted = circuits
         else:
             return
-        largest = circuit_to_end(crowd)
-        if largest is None or not has_larger_share(largest, newcomer, crowd):
+        largest = circuit_to_end(counted)
+        if largest is None or not has_larger_share(largest, newcomer, counted):
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer")
         largest.end()
 
