@@ -13,7 +13,14 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Buffer, Message, ProtocolSpec
-from swarmnet_protocols.net.limits.flow_control import CREDIT, LIMIT, NEEDS_CREDIT, ReceiveWindow, SendWindow
+from swarmnet_protocols.net.limits.flow_control import (
+    CREDIT,
+    LIMIT,
+    NEEDS_CREDIT,
+    ReceiveWindow,
+    SendWindow,
+    seconds_left,
+)
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2 as pb
@@ -26,8 +33,16 @@ ENDED = SIZES.pack(REFUSED, 0)
 MAX_REFUSAL_BYTES = 2048
 LINGER_S = 5.0
 """Seconds until a refused stream is closed although the other side has not read the refusal."""
-PIECE_BYTES = 1 << 20
-"""Messages are read in pieces of this size, each with its own timeout."""
+MIB = 1 << 20
+PIECE_BYTES = 64 << 10
+"""Messages are read in pieces of this size. Memory for a message is reserved once its first piece has come.
+
+With larger pieces, streams buffer more that no limit counts; with smaller ones, a sender that stops holds more memory for what it sent.
+"""
+CHECK_S = 1.0
+"""Seconds of waiting for a sender after which its rate is checked."""
+NEEDED_FACTOR = 0.5
+"""Share of the lowest rate that a sender has to keep in each piece while others wait for memory."""
 
 
 def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -> None:
@@ -104,7 +119,9 @@ class FrameReader:
         self._is_started = False
         """Whether the receive window has been told of the message that is being read."""
         self._refusal = b""
-        self._body = bytearray()
+        self._body: bytes | bytearray = b""
+        self._waited_s = 0.0
+        """Seconds for which the sender of the message was waited for, since its last whole MiB."""
 
     @property
     def is_ending(self) -> bool:
@@ -112,11 +129,11 @@ class FrameReader:
         return self._sizes is not None and self._sizes[0] == REFUSED
 
     async def read(self) -> Message:
-        """The next message. Its memory is reserved in ``scope`` before it is read.
+        """The next message. Its memory is reserved in ``scope`` once its first piece has come.
 
         Raises ``StreamEnded`` at the end, ``Refused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
         also at every later call), ``ResourceLimitReached`` if the limits never allow the peer a message of this size, and ``DeadlineExceeded``
-        when memory for the message, or a MiB of the message, takes too long to arrive.
+        when memory for the message is not available in time, or the message comes too slowly.
         """
         try:
             header_bytes, payload_bytes = await self._read_sizes()
@@ -139,8 +156,6 @@ class FrameReader:
             raise StreamEnded(
                 "the stream ended within a message" if is_cut_short else "the stream ended"
             ) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded("the rest of a message did not come in time") from error
         except OSError as error:
             raise StreamEnded(f"the stream broke: {error.strerror}") from error
         self._sizes, self._is_started = None, False
@@ -168,18 +183,46 @@ class FrameReader:
         raise decode_refusal(self._refusal, self._scope.peer_scope.name)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
-        """Read in pieces with a timeout each, so that a peer that announces a large message and sends little of it does not hold memory for long."""
+        """The body of a message. Memory for the whole body is reserved once its first piece has come.
+
+        Reserving each piece as it comes would let messages that fit only one after another wait for each other.
+        """
+        if size_bytes > PIECE_BYTES:
+            self._scope.check_size(size_bytes)
+        if not self._body and size_bytes:
+            self._body = await self._read_piece(min(size_bytes, PIECE_BYTES))
         await self._scope.reserve(size_bytes)
+        while (missing := size_bytes - len(self._body)) > 0:
+            if not isinstance(self._body, bytearray):
+                self._body = bytearray(self._body)
+            self._body += await self._read_piece(min(missing, PIECE_BYTES))
+        body, self._body, self._waited_s = self._body, b"", 0.0
+        return memoryview(body)
+
+    async def _read_piece(self, size_bytes: int) -> bytes:
+        """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate.
+
+        A MiB takes at most ``mib_s``. While others wait for memory, each piece must keep ``NEEDED_FACTOR`` of that rate, so that nobody
+        holds memory for what does not come.
+        """
+        if size_bytes <= self._reader.buffered_bytes:  # a timer would cost more than the message
+            return await self._reader.readexactly(size_bytes)
+        mib_s = self._scope.mib_s
+        piece_s = mib_s * PIECE_BYTES / MIB / NEEDED_FACTOR
+        piece_waited_s = 0.0
+        if len(self._body) % MIB == 0:
+            self._waited_s = 0.0
         while True:
-            wanted = min(size_bytes - len(self._body), PIECE_BYTES)
-            if wanted <= self._reader.buffered_bytes:  # a timer would cost more than the message
-                piece = await self._reader.readexactly(wanted)
-            else:
-                async with asyncio.timeout(self._scope.mib_s) as deadline:
-                    piece = await self._reader.readexactly(wanted, deadline)
-            if wanted == size_bytes:
-                return memoryview(piece)
-            self._body += piece
-            if len(self._body) == size_bytes:
-                whole, self._body = self._body, bytearray()
-                return memoryview(whole)
+            check_s = min(CHECK_S, mib_s)
+            try:
+                async with asyncio.timeout(check_s) as deadline:
+                    piece = await self._reader.readexactly(size_bytes, deadline)
+                    self._waited_s += check_s - seconds_left(deadline)
+                    return piece
+            except TimeoutError:
+                self._waited_s += check_s
+                piece_waited_s += check_s
+            if self._waited_s >= mib_s:
+                raise DeadlineExceeded("the rest of a message did not come in time")
+            if self._body and piece_waited_s >= piece_s and self._scope.is_memory_awaited:
+                raise DeadlineExceeded("a message came too slowly while others waited for memory")

@@ -236,13 +236,19 @@ class LimitedReader:
         self._buffer += data
 
 
+def seconds_left(deadline: asyncio.Timeout) -> float:
+    """Seconds until a deadline; infinity if it is suspended."""
+    until = deadline.when()
+    return math.inf if until is None else until - asyncio.get_running_loop().time()
+
+
 def _suspend(deadline: asyncio.Timeout | None) -> float:
     """Suspend a deadline. Returns the seconds that were left; infinity if there is none."""
-    until = None if deadline is None else deadline.when()
-    if deadline is None or until is None:
+    if deadline is None:
         return math.inf
+    left_s = seconds_left(deadline)
     deadline.reschedule(None)
-    return until - asyncio.get_running_loop().time()
+    return left_s
 
 
 def _resume(deadline: asyncio.Timeout | None, left_s: float) -> None:

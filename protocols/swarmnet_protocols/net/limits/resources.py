@@ -4,20 +4,26 @@ The model is that of go-libp2p's resource manager:
 
 1. A *resource* is reserved and released (:class:`Resource`: streams, message bytes, sessions). A *rate* is used and recovers with time
    (:class:`Rate`: messages, bytes, tokens). Memory, streams and CPU time that peers can cause are all one or the other.
-2. *Scopes* lie within each other: the system scope around everything, a peer scope for each peer, and, where a part of the code asks for
-   it, one for a session of a peer. A reservation counts in its scope and in all around it, and is made in all of them or in none.
+2. *Scopes* lie within each other: the system scope around everything, a scope for each subnet from which peers open streams, a peer
+   scope for each peer, and, where a part of the code asks for it, one for a session of a peer. A reservation counts in its scope and in
+   all around it, and is made in all of them or in none.
 3. A peer is *known* while it holds something that takes consent or work: a stream that this process opened, a handshake that
    succeeded, a session. Identities cost nothing, so a quarter of memory, streams and DHT calls is out of reach of unknown peers.
+4. *Shared* resources are never all taken. A subnet holds at most a multiple of what it leaves free, and so does each peer of what its
+   subnet could still take. A newcomer therefore finds room, however many identities one machine has, while a subnet alone may use
+   most of a resource (dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 
 Time is an argument. The network enforces the limits (``stream_scope.py``, ``subnets.py``); here they are only counted.
 """
 
 import asyncio
 import math
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -149,6 +155,24 @@ KNOWN_BY = (
     Resource.ROUNDS,
 )
 """A peer is known while it holds any of these."""
+SHARED = frozenset(
+    {
+        Resource.MEMORY,
+        Resource.CALLS,
+        Resource.REPORTS,
+        Resource.PROBES,
+        Resource.TRANSFERS,
+        Resource.PENDING_ROUNDS,
+    }
+)
+"""Resources of which every subnet and every peer in it leaves some. Streams and sessions are evicted instead: see ``subnets.py``."""
+SUBNET_FACTOR = 3
+"""A subnet holds at most this many times what it leaves free: three quarters, if it is alone.
+
+With a larger factor newcomers find less; with a smaller one a swarm within one network uses less of its hosts.
+"""
+PEER_FACTOR = 2
+"""A peer holds at most this many times what it leaves to its subnet: half of the system limit, if it is alone."""
 SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
 PEER_FRAMES = RateLimit(1000.0, 4000.0)
 """A client of a fast host sends a few hundred messages a second; a host with many sessions sends as many for each of them."""
@@ -216,18 +240,21 @@ class Scope:
         self._limits = limits
         self._rate_limits = rate_limits
         self._buckets: dict[Rate, TokenBucket] = {}
-        self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
+        self._parent = parent
         self.refused: Counter[Resource | Rate] = Counter()
         """How often a limit was reached. Only in the system scope."""
         self.spent: dict[Rate, float] = dict.fromkeys(Rate, 0.0)
         """All that was used since the start. Only in the system scope."""
-        self._waiting: dict[asyncio.Event, tuple[Resource, float]] = {}
-        """Reservations that wait for an amount to be available in this scope."""
-
-    @property
-    def owner(self) -> "Scope":
-        """The scope of the peer to which this one belongs; the system scope itself."""
-        return self._path[-2:][0]
+        self._waiting: dict[asyncio.Event, tuple[Resource, Callable[[], bool]]] = {}
+        """Reservations that wait for a release in this scope: of what, and whether there is enough."""
+        self._is_subnet = False
+        self._factor = 0
+        """How many times what it leaves this scope holds of a shared resource; 0: no such limit."""
+        self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
+        self._children: weakref.WeakSet[Scope] = weakref.WeakSet()
+        is_peer = parent is None or parent is parent._path[-1]
+        self.owner: Scope = self if parent is None or is_peer else parent.owner
+        """The scope of the peer to which this one belongs; that of a subnet or the system itself."""
 
     def reserve(self, resource: Resource, amount: int = 1) -> Reservation:
         """Reserve an amount. Raises ``ResourceLimitReached`` at the limit of this scope or of one around it."""
@@ -240,24 +267,44 @@ class Scope:
         return self._limits.get(resource, math.inf) - self.used[resource]
 
     def can_reserve(self, resource: Resource, amount: int) -> bool:
-        return all(scope.used[resource] + amount <= self._limit_in(scope, resource) for scope in self._path)
+        return self._lacking(resource, amount) is None
 
     def can_ever_reserve(self, resource: Resource, amount: int) -> bool:
         """Whether the limits allow the amount when nothing else is reserved."""
-        return all(amount <= self._limit_in(scope, resource) for scope in self._path)
+        share = 1.0
+        for scope in reversed(self._path):
+            limit = self._limit_in(scope, resource)
+            if scope._parent is None:
+                in_all = limit
+            elif resource in SHARED and scope._factor:
+                share *= scope._factor / (1 + scope._factor)
+            if amount > min(limit, in_all * share):
+                return False
+        return True
+
+    def is_awaited(self, resource: Resource) -> bool:
+        """Whether a reservation waits until other peers release some of ``resource``."""
+        return any(wanted is resource for wanted, _ in self._path[-1]._waiting.values())
 
     async def wait_available(self, resource: Resource, amount: int) -> None:
         """Wait until the innermost scope that lacks ``amount`` has it. A scope around that may still lack it, so callers try again."""
         for scope in self._path:
-            needed = amount + scope._limits.get(resource, 0) - self._limit_in(scope, resource)
-            if scope.available(resource) < needed:
-                freed = asyncio.Event()
-                scope._waiting[freed] = resource, needed
-                try:
-                    await freed.wait()
-                finally:
-                    del scope._waiting[freed]
+            if scope._parent is not None and not scope._has(resource, amount):
+                await scope._wait_until(resource, partial(scope._has, resource, amount))
                 return
+        if not self.can_reserve(resource, amount):
+            await self._path[-1]._wait_until(resource, partial(self.can_reserve, resource, amount))
+
+    def _has(self, resource: Resource, amount: int) -> bool:
+        return self.available(resource) >= amount
+
+    async def _wait_until(self, resource: Resource, is_enough: Callable[[], bool]) -> None:
+        freed = asyncio.Event()
+        self._waiting[freed] = resource, is_enough
+        try:
+            await freed.wait()
+        finally:
+            del self._waiting[freed]
 
     def charge(self, rate: Rate, amount: float, now: float) -> float:
         """Use ``amount`` at ``now``. Returns the seconds to wait before anything more is used.
@@ -281,9 +328,18 @@ class Scope:
             self._path[-1].refused[rate] += 1
             raise ResourceLimitReached(f"too many {rate.replace('_', ' ')} of {self.name}", wait_s)
 
+    @classmethod
+    def of_subnet(cls, name: str, system: "Scope") -> "Scope":
+        """The scope of all peers of a subnet."""
+        scope = cls(name, {}, {}, system)
+        scope._is_subnet, scope._factor = True, SUBNET_FACTOR
+        return scope
+
     def child(self, name: str, limits: Limits) -> "Scope":
         """A scope within this one."""
-        return Scope(name, limits, {}, self)
+        scope = Scope(name, limits, {}, self)
+        self._children.add(scope)
+        return scope
 
     def is_idle(self, now: float) -> bool:
         """Whether nothing is reserved and every rate has recovered, so that the scope can be deleted."""
@@ -294,28 +350,58 @@ class Scope:
 
     def change(self, resource: Resource, amount: int) -> None:
         """Reserve ``amount`` more in this scope and all around it; negative: release. Raises ``ResourceLimitReached``."""
-        if amount > 0:
-            for scope in self._path:
-                limit = self._limit_in(scope, resource)
-                if scope.used[resource] + amount > limit:
-                    self._path[-1].refused[resource] += 1
-                    what = f"{scope.used[resource]} of {limit} {resource.replace('_', ' ')} of {scope.name} are taken"
-                    raise ResourceLimitReached(what, RETRY_S)
-        for scope in self._path:
+        path = self._path
+        if amount > 0 and (lacking := self._lacking(resource, amount)) is not None:
+            scope, limit = lacking
+            path[-1].refused[resource] += 1
+            what = f"{scope.used[resource]} of {limit:.0f} {resource.replace('_', ' ')} of {scope.name} are taken"
+            raise ResourceLimitReached(what, RETRY_S)
+        for scope in path:
             scope.used[resource] += amount
-            if amount < 0:
+        if amount < 0:
+            for scope in path:
                 scope.wake(resource)
 
     @property
     def is_unknown(self) -> bool:
         """Whether this is the scope of an unknown peer, or lies within it."""
-        return len(self._path) > 1 and not any(self._path[-2].used[resource] for resource in KNOWN_BY)
+        return self._parent is not None and not any(self.owner.used[resource] for resource in KNOWN_BY)
 
     def wake(self, resource: Resource) -> None:
         """Wake the reservations for which there is enough; waking all would let one peer waste processor time with many waiting ones."""
-        for freed, (wanted, amount) in self._waiting.items():
-            if wanted is resource and amount <= self.available(resource):
+        for freed, (wanted, is_enough) in self._waiting.items():
+            if wanted is resource and not freed.is_set() and is_enough():
                 freed.set()
+
+    def move(self, parent: "Scope") -> None:
+        """Count this peer scope, with all that it holds, in ``parent`` instead of where it counted before."""
+        before = self._parent
+        if before is parent or before is None:
+            return
+        for scope, sign in ((before, -1), (parent, 1)):
+            if scope._is_subnet:
+                for resource, amount in self.used.items():
+                    scope.used[resource] += sign * amount
+        self._parent, self._path = parent, (self, *parent._path)
+        self._factor = PEER_FACTOR if parent._is_subnet else 0
+        for child in self._children:
+            child._path = (child, *self._path)
+
+    def _lacking(self, resource: Resource, amount: int) -> "tuple[Scope, float] | None":
+        """The innermost scope in which ``amount`` more is too much, and the limit there; None if there is none."""
+        innermost: tuple[Scope, float] | None = None
+        is_shared = resource in SHARED
+        room = math.inf
+        for scope in reversed(self._path):
+            used, limit = scope.used[resource], self._limit_in(scope, resource)
+            if is_shared:
+                room = min(room, limit - used)
+                if scope._factor:
+                    room = (room * scope._factor - used) / (1 + scope._factor)
+                    limit = min(limit, used + room)
+            if used + amount > limit:
+                innermost = scope, limit
+        return innermost
 
     def _limit_in(self, scope: "Scope", resource: Resource) -> float:
         """The limit of ``scope``, this one or one around it, as far as this scope may reach it."""
@@ -372,17 +458,24 @@ class ResourceManager:
             Rate.DIALS: PEER_DIALS,
         }
         self.system = Scope("all peers", self._system_limits, self._system_rates)
+        self._subnets: dict[str, Scope] = {}
         self._peers: dict[str, Scope] = {}
         self._sweep_at = MIN_SWEEP
 
-    def peer(self, peer: str, now: float) -> Scope:
-        """The scope of a peer. It is kept until it is idle."""
+    def peer(self, peer: str, now: float, subnet: str = "") -> Scope:
+        """The scope of a peer. It is kept until it is idle. With a ``subnet``, the peer counts there from now on."""
         if peer not in self._peers:
             if len(self._peers) >= self._sweep_at:
                 self._peers = {each: scope for each, scope in self._peers.items() if not scope.is_idle(now)}
+                self._subnets = {
+                    each: scope for each, scope in self._subnets.items() if any(scope.used.values())
+                }
                 self._sweep_at = max(MIN_SWEEP, 2 * len(self._peers))
             self._peers[peer] = Scope(peer, self._peer_limits, self._peer_rates, self.system)
-        return self._peers[peer]
+        scope = self._peers[peer]
+        if subnet:
+            scope.move(self._subnets.setdefault(subnet, Scope.of_subnet(subnet, self.system)))
+        return scope
 
     def find(self, peer: str) -> Scope | None:
         """The scope of a peer, if it has one."""

@@ -48,7 +48,7 @@ class StreamScope:
         """Ends the stream at once, to make room for another. The stream sets it."""
         self.on_close: Callable[[], None] = _nothing
         self.mib_s = timing.chunk_s
-        """Timeout for each MiB of a message."""
+        """Timeout for each MiB of a message: its lowest rate."""
         self._clock = asyncio.get_running_loop().time
         self._first_message_by: float | None = None
         self._receive_at = 0.0
@@ -100,8 +100,18 @@ class StreamScope:
         self._receive_at = now + max(frames_s, self.peer_scope.charge(Rate.BYTES_IN, size_bytes, now))
         return message
 
+    @property
+    def is_memory_awaited(self) -> bool:
+        """Whether a message, of any peer, waits until others release memory."""
+        return self.peer_scope.is_awaited(Resource.MEMORY)
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raise ``ResourceLimitReached`` for a message of which the limits never allow the memory."""
+        if not self.peer_scope.can_ever_reserve(Resource.MEMORY, size_bytes):
+            self._message.resize(size_bytes)
+
     async def reserve(self, size_bytes: int) -> None:
-        """Reserve memory for the message about to be read, waiting up to ``mib_s`` for it.
+        """Reserve memory for the message being read, waiting up to ``mib_s`` for it.
 
         Raises ``ResourceLimitReached`` if the limits never allow it, ``DeadlineExceeded``, and ``StreamEnded`` on a closed stream.
         """

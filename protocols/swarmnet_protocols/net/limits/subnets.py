@@ -111,13 +111,14 @@ class SubnetLimits:
     def accept(self, peer: PeerId, address: str) -> StreamScope:
         """The scope of a stream that ``peer`` opened from a multiaddr. Raises ``ResourceLimitReached``."""
         now = asyncio.get_running_loop().time()
-        peer_scope = self._resources.peer(peer, now)
+        subnet = subnet_of(address)
+        peer_scope = self._resources.peer(peer, now, subnet)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)  # a peer over its rate evicts no other
         is_full = not peer_scope.can_reserve(Resource.INBOUND_STREAMS, 1)
         if is_full and peer_scope.available(Resource.INBOUND_STREAMS) >= 1:
             self._evict()
         scope = StreamScope.inbound(self._resources, peer, self._timing)
-        place = Place(subnet_of(address) or peer, peer, 1, None, scope)
+        place = Place(subnet or peer, peer, 1, None, scope)
         self._streams.add(place)
         scope.on_close = lambda: self._streams.remove(place)
         return scope
