@@ -1,8 +1,9 @@
 """Downloads pieces from several sources at once, each at its own speed, and verifies every piece on arrival.
 
-Sources take work from one queue. Pieces that no peer has are read from the hub at once; the others come from peers, and after ``HUB_WAIT_S``
-from the hub too. When the queue is empty, an idle source repeats the reads of a slow one. A source that sends wrong bytes is dropped, and
-named in the error if no other source has the pieces.
+Sources take work from one queue. Pieces that no peer has are read from the hub once peers have said so; the others come from peers, and
+after ``HUB_WAIT_S`` from the hub too. When the queue is empty, an idle source repeats the reads of a slow one. A few sources work at a time;
+a further one starts when one ends, and while nothing arrives. A source that sends wrong bytes is dropped, and named in the error if no
+other source has the pieces.
 """
 
 import asyncio
@@ -15,14 +16,17 @@ from typing import Protocol
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import all_of, cancel
 
 HUB_WAIT_S = 3.0
 """Head start of peers over the hub, in seconds: the traffic of the hub is paid for by its operator."""
 REPEAT_S = 5.0
-"""Seconds after which a source without work repeats a read that another source has not finished."""
-MAX_HOLDERS = 2
-"""Most sources that fetch the same bytes at the same time."""
+"""Seconds after which a source without work repeats a read that another source has not finished, and again after as many.
+
+Also the seconds without a new piece after which a further source starts.
+"""
+MAX_SOURCES = 17
+"""Sources that work at the same time while pieces arrive: the hub, and two streams with each of eight peers."""
 ATTEMPTS = 4
 """Consecutive failures to answer after which the hub is no longer asked. Another source is dropped after one."""
 PAUSE_S = 0.5
@@ -41,8 +45,11 @@ class PieceSource(Protocol):
     max_bytes: int
     """Most bytes of one read."""
 
+    async def prepare(self) -> None:
+        """Connect, and find out which pieces the source has. Raises ``SwarmnetError``."""
+
     def has(self, file: ModelFile, piece: int) -> bool:
-        """Whether the source may have a piece."""
+        """Whether the source may have a piece. False until it is prepared."""
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
         """The bytes [start, end) of a file, or a prefix of them that is not empty. Raises ``SwarmnetError``."""
@@ -112,27 +119,37 @@ class _Download:
         self._on_bytes = on_bytes
         self._total = sum(unit.end - unit.start for unit in units)
         self._done = 0
+        self._unready: dict[str, SwarmnetError] = {}
         self._failed: dict[str, SwarmnetError] = {}
         self._dropped: dict[str, IntegrityError] = {}
         self._changed = asyncio.Event()
-        self._sources: Sequence[PieceSource] = ()
+        self._sources: list[PieceSource] = []
+        """Those that have started."""
+        self._preparing = 0
+        self._progress_at = _now()
+        """When the last piece arrived, or the last source started."""
         self._writing = asyncio.Lock()
 
     async def run(self, sources: Sequence[PieceSource]) -> None:
-        self._sources = sources
-        working = {
-            asyncio.create_task(self._work(source)) for source in sources for _ in range(source.connections)
-        }
+        waiting = deque(sources)
+        working: set[asyncio.Task[None]] = set()
         try:
-            while working and (self._queue or self._asked):
-                ended, working = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+            while (working or waiting) and (self._queue or self._asked):
+                is_stuck = _now() >= self._progress_at + REPEAT_S
+                while waiting and (len(working) < MAX_SOURCES or is_stuck):
+                    working.add(asyncio.create_task(self._use(waiting.popleft())))
+                    is_stuck, self._progress_at = False, _now()
+                ended, working = await asyncio.wait(
+                    working, timeout=REPEAT_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in ended:
                     task.result()
         finally:
             await cancel(*working)
         if self._queue:
             causes = "; ".join(
-                f"{name}: {error}" for name, error in {**self._dropped, **self._failed}.items()
+                f"{name}: {error}"
+                for name, error in {**self._unready, **self._failed, **self._dropped}.items()
             )
             kind = IntegrityError if self._dropped and not self._failed else Unreachable
             raise kind(
@@ -142,6 +159,20 @@ class _Download:
 
     def _is_out(self, source: PieceSource) -> bool:
         return source.name in self._dropped or source.name in self._failed
+
+    async def _use(self, source: PieceSource) -> None:
+        """Prepare a source, and fetch over its connections until no unit is left that it could bring."""
+        self._preparing += not source.is_last
+        try:
+            await source.prepare()
+        except SwarmnetError as error:
+            self._unready[source.name] = error
+            return
+        finally:
+            self._preparing -= not source.is_last
+            self._changed.set()
+        self._sources.append(source)
+        await all_of(*(self._work(source) for _ in range(source.connections)))
 
     async def _work(self, source: PieceSource) -> None:
         """Fetch over one connection of a source until no unit is left that it could bring."""
@@ -173,18 +204,14 @@ class _Download:
         if not self._queue and not self._asked:
             return None
         others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
-        waits = source.is_last and others and _now() < began + HUB_WAIT_S
-        for unit in self._queue:
+        waits = source.is_last and _now() < began + HUB_WAIT_S
+        for unit in () if waits and self._preparing else self._queue:
             if _has(source, unit) and not (waits and any(_has(other, unit) for other in others)):
                 return self._with_adjacent(source, unit)
         for unit in self._asked:
-            slow = min(unit.asked.values(), default=_now()) < _now() - REPEAT_S
-            if (
-                slow
-                and source.name not in unit.asked
-                and len(unit.asked) < MAX_HOLDERS
-                and _has(source, unit)
-            ):
+            waited_s = _now() - min(unit.asked.values(), default=_now())
+            is_slow = waited_s > REPEAT_S * len(unit.asked)
+            if is_slow and source.name not in unit.asked and _has(source, unit):
                 unit.asked[source.name] = _now()
                 return [unit]
         if not source.is_last and not any(_has(source, unit) for unit in (*self._queue, *self._asked)):
@@ -235,7 +262,10 @@ class _Download:
                 written = await asyncio.to_thread(file.write, first, data)
             except IntegrityError as error:
                 return IntegrityError(f"it sent wrong bytes: {error}")
-            self._done += sum(unit.end - unit.start for unit in before if not unit.missing())
+            brought = sum(unit.end - unit.start for unit in before if not unit.missing())
+            self._done += brought
+            if brought:
+                self._progress_at = _now()
         self.bytes_from[source.name] = self.bytes_from.get(source.name, 0) + len(data)
         self._on_bytes(self._done, self._total)
         return None if written else Unreachable("it sent less than one piece")

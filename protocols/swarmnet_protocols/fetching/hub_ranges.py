@@ -35,6 +35,9 @@ class HubRanges:
     connections: int = 4
     max_bytes: int = 16 << 20
 
+    async def prepare(self) -> None:
+        """Does nothing: the hub is always ready."""
+
     def has(self, file: ModelFile, piece: int) -> bool:
         """True: the hub has whole files."""
         return True

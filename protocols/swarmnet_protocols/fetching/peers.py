@@ -1,14 +1,21 @@
-"""Peers of the swarm as sources of weights: their tables of pieces, which pieces they have, and the pieces."""
+"""Peers of the swarm as sources of weights: their tables of pieces, which pieces they have, and the pieces.
+
+No peer holds up a download: while a host is slow to answer, the next host is asked the same, and an answer below a minimum rate ends.
+So one honest host is enough, whatever the others do.
+"""
 
 import asyncio
+import contextlib
 import hashlib
 import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import DeadlineExceeded, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.download import PieceSource
 from swarmnet_protocols.fetching.pieces import (
     HASH_BYTES,
@@ -19,15 +26,23 @@ from swarmnet_protocols.fetching.pieces import (
     has_bit,
     listing_hash,
 )
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer, PeerId, Transport
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import weights_pb2 as pb
 
 T = TypeVar("T")
-MAX_PEERS = 8
-"""Most peers that are asked at the same time."""
+MAX_HOSTS = 64
+"""Most hosts of a model that are asked for one download."""
+HEDGE_S = 2.0
+"""Seconds after which the next host is asked, too. Less asks many hosts for the same; more waits longer for a silent one."""
+LATE_S = 30.0
+"""Seconds that an answer may take besides those for its bytes. Busy hosts answer late."""
+MIN_BYTES_PER_S = 35_000.0
+"""Least mean rate of an answer, in bytes per second: that of the slowest link worth using."""
 STREAMS = 2
 """Streams with each peer, so that it has the next request when it has sent a piece."""
 CONNECT_S = 60.0
@@ -54,17 +69,18 @@ FindHosts = Callable[[bytes], Awaitable[Sequence[WeightHost]]]
 async def fetch_document(
     stream: WeightStream, model: bytes, what: pb.What, file: bytes = b"", *, max_bytes: int
 ) -> bytes:
-    """A document of a peer; empty if the peer does not have it. Raises ``IntegrityError`` if it is longer than ``max_bytes``, or ends too early."""
-    found = bytearray()
+    """A document of a peer; empty if the peer does not have it.
+
+    Raises ``IntegrityError`` if it is longer than ``max_bytes`` or ends too early, and ``DeadlineExceeded`` if it comes too slowly.
+    """
+    answer = _Answer(stream, model, what, file)
     total = 1
-    while len(found) < total:
-        reply, payload = await _ask(stream, model, what, file, len(found), PIECE_BYTES)
-        total = reply.total_bytes
+    while len(answer.found) < total:
+        total, payload = await answer.next(PIECE_BYTES)
         _check_size(what, total, max_bytes)
         if total and not payload:
-            raise IntegrityError(f"{pb.What.Name(what)} ends after {len(found)} of {total} bytes")
-        found += payload
-    return bytes(found)
+            raise IntegrityError(f"{pb.What.Name(what)} ends after {len(answer.found)} of {total} bytes")
+    return bytes(answer.found)
 
 
 def _check_size(what: pb.What, total: int, max_bytes: int) -> None:
@@ -73,15 +89,43 @@ def _check_size(what: pb.What, total: int, max_bytes: int) -> None:
 
 
 async def fetch_file(stream: WeightStream, model: bytes, file: ModelFile) -> bytes:
-    """A whole small file, not verified. Raises ``Unreachable`` if the peer does not have it."""
-    found = bytearray()
-    while len(found) < file.size:
-        length = min(PIECE_BYTES, file.size - len(found))
-        _, payload = await _ask(stream, model, pb.WHAT_DATA, file.sha256, len(found), length)
+    """A whole small file, not verified.
+
+    Raises ``Unreachable`` if the peer does not have it, and ``DeadlineExceeded`` if it comes too slowly.
+    """
+    answer = _Answer(stream, model, pb.WHAT_DATA, file.sha256)
+    while len(answer.found) < file.size:
+        _, payload = await answer.next(min(PIECE_BYTES, file.size - len(answer.found)))
         if not payload:
             raise Unreachable(f"it does not have {file.name}")
-        found += payload
-    return bytes(found)
+    return bytes(answer.found)
+
+
+class _Answer:
+    """What a peer has sent of a document or file, at ``MIN_BYTES_PER_S`` or faster."""
+
+    def __init__(self, stream: WeightStream, model: bytes, what: pb.What, file: bytes) -> None:
+        self.found = bytearray()
+        self._stream = stream
+        self._model = model
+        self._what = what
+        self._file = file
+        self._began = asyncio.get_running_loop().time()
+
+    async def next(self, length: int) -> tuple[int, Buffer]:
+        """Ask for the next ``length`` bytes, and add them. Returns the size of the whole, and the bytes that came."""
+        until = self._began + LATE_S + len(self.found) / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(until):
+                reply, payload = await _ask(
+                    self._stream, self._model, self._what, self._file, len(self.found), length
+                )
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self._stream.peer} sends less than {MIN_BYTES_PER_S:g} bytes/s"
+            ) from error
+        self.found += payload
+        return reply.total_bytes, payload
 
 
 async def _ask(
@@ -96,28 +140,45 @@ async def _ask(
 
 @dataclass
 class PeerSource:
-    """One stream with a peer, as a source of pieces."""
+    """One stream with a peer, as a source of pieces. It is opened by ``prepare``."""
 
     name: str
-    stream: WeightStream
+    open: Callable[[], Awaitable[WeightStream]]
     model: bytes
-    held: Mapping[bytes, bytes]
-    """One bit for each piece that the peer has, by the SHA-256 of the file."""
+    files: Sequence[ModelFile]
     is_last: bool = False
     connections: int = 1
     max_bytes: int = PIECE_BYTES
-    sent: int = field(default=0, init=False)
+    _held: dict[bytes, bytes] = field(default_factory=dict, init=False)
+    """One bit for each piece that the peer has, by the SHA-256 of the file."""
+    _stream: WeightStream | None = field(default=None, init=False)
+
+    async def prepare(self) -> None:
+        """Open the stream, and ask which pieces the peer has. Raises the errors of ``Transport.open`` and ``fetch_document``."""
+        self._stream = await self.open()
+        for file in self.files:
+            max_bytes = PieceTable.max_bytes(file.size) // (8 * HASH_BYTES) + 1
+            self._held[file.sha256] = await fetch_document(
+                self._stream, self.model, pb.WHAT_HELD, file.sha256, max_bytes=max_bytes
+            )
 
     def has(self, file: ModelFile, piece: int) -> bool:
         """Whether the peer reported that it has a piece."""
-        return has_bit(self.held.get(file.sha256, b""), piece)
+        return has_bit(self._held.get(file.sha256, b""), piece)
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
         """The bytes [start, end). Raises ``Unreachable`` if the peer does not have them any more, and the errors of ``TypedStream``."""
-        _, payload = await _ask(self.stream, self.model, pb.WHAT_DATA, file.sha256, start, end - start)
+        if self._stream is None:
+            raise Unreachable("its stream is not open")
+        _, payload = await _ask(self._stream, self.model, pb.WHAT_DATA, file.sha256, start, end - start)
         if len(payload) < end - start:
             raise Unreachable("it does not have pieces that it reported")
         return bytes(payload)
+
+    def close(self) -> None:
+        """Close the stream."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 class SwarmPeers:
@@ -165,14 +226,24 @@ class SwarmPeers:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     async def first(self, model: bytes, ask: Callable[[WeightStream], Awaitable[T]]) -> T:
-        """Call ``ask`` with one host of a model after another, until it returns. Raises ``Unreachable``, with all errors, if it raised for every host."""
-        causes = []
-        async with self._streams(model, 1) as streams:
-            for stream in streams:
-                try:
-                    return await ask(stream)
-                except SwarmnetError as error:
-                    causes.append(f"peer {stream.peer}: {error}")
+        """What ``ask`` returns first, called with one host of a model after another.
+
+        Raises ``Unreachable``, with all errors, if it raised for every host.
+        """
+        causes: list[str] = []
+        answers: list[T] = []
+
+        async def answered(host: WeightHost) -> bool:
+            try:
+                async with self._stream(host) as stream:
+                    answers.append(await ask(stream))
+            except SwarmnetError as error:
+                causes.append(f"peer {host.peer}: {error}")
+            return bool(answers)
+
+        await _hedged(await self._hosts(model), answered)
+        if answers:
+            return answers[0]
         raise Unreachable(
             f"no peer of the swarm gives the model ({'; '.join(causes) or 'no host is known'})",
             hint="try again when the hub can be reached, or a host of the model",
@@ -190,14 +261,18 @@ class SwarmPeers:
         """
         wanted = {file.sha256: file for file in files}
         vouched: dict[bytes, bytes] = {}
-        async with self._streams(model, 1) as streams:
-            for stream in streams:
-                with suppress(SwarmnetError):
+
+        async def have_all(host: WeightHost) -> bool:
+            with suppress(SwarmnetError):
+                async with self._stream(host) as stream:
                     if not vouched:
-                        vouched = await self._vouched(stream, model, tables)
+                        vouched.update(await self._vouched(stream, model, tables))
                     for file in list(wanted.values()):
                         if await self._table(stream, model, file, vouched.get(file.sha256), tables):
-                            del wanted[file.sha256]
+                            wanted.pop(file.sha256, None)
+            return not wanted
+
+        await _hedged(await self._hosts(model), have_all)
 
     async def _vouched(self, stream: WeightStream, model: bytes, tables: Tables) -> dict[bytes, bytes]:
         """The hashes of the tables that the model's pieces hash covers, by file; empty without one."""
@@ -230,62 +305,71 @@ class SwarmPeers:
 
     @asynccontextmanager
     async def sources(self, model: bytes, files: Sequence[ModelFile]) -> AsyncIterator[Sequence[PieceSource]]:
-        """Hosts of a model that have pieces of files, while the context is open."""
-        async with self._streams(model, STREAMS) as streams:
-            found = await asyncio.gather(
-                *(self._source(stream, model, files) for stream in streams), return_exceptions=True
-            )
-            for error in found:
-                if isinstance(error, BaseException) and not isinstance(error, SwarmnetError):
-                    raise error
-            yield [source for source in found if isinstance(source, PeerSource) and any(source.held.values())]
+        """Hosts of a model as sources of pieces of files, while the context is open. None of them is asked before ``prepare``."""
+        found = [
+            PeerSource(f"peer {host.peer}", partial(self._open, host), model, files)
+            for host in await self._hosts(model)
+            for _ in range(STREAMS)
+        ]
+        try:
+            yield found
+        finally:
+            for source in found:
+                source.close()
 
-    async def _source(self, stream: WeightStream, model: bytes, files: Sequence[ModelFile]) -> PeerSource:
-        held: dict[bytes, bytes] = {}
-        for file in files:
-            held[file.sha256] = await fetch_document(
-                stream,
-                model,
-                pb.WHAT_HELD,
-                file.sha256,
-                max_bytes=PieceTable.max_bytes(file.size) // (8 * HASH_BYTES) + 1,
-            )
-        return PeerSource(f"peer {stream.peer}", stream, model, held)
+    async def _hosts(self, model: bytes) -> list[WeightHost]:
+        """The hosts to ask, in this order.
 
-    @asynccontextmanager
-    async def _streams(self, model: bytes, count: int) -> AsyncIterator[list[WeightStream]]:
-        """``count`` streams with each host of a model that answers, of at most ``MAX_PEERS``."""
+        Hosts of different subnets take turns, and the order depends on the asking peer, so that newcomers are spread over the hosts.
+        """
         transport, find = self._transport, self._find
         if transport is None or find is None:
-            yield []
-            return
-        timing = self._timing
-
-        async def open_one(host: WeightHost) -> WeightStream:
-            stream = await transport.open(
-                host.peer, WEIGHTS, addresses=host.addresses, deadline_s=timing.open_s
-            )
-            return WeightStream(
-                stream, pb.WeightsRequest, pb.WeightsReply, silence_s=timing.chunk_s, send_s=timing.chunk_s
-            )
-
+            return []
+        own = transport.peer_id
         hosts: Sequence[WeightHost] = []
         with suppress(SwarmnetError):
-            hosts = [host for host in await find(model) if host.peer != transport.peer_id]
-        # The order depends on the asking peer, so that newcomers are spread over the hosts.
-        order = sorted(
-            hosts, key=lambda host: hashlib.sha256(f"{transport.peer_id} {host.peer}".encode()).digest()
+            hosts = [host for host in await find(model) if host.peer != own]
+        drawn = sorted(hosts, key=lambda host: hashlib.sha256(f"{own} {host.peer}".encode()).digest())
+        seen = Counter[str]()
+        turns: list[tuple[int, WeightHost]] = []
+        for host in drawn:
+            subnet = next(filter(None, map(subnet_of, host.addresses)), host.peer)
+            turns.append((seen[subnet], host))
+            seen[subnet] += 1
+        return [host for _, host in sorted(turns, key=lambda turn: turn[0])][:MAX_HOSTS]
+
+    @asynccontextmanager
+    async def _stream(self, host: WeightHost) -> AsyncIterator[WeightStream]:
+        with contextlib.closing(await self._open(host)) as stream:
+            yield stream
+
+    async def _open(self, host: WeightHost) -> WeightStream:
+        transport, timing = self._transport, self._timing
+        if transport is None:
+            raise Unreachable("the connection to the swarm has ended")
+        stream = await transport.open(host.peer, WEIGHTS, addresses=host.addresses, deadline_s=timing.open_s)
+        return WeightStream(
+            stream, pb.WeightsRequest, pb.WeightsReply, silence_s=timing.chunk_s, send_s=timing.chunk_s
         )
-        opened = await asyncio.gather(
-            *(open_one(host) for host in order[:MAX_PEERS] for _ in range(count)), return_exceptions=True
-        )
-        async with AsyncExitStack() as stack:
-            streams = []
-            for each in opened:
-                if isinstance(each, TypedStream):
-                    stack.callback(each.close)
-                    streams.append(each)
-            for each in opened:
-                if isinstance(each, BaseException) and not isinstance(each, SwarmnetError):
-                    raise each
-            yield streams
+
+
+async def _hedged(
+    hosts: Sequence[WeightHost], work: Callable[[WeightHost], Coroutine[Any, Any, bool]]
+) -> None:
+    """Call ``work`` with one host after another until it returns True.
+
+    After ``HEDGE_S`` the next host is asked although the one before has not answered.
+    """
+    waiting, running = deque(hosts), set[asyncio.Task[bool]]()
+    try:
+        while waiting or running:
+            if waiting:
+                running.add(asyncio.create_task(work(waiting.popleft())))
+            ended, running = await asyncio.wait(
+                running, timeout=HEDGE_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            results = [task.result() for task in ended]
+            if any(results):
+                return
+    finally:
+        await cancel(*running)

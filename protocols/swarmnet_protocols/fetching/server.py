@@ -1,8 +1,12 @@
 """Serves the weights that this machine has to members of the swarm, at a lower priority than its sessions."""
 
 import asyncio
+import contextlib
+import heapq
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +22,11 @@ from swarmnet_protocols.wire import weights_pb2 as pb
 
 AT_ONCE = 2
 """Replies that are sent at the same time, to all peers together; streams take turns."""
+TURN_S = 3.0
+"""Seconds after which a turn ends although the peer has not taken the reply.
+
+With more, peers that do not read keep others waiting; with less, more replies share a slow uplink with the sessions.
+"""
 BUSY_SHARE = 0.25
 """Share of the time in which weights are sent while sessions are open."""
 
@@ -36,6 +45,71 @@ class Library(Protocol):
         """Where the bytes [start, end) of a file are, and the size of the whole file; None unless all these bytes are here and verified."""
 
 
+class Standing(IntEnum):
+    """How a stream took its last reply. The next turn goes to the lowest."""
+
+    TOOK = 0
+    """Within its turn."""
+    NEW = 1
+    """It has had none."""
+    LEFT = 2
+    """Not within its turn: it waits for those that read."""
+
+
+class Turn:
+    """The right to send a reply. It ends with the reply, or after ``TURN_S``."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.is_held = True
+        self._on_end = on_end
+
+    def end(self) -> None:
+        """Let the next stream send. Idempotent."""
+        if self.is_held:
+            self.is_held = False
+            self._on_end()
+
+
+class Turns:
+    """Turns to send: ``AT_ONCE`` at a time, first by standing, then in the order of asking."""
+
+    def __init__(self) -> None:
+        self._free = AT_ONCE
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[Standing, int, asyncio.Future[None]]] = []
+
+    @contextlib.asynccontextmanager
+    async def take(self, standing: Standing) -> AsyncIterator[Turn]:
+        """A turn, while the context is open and for at most ``TURN_S``."""
+        loop = asyncio.get_running_loop()
+        if self._free:
+            self._free -= 1
+        else:
+            due: asyncio.Future[None] = loop.create_future()
+            heapq.heappush(self._waiting, (standing, next(self._numbers), due))
+            try:
+                await due
+            except asyncio.CancelledError:
+                if not due.cancelled():  # the turn had come
+                    self._pass_on()
+                raise
+        turn = Turn(self._pass_on)
+        timer = loop.call_later(TURN_S, turn.end)
+        try:
+            yield turn
+        finally:
+            timer.cancel()
+            turn.end()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, _, due = heapq.heappop(self._waiting)
+            if not due.done():
+                due.set_result(None)
+                return
+        self._free += 1
+
+
 class WeightServer:
     """The handler of ``WEIGHTS``. Each peer has few streams, each stream one reply at a time."""
 
@@ -44,7 +118,7 @@ class WeightServer:
         self._library = library
         self._is_busy = is_busy
         self._timing = timing
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns()
 
     async def handle(self, stream: Stream) -> None:
         """Answer the requests of one stream until it ends."""
@@ -55,13 +129,16 @@ class WeightServer:
             silence_s=self._timing.client_silence_s,
             send_s=self._timing.chunk_s,
         )
+        standing = Standing.NEW
         with stream.scope.reserve(Resource.TRANSFERS):
             while True:
                 request, _ = await typed.receive()
-                async with self._turns:
+                async with self._turns.take(standing) as turn:
                     began = time.monotonic()
                     total, payload = await self._answer(request)
-                    await typed.send(pb.WeightsReply(total_bytes=total), payload)
+                    with stream.scope.reserve(Resource.MEMORY, len(payload)):
+                        await typed.send(pb.WeightsReply(total_bytes=total), payload)
+                    standing = Standing.TOOK if turn.is_held else Standing.LEFT
                     if self._is_busy():
                         took_s = time.monotonic() - began
                         await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))

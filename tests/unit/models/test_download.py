@@ -73,6 +73,9 @@ class Memory:
     pieces: Sequence[int] = range(100)
     reads: list[tuple[int, int]] = field(default_factory=list)
 
+    async def prepare(self) -> None:
+        pass
+
     def has(self, file: ModelFile, piece: int) -> bool:
         return piece in self.pieces
 
