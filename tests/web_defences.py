@@ -79,6 +79,16 @@ WEB = (
         lambda _: test_web_middleware.test_requests_without_a_valid_key_are_refused(),
     ),
     Defence(
+        "unfinished bodies of one caller leave room for others",
+        replacing(middleware.BodyLimit, "_caller", lambda limit, _: limit._resources.system),
+        patched(test_web_middleware.test_unfinished_bodies_of_one_caller_leave_room_for_others),
+    ),
+    Defence(
+        "a body has a minimum rate",
+        replacing(middleware, "_body_within_s", lambda _: middleware.BODY_TIMEOUT_S),
+        lambda _: test_web_middleware.test_a_body_that_stops_is_refused_long_before_the_last_moment(),
+    ),
+    Defence(
         "bodies have a size limit",
         letting_through(middleware.BodyLimit),
         lambda _: test_web_middleware.test_a_body_that_is_too_long_is_refused(),

@@ -7,7 +7,7 @@
 3. ``OriginCheck`` refuses requests sent by pages of other sites (403), against cross-site request forgery.
 4. Starlette's ``CORSMiddleware`` answers preflight requests of the origins that are allowed.
 5. Starlette's ``AuthenticationMiddleware`` with ``ApiKeyBackend`` refuses callers without a key (401).
-6. ``BodyLimit`` bounds the size, the time and the total memory of request bodies (413, 408, 503).
+6. ``BodyLimit`` bounds the size, the time and the memory of request bodies, for each caller and for all (413, 408, 503).
 
 Errors are OpenAI's error object, which is plain JSON to other clients.
 """
@@ -33,12 +33,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resources import Scope as CallerScope
+from swarmnet_protocols.net.limits.subnets import subnet_of
 
 MAX_BODY_BYTES = 8 << 20
-MAX_BUFFERED_BODY_BYTES = 16 << 20
-"""Most bytes of all request bodies in progress."""
+MAX_BUFFERED_BODY_BYTES = 32 << 20
+"""Most bytes of all request bodies in progress. The limits of one caller follow from it: see ``BodyLimit``."""
 BODY_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
+BODY_PAUSE_S = 10.0
+"""Seconds for which a body may not come. With more, unfinished bodies hold memory for longer; with less, slow links lose requests."""
+MIN_BODY_BYTES_PER_S = 16_000.0
+"""Least mean rate of a body after ``BODY_PAUSE_S``, in bytes per second."""
 API_CSP = "default-src 'none'; frame-ancestors 'none'"
 """Content-Security-Policy of endpoints that serve no pages."""
 
@@ -216,12 +223,19 @@ def key_name(connection: HTTPConnection) -> str:
 
 
 class BodyLimit:
-    """Limits the bytes of a request body, the seconds until it has arrived, and the bytes of all bodies in progress."""
+    """Limits the size of a request body, the time in which it arrives, and the memory of all bodies in progress.
+
+    Bytes count as they arrive. They are shared like messages of peers (``net/limits/resources.py``): all addresses that use one API key
+    together, and without keys all of one subnet, leave room for other callers.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._buffered_bytes = 0
+        self._resources = ResourceManager()
+        self._resources.limit(
+            Resource.MEMORY, system=MAX_BUFFERED_BODY_BYTES, per_peer=MAX_BUFFERED_BODY_BYTES
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -233,35 +247,45 @@ class BodyLimit:
             return
         received_bytes = 0
         ended = False
-        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        began = asyncio.get_running_loop().time()
 
         async def limited() -> Message:
             nonlocal received_bytes, ended
             if ended:  # the next message is the client's disconnect, which has no deadline
                 return await receive()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(began + _body_within_s(received_bytes)):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-            size_bytes = len(message.get("body", b""))
-            received_bytes += size_bytes
-            self._buffered_bytes += size_bytes
+                raise HTTPException(408, "the body did not arrive in time") from None
+            received_bytes += len(message.get("body", b""))
             ended = not message.get("more_body", False)
             if received_bytes > self._max_bytes:
                 raise HTTPException(413, self._message)
-            if self._buffered_bytes > MAX_BUFFERED_BODY_BYTES:
-                raise HTTPException(503, "too many bodies at once", {"Retry-After": "1"})
+            try:
+                held.resize(received_bytes)
+            except ResourceLimitReached:
+                raise HTTPException(503, "too many bodies at once", {"Retry-After": "1"}) from None
             return message
 
-        try:
+        with self._caller(scope).reserve(Resource.MEMORY, 0) as held:
             await self._app(scope, limited, send)
-        finally:
-            self._buffered_bytes -= received_bytes
+
+    def _caller(self, scope: Scope) -> CallerScope:
+        host = (scope.get("client") or ("",))[0]
+        address = f"/ip6/{host}" if ":" in host else f"/ip4/{host}"
+        key = key_name(HTTPConnection(scope))
+        group = f"key {key}" if key else subnet_of(address) or "local"
+        return self._resources.peer(f"{host} {key}", asyncio.get_running_loop().time(), group)
 
     @property
     def _message(self) -> str:
         return f"the body is longer than {self._max_bytes} bytes"
+
+
+def _body_within_s(received_bytes: int) -> float:
+    """Seconds within which more of a body must arrive after ``received_bytes``."""
+    return min(BODY_TIMEOUT_S, BODY_PAUSE_S + received_bytes / MIN_BODY_BYTES_PER_S)
 
 
 class SecurityHeaders:

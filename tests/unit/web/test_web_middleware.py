@@ -15,6 +15,7 @@ from starlette.routing import Route
 from swarmnet.web import middleware
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, key_name, protect
 from swarmnet_protocols.errors import ConfigError
+from tests.support.virtual_time import run
 
 SECRET = "correct-horse"
 
@@ -137,8 +138,64 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         assert second.headers["retry-after"] == "1"
         return [first.result().status_code, second.status_code, third.status_code]
 
-    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 100)
+    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 240)
     assert asyncio.run(main()) == [200, 503, 200]
+
+
+def test_unfinished_bodies_of_one_caller_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one key from many addresses, and, without keys, of many addresses in one subnet."""
+
+    async def held(app: Any, key: str, host: str, size: int) -> asyncio.Task[int]:
+        """A request that sends ``size`` bytes and not the end. The task returns its status."""
+        sent = asyncio.Event()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield bytes(size)
+            sent.set()
+            await asyncio.Event().wait()
+
+        async def post() -> int:
+            transport = httpx.ASGITransport(app, client=(host, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                content = pieces() if size else b"whole"
+                return (await client.post("/", content=content, headers=headers)).status_code
+
+        task = asyncio.create_task(post())
+        await asyncio.wait([task, ended := asyncio.create_task(sent.wait())], return_when="FIRST_COMPLETED")
+        ended.cancel()
+        await asyncio.sleep(0)
+        return task
+
+    async def main(policy: AccessPolicy, greedy: str, honest: str, elsewhere: str) -> None:
+        app = protect(bare(), policy)
+        bodies = [await held(app, greedy, f"192.0.2.{n}", 2000) for n in range(50)]
+        refused = [task.result() for task in bodies if task.done()]
+        assert refused and set(refused) == {503}
+        assert await (await held(app, honest, elsewhere, 0)) == 200
+        for task in bodies:
+            task.cancel()
+        await asyncio.gather(*bodies, return_exceptions=True)
+
+    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 100_000)
+    keys = AccessPolicy(keys=ApiKeys({"greedy": SECRET, "honest": "another-one"}))
+    run(main(keys, SECRET, "another-one", "192.0.2.1"))
+    run(main(AccessPolicy(), "", "", "198.51.100.1"))
+
+
+def test_a_body_that_stops_is_refused_long_before_the_last_moment() -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1000)
+            await asyncio.sleep(1.0)
+
+    async def main() -> float:
+        transport = httpx.ASGITransport(protect(bare(), AccessPolicy()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            assert (await client.post("/", content=drip())).status_code == 408
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) < middleware.BODY_PAUSE_S + 1.0
 
 
 def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
