@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
 from swarmnet_protocols.membership.signed import seal
-from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION
+from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_lab import World, address, redeem, run
 from tests.support.memory_directory import MemoryDirectory
-from tests.support.private_swarm import AUTHORITY, EPOCH, identity_of, virtual_clock
+from tests.support.memory_network import MemoryTransport
+from tests.support.private_swarm import AUTHORITY, EPOCH, LIFETIME_S, identity_of, virtual_clock
 
 DEADLINE_S = 5.0
 
@@ -102,16 +106,56 @@ def test_a_slow_directory_delays_only_requests_that_need_it(
             newcomer = await world.stranger(f"newcomer {number}")
             waiting.append(asyncio.create_task(redeem(newcomer, world.invite(address(member.peer_id)))))
         await asyncio.sleep(1.0)
-        stream = await (await world.stranger("other")).open(member.peer_id, ADMISSION, deadline_s=DEADLINE_S)
-        await stream.send(Message(pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest()).SerializeToString()))
+        request = pb.SwarmFileRequest(certificate=world.swarm.certificate("other", Role.CLIENT))
         async with asyncio.timeout(DEADLINE_S):
-            reply = pb.AdmissionReply.FromString((await stream.receive()).header)
+            reply = await asked(
+                await world.stranger("other"), member.peer_id, pb.AdmissionRequest(swarm_file=request)
+            )
         assert reply.WhichOneof("kind") == "swarm_file"
         assert not any(task.done() for task in waiting)
         answers.set()
         for task in waiting:
             with pytest.raises(Unreachable, match="no issuer"):
                 await task
+
+    run(tmp_path, scenario)
+
+
+async def asked(asker: MemoryTransport, peer: PeerId, request: pb.AdmissionRequest) -> pb.AdmissionReply:
+    stream = await asker.open(peer, ADMISSION, deadline_s=DEADLINE_S)
+    return (await ask(stream, request, pb.AdmissionReply, within_s=DEADLINE_S))[0]
+
+
+@pytest.mark.parametrize("role", ["issuer", "member"])
+def test_a_peer_that_proves_nothing_learns_nothing_of_the_swarm(role: str, tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        issuer = await world.issuer("issuer")
+        member = await world.member("member", world.swarm.certificate("member", Role.HOST))
+        await asyncio.sleep(0.1)  # the issuer has said where it is
+        one = issuer if role == "issuer" else member
+        one.membership.swarm_file = lambda: b"names of members and models"
+        one.membership.rules = replace(one.membership.rules, serial=8)
+        outsider, newcomer = await world.stranger("outsider"), await world.stranger("newcomer")
+        foreign = world.swarm.certificate("outsider", Role.HOST, swarm=bytes([1]) * 32)
+        ended = world.swarm.certificate("outsider", Role.HOST, now=EPOCH - 2 * LIFETIME_S)
+        overheard = redemption(world.invite(uses=5), newcomer.peer_id)
+        withdrawn = world.invite()
+        one.membership.take_revocations([world.swarm.revocation(invites=(withdrawn.grant.id,))])
+        revoked = redemption(withdrawn, outsider.peer_id)
+        for certificate in (b"", foreign, ended, world.swarm.certificate("member", Role.HOST)):
+            file = pb.SwarmFileRequest(serial=7, certificate=certificate)
+            for request in (
+                pb.AdmissionRequest(swarm_file=file),
+                pb.AdmissionRequest(renew=pb.Renew(certificate=certificate)),
+            ):
+                with pytest.raises(Refused):
+                    await asked(outsider, one.peer_id, request)
+        for invite in (pb.Redeem(), overheard, revoked):
+            with pytest.raises(Refused):
+                await asked(outsider, one.peer_id, pb.AdmissionRequest(redeem=invite))
+        mine = pb.SwarmFileRequest(serial=7, certificate=world.swarm.certificate("newcomer", Role.CLIENT))
+        reply = await asked(newcomer, one.peer_id, pb.AdmissionRequest(swarm_file=mine))
+        assert reply.swarm_file == b"names of members and models"
 
     run(tmp_path, scenario)
 

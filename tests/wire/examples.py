@@ -376,7 +376,7 @@ def membership_messages() -> Iterator[Protobuf]:
         admitted=pb.Admitted(certificate=b"a serialized Signed", swarm_file=b"format = 2")
     )
     yield pb.AdmissionReply(referral=pb.Referral(issuers=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id]))
-    yield pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest(serial=7))
+    yield pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest(serial=7, certificate=b"a serialized Signed"))
     yield pb.AdmissionReply(swarm_file=b"format = 2")
     yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
 

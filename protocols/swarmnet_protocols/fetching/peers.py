@@ -194,6 +194,8 @@ class SwarmPeers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
         self._find: FindHosts | None = None
+        self._failed: set[PeerId] = set()
+        """Hosts that failed or were slow to answer: they are asked last."""
         self._settled = threading.Event()
 
     def attach(self, transport: Transport, find: FindHosts) -> None:
@@ -238,10 +240,11 @@ class SwarmPeers:
                 async with self._stream(host) as stream:
                     answers.append(await ask(stream))
             except SwarmnetError as error:
+                self._failed.add(host.peer)
                 causes.append(f"peer {host.peer}: {error}")
             return bool(answers)
 
-        await _hedged(await self._hosts(model), answered)
+        await self._hedged(await self._hosts(model), answered)
         if answers:
             return answers[0]
         raise Unreachable(
@@ -263,16 +266,18 @@ class SwarmPeers:
         vouched: dict[bytes, bytes] = {}
 
         async def have_all(host: WeightHost) -> bool:
-            with suppress(SwarmnetError):
+            try:
                 async with self._stream(host) as stream:
                     if not vouched:
                         vouched.update(await self._vouched(stream, model, tables))
                     for file in list(wanted.values()):
                         if await self._table(stream, model, file, vouched.get(file.sha256), tables):
                             wanted.pop(file.sha256, None)
+            except SwarmnetError:
+                self._failed.add(host.peer)
             return not wanted
 
-        await _hedged(await self._hosts(model), have_all)
+        await self._hedged(await self._hosts(model), have_all)
 
     async def _vouched(self, stream: WeightStream, model: bytes, tables: Tables) -> dict[bytes, bytes]:
         """The hashes of the tables that the model's pieces hash covers, by file; empty without one."""
@@ -320,7 +325,7 @@ class SwarmPeers:
     async def _hosts(self, model: bytes) -> list[WeightHost]:
         """The hosts to ask, in this order.
 
-        Hosts of different subnets take turns, and the order depends on the asking peer, so that newcomers are spread over the hosts.
+        Hosts of different subnets take turns. The order depends on the asking peer, so that newcomers are spread over the hosts.
         """
         transport, find = self._transport, self._find
         if transport is None or find is None:
@@ -331,12 +336,12 @@ class SwarmPeers:
             hosts = [host for host in await find(model) if host.peer != own]
         drawn = sorted(hosts, key=lambda host: hashlib.sha256(f"{own} {host.peer}".encode()).digest())
         seen = Counter[str]()
-        turns: list[tuple[int, WeightHost]] = []
+        turns: list[tuple[bool, int, WeightHost]] = []
         for host in drawn:
             subnet = next(filter(None, map(subnet_of, host.addresses)), host.peer)
-            turns.append((seen[subnet], host))
+            turns.append((host.peer in self._failed, seen[subnet], host))
             seen[subnet] += 1
-        return [host for _, host in sorted(turns, key=lambda turn: turn[0])][:MAX_HOSTS]
+        return [host for *_, host in sorted(turns, key=lambda turn: turn[:2])][:MAX_HOSTS]
 
     @asynccontextmanager
     async def _stream(self, host: WeightHost) -> AsyncIterator[WeightStream]:
@@ -352,24 +357,29 @@ class SwarmPeers:
             stream, pb.WeightsRequest, pb.WeightsReply, silence_s=timing.chunk_s, send_s=timing.chunk_s
         )
 
+    async def _hedged(
+        self, hosts: Sequence[WeightHost], work: Callable[[WeightHost], Coroutine[Any, Any, bool]]
+    ) -> None:
+        """Call ``work`` with one host after another until it returns True.
 
-async def _hedged(
-    hosts: Sequence[WeightHost], work: Callable[[WeightHost], Coroutine[Any, Any, bool]]
-) -> None:
-    """Call ``work`` with one host after another until it returns True.
-
-    After ``HEDGE_S`` the next host is asked although the one before has not answered.
-    """
-    waiting, running = deque(hosts), set[asyncio.Task[bool]]()
-    try:
-        while waiting or running:
-            if waiting:
-                running.add(asyncio.create_task(work(waiting.popleft())))
-            ended, running = await asyncio.wait(
-                running, timeout=HEDGE_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            results = [task.result() for task in ended]
-            if any(results):
-                return
-    finally:
-        await cancel(*running)
+        After ``HEDGE_S`` the next host is asked although the one before has not answered.
+        """
+        waiting = deque(hosts)
+        running: dict[asyncio.Task[bool], PeerId] = {}
+        try:
+            while waiting or running:
+                if waiting:
+                    host = waiting.popleft()
+                    running[asyncio.create_task(work(host))] = host.peer
+                ended, _ = await asyncio.wait(
+                    running, timeout=HEDGE_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in ended:
+                    del running[task]
+                if not ended:
+                    self._failed.update(running.values())
+                results = [task.result() for task in ended]
+                if any(results):
+                    return
+        finally:
+            await cancel(*running)

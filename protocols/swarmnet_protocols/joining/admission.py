@@ -2,13 +2,14 @@
 
 Every member of a private swarm answers under ``/swarmnet/admission/2``:
 
-1. **Redeem.** A newcomer sends an invite. An issuer answers with a certificate and the swarm file; any other member answers with the
+1. **Redeem.** A newcomer shows an invite. An issuer answers with a certificate and the swarm file; any other member answers with the
    addresses of issuers.
-2. **Renew.** A member sends its certificate after two thirds of its lifetime, and is answered in the same way.
-3. **Swarm file.** A member sends the serial of its swarm file, and gets the file of the other side if that is newer.
+2. **Renew.** A member shows its certificate after two thirds of its lifetime, and is answered in the same way.
+3. **Swarm file.** A member sends its certificate and the serial of its swarm file. It gets the file of the other side if that is newer.
 
-Besides the handshake this is the only protocol that peers outside the swarm may open, so requests, pending requests and answers per
-second are bounded.
+Every request proves that its sender may ask, by an invite, a certificate, or a peer id in the list of members. A peer that proves nothing
+learns nothing about the swarm. Besides the handshake this is the only protocol that peers outside the swarm may open, so requests,
+pending requests and answers per second are bounded.
 """
 
 import asyncio
@@ -38,7 +39,12 @@ from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
-from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, IssuerConfig
+from swarmnet_protocols.membership.issuer import (
+    IssuedCertificates,
+    Issuer,
+    IssuerConfig,
+    check_redemption,
+)
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId, Stream, Transport
@@ -159,25 +165,35 @@ class Admissions:
             await requests.send(reply)
 
     def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
-        """The reply to a request. Raises ``Refusal`` for a peer that gets no certificate."""
-        if request.HasField("swarm_file"):
-            is_newer = request.swarm_file.serial < self._membership.rules.serial
-            read = self._membership.swarm_file
-            return pb.AdmissionReply(swarm_file=read() if read is not None and is_newer else b"")
-        if self._issuer is None or self._config is None:
-            return pb.AdmissionReply(referral=pb.Referral())
-        revocations, now = self._membership.revocations, self._membership.clock()
+        """The reply to a request. Raises ``Refusal`` for a peer that may not ask, and for one that gets no certificate."""
+        membership, issuer = self._membership, self._issuer
+        revocations, now = membership.revocations, membership.clock()
         try:
             match request.WhichOneof("kind"):
+                case "swarm_file":
+                    membership.admit(peer, membership.open(request.swarm_file.certificate))
+                    return pb.AdmissionReply(swarm_file=self._newer_file(request.swarm_file.serial))
+                case "redeem" if issuer is not None:
+                    sealed = issuer.redeem(request.redeem, peer, revocations, now)
                 case "redeem":
-                    sealed = self._issuer.redeem(request.redeem, peer, revocations, now)
+                    check_redemption(request.redeem, peer, membership.rules, revocations, now)
+                    return pb.AdmissionReply(referral=pb.Referral())
+                case "renew" if issuer is not None:
+                    sealed = issuer.renew(request.renew.certificate, peer, revocations, now)
                 case "renew":
-                    sealed = self._issuer.renew(request.renew.certificate, peer, revocations, now)
+                    membership.admit(peer, membership.open(request.renew.certificate))
+                    return pb.AdmissionReply(referral=pb.Referral())
                 case _:
                     raise ProtocolViolation("an admission request without content")
         except (NotAuthorised, IntegrityError) as error:
             raise Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=now) from error
-        return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=self._config.swarm_file))
+        file = b"" if self._config is None else self._config.swarm_file
+        return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=file))
+
+    def _newer_file(self, serial: int) -> bytes:
+        """The swarm file of this peer if it is newer than ``serial``; otherwise empty."""
+        read = self._membership.swarm_file
+        return read() if read is not None and serial < self._membership.rules.serial else b""
 
     async def _issuers(self) -> list[str]:
         """Addresses of issuers, from a cache that is refreshed in the background.
@@ -232,7 +248,9 @@ class Admissions:
                 continue
             address = bootstrap[number % len(bootstrap)]
             request = pb.AdmissionRequest(
-                swarm_file=pb.SwarmFileRequest(serial=self._membership.rules.serial)
+                swarm_file=pb.SwarmFileRequest(
+                    serial=self._membership.rules.serial, certificate=self._membership.certificate
+                )
             )
             try:
                 reply = await _ask_one(self._transport, address, request)

@@ -167,11 +167,7 @@ class Issuer:
         A peer that redeems an invite again gets a certificate again, and that is no further use. Raises ``NotAuthorised`` if it may
         not, and ``IntegrityError`` for a damaged request.
         """
-        grant = open_redemption(request, peer, rules=self._rules, now=now)
-        if revocations.revokes_invite(grant.id):
-            raise NotAuthorised("this invite was revoked", hint="ask for a new one")
-        if revocation := revocations.find_revocation(peer, None):
-            raise Revoked(*revocation)
+        grant = check_redemption(request, peer, self._rules, revocations, now)
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
@@ -203,6 +199,21 @@ class Issuer:
             return now < open_certificate(sealed, rules=self._rules, now=now).renew_at
         except NotAuthorised:
             return False
+
+
+def check_redemption(
+    request: pb.Redeem, peer: PeerId, rules: Rules, revocations: Revocations, now: float
+) -> Grant:
+    """The grant that ``peer`` may redeem, unless it is used up. ``peer`` is the id that the transport has authenticated.
+
+    Raises ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
+    """
+    grant = open_redemption(request, peer, rules=rules, now=now)
+    if revocations.revokes_invite(grant.id):
+        raise NotAuthorised("this invite was revoked", hint="ask for a new one")
+    if revocation := revocations.find_revocation(peer, None):
+        raise Revoked(*revocation)
+    return grant
 
 
 def _read(row: tuple[str, bytes, str, int, bytes]) -> Issued:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10membership.proto\x12\x16swarmnet.membership.v1\"9\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0e\n\x06signer\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\xbf\x01\n\x0b\x43\x65rtificate\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x12\n\nnot_before\x18\x04 \x01(\x04\x12\x11\n\tnot_after\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x06 \x01(\x0c\x12\x0e\n\x06invite\x18\x07 \x01(\x0c\x12\x14\n\x0cgrant_signer\x18\x08 \x01(\x0c\x12\r\n\x05\x66irst\x18\t \x01(\x0c\"\x8b\x01\n\x05Grant\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\n\n\x02id\x18\x02 \x01(\x0c\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x11\n\tnot_after\x18\x04 \x01(\x04\x12\x0c\n\x04uses\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0c\n\x04peer\x18\x07 \x01(\t\"8\n\x06Invite\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\x11\n\tbootstrap\x18\x03 \x03(\t\"t\n\x0eRevocationList\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x03(\x0c\x12\x0f\n\x07invites\x18\x05 \x03(\x0c\x12\r\n\x05since\x18\x06 \x03(\x04\"\xbc\x01\n\x10\x41\x64missionRequest\x12\x30\n\x06redeem\x18\x01 \x01(\x0b\x32\x1e.swarmnet.membership.v1.RedeemH\x00\x12.\n\x05renew\x18\x02 \x01(\x0b\x32\x1d.swarmnet.membership.v1.RenewH\x00\x12>\n\nswarm_file\x18\x03 \x01(\x0b\x32(.swarmnet.membership.v1.SwarmFileRequestH\x00\x42\x06\n\x04kind\"\"\n\x10SwarmFileRequest\x12\x0e\n\x06serial\x18\x01 \x01(\x04\"&\n\x06Redeem\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\x1c\n\x05Renew\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x9a\x01\n\x0e\x41\x64missionReply\x12\x34\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32 .swarmnet.membership.v1.AdmittedH\x00\x12\x34\n\x08referral\x18\x02 \x01(\x0b\x32 .swarmnet.membership.v1.ReferralH\x00\x12\x14\n\nswarm_file\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"3\n\x08\x41\x64mitted\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x12\n\nswarm_file\x18\x02 \x01(\x0c\"\x1b\n\x08Referral\x12\x0f\n\x07issuers\x18\x01 \x03(\t\"!\n\x0cIssuerRecord\x12\x11\n\taddresses\x18\x01 \x03(\t*u\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\r\n\tROLE_HOST\x10\x02\x12\x10\n\x0cROLE_TRAINER\x10\x03\x12\x11\n\rROLE_OBSERVER\x10\x04\x12\x12\n\x0eROLE_BOOTSTRAP\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10membership.proto\x12\x16swarmnet.membership.v1\"9\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0e\n\x06signer\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\xbf\x01\n\x0b\x43\x65rtificate\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x12\n\nnot_before\x18\x04 \x01(\x04\x12\x11\n\tnot_after\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x06 \x01(\x0c\x12\x0e\n\x06invite\x18\x07 \x01(\x0c\x12\x14\n\x0cgrant_signer\x18\x08 \x01(\x0c\x12\r\n\x05\x66irst\x18\t \x01(\x0c\"\x8b\x01\n\x05Grant\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\n\n\x02id\x18\x02 \x01(\x0c\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x11\n\tnot_after\x18\x04 \x01(\x04\x12\x0c\n\x04uses\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0c\n\x04peer\x18\x07 \x01(\t\"8\n\x06Invite\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\x11\n\tbootstrap\x18\x03 \x03(\t\"t\n\x0eRevocationList\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x03(\x0c\x12\x0f\n\x07invites\x18\x05 \x03(\x0c\x12\r\n\x05since\x18\x06 \x03(\x04\"\xbc\x01\n\x10\x41\x64missionRequest\x12\x30\n\x06redeem\x18\x01 \x01(\x0b\x32\x1e.swarmnet.membership.v1.RedeemH\x00\x12.\n\x05renew\x18\x02 \x01(\x0b\x32\x1d.swarmnet.membership.v1.RenewH\x00\x12>\n\nswarm_file\x18\x03 \x01(\x0b\x32(.swarmnet.membership.v1.SwarmFileRequestH\x00\x42\x06\n\x04kind\"7\n\x10SwarmFileRequest\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\"&\n\x06Redeem\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\x1c\n\x05Renew\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x9a\x01\n\x0e\x41\x64missionReply\x12\x34\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32 .swarmnet.membership.v1.AdmittedH\x00\x12\x34\n\x08referral\x18\x02 \x01(\x0b\x32 .swarmnet.membership.v1.ReferralH\x00\x12\x14\n\nswarm_file\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"3\n\x08\x41\x64mitted\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x12\n\nswarm_file\x18\x02 \x01(\x0c\"\x1b\n\x08Referral\x12\x0f\n\x07issuers\x18\x01 \x03(\t\"!\n\x0cIssuerRecord\x12\x11\n\taddresses\x18\x01 \x03(\t*u\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\r\n\tROLE_HOST\x10\x02\x12\x10\n\x0cROLE_TRAINER\x10\x03\x12\x11\n\rROLE_OBSERVER\x10\x04\x12\x12\n\x0eROLE_BOOTSTRAP\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1186
-  _globals['_ROLE']._serialized_end=1303
+  _globals['_ROLE']._serialized_start=1207
+  _globals['_ROLE']._serialized_end=1324
   _globals['_SIGNED']._serialized_start=44
   _globals['_SIGNED']._serialized_end=101
   _globals['_CERTIFICATE']._serialized_start=104
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMISSIONREQUEST']._serialized_start=616
   _globals['_ADMISSIONREQUEST']._serialized_end=804
   _globals['_SWARMFILEREQUEST']._serialized_start=806
-  _globals['_SWARMFILEREQUEST']._serialized_end=840
-  _globals['_REDEEM']._serialized_start=842
-  _globals['_REDEEM']._serialized_end=880
-  _globals['_RENEW']._serialized_start=882
-  _globals['_RENEW']._serialized_end=910
-  _globals['_ADMISSIONREPLY']._serialized_start=913
-  _globals['_ADMISSIONREPLY']._serialized_end=1067
-  _globals['_ADMITTED']._serialized_start=1069
-  _globals['_ADMITTED']._serialized_end=1120
-  _globals['_REFERRAL']._serialized_start=1122
-  _globals['_REFERRAL']._serialized_end=1149
-  _globals['_ISSUERRECORD']._serialized_start=1151
-  _globals['_ISSUERRECORD']._serialized_end=1184
+  _globals['_SWARMFILEREQUEST']._serialized_end=861
+  _globals['_REDEEM']._serialized_start=863
+  _globals['_REDEEM']._serialized_end=901
+  _globals['_RENEW']._serialized_start=903
+  _globals['_RENEW']._serialized_end=931
+  _globals['_ADMISSIONREPLY']._serialized_start=934
+  _globals['_ADMISSIONREPLY']._serialized_end=1088
+  _globals['_ADMITTED']._serialized_start=1090
+  _globals['_ADMITTED']._serialized_end=1141
+  _globals['_REFERRAL']._serialized_start=1143
+  _globals['_REFERRAL']._serialized_end=1170
+  _globals['_ISSUERRECORD']._serialized_start=1172
+  _globals['_ISSUERRECORD']._serialized_end=1205
 # @@protoc_insertion_point(module_scope)

@@ -109,10 +109,12 @@ class AdmissionRequest(_message.Message):
     def __init__(self, redeem: _Optional[_Union[Redeem, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., swarm_file: _Optional[_Union[SwarmFileRequest, _Mapping]] = ...) -> None: ...
 
 class SwarmFileRequest(_message.Message):
-    __slots__ = ("serial",)
+    __slots__ = ("serial", "certificate")
     SERIAL_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     serial: int
-    def __init__(self, serial: _Optional[int] = ...) -> None: ...
+    certificate: bytes
+    def __init__(self, serial: _Optional[int] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class Redeem(_message.Message):
     __slots__ = ("grant", "proof")
