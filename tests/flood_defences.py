@@ -109,7 +109,7 @@ FLOODS = (
     ),
     Defence(
         "one subnet does not take all streams",
-        replacing(SubnetLimits, "_evict", nothing),
+        replacing(SubnetLimits, "_evict_from", nothing),
         lambda _: test_handshake_limits.test_sixteen_strangers_with_all_streams_keep_no_member_out(),
     ),
     Defence(

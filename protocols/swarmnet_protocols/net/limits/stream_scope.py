@@ -47,6 +47,8 @@ class StreamScope:
         self.evict: Callable[[], None] = self.close
         """Ends the stream at once, to make room for another. The stream sets it."""
         self.on_close: Callable[[], None] = _nothing
+        self.on_first_message: Callable[[], None] = _nothing
+        """Called when the first message of an inbound stream has come, or the stream is closed without one."""
         self.mib_s = timing.chunk_s
         """Timeout for each MiB of a message: its lowest rate."""
         self._clock = asyncio.get_running_loop().time
@@ -146,8 +148,13 @@ class StreamScope:
         """Release everything. Idempotent."""
         self.stop_reading()
         self._stream.release()
+        self._end_silence()
         on_close, self.on_close = self.on_close, _nothing
         on_close()
+
+    def _end_silence(self) -> None:
+        on_first_message, self.on_first_message = self.on_first_message, _nothing
+        on_first_message()
 
     async def _receive_first(self, read: Callable[[], Awaitable[Message]], when: float) -> Message:
         try:
@@ -155,6 +162,7 @@ class StreamScope:
         except TimeoutError as error:
             raise DeadlineExceeded("no message came on a new stream") from error
         self._first_message_by = None
+        self._end_silence()
         if self._is_open:
             self._active.resize(1)
         return message

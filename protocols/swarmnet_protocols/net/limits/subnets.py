@@ -21,6 +21,11 @@ _SUBNET_BITS = {"ip4": 24, "ip6": 48}
 """Prefix lengths of the largest range that a provider gives to one customer."""
 _HOST_BITS = {"ip4": 32, "ip6": 64}
 """An IPv6 host may use any address of its /64."""
+MAX_SILENT = 256
+"""Most inbound streams of unknown peers on which no message has come.
+
+Each may buffer some hundred KiB that no other limit counts. With fewer, a peer far away may lose a stream before its first message comes.
+"""
 
 T = TypeVar("T")
 
@@ -53,6 +58,8 @@ class Occupancy(Generic[T]):
     def __init__(self, places: Iterable[Place[T]] = ()) -> None:
         self._subnets: dict[str, _Subnet[T]] = {}
         self._peer_amounts: Counter[PeerId] = Counter()
+        self.total = 0
+        """The amount that all places hold."""
         for place in places:
             self.add(place)
 
@@ -61,11 +68,13 @@ class Occupancy(Generic[T]):
         subnet.places.setdefault(place.peer, {})[place.holder] = place
         subnet.amount += place.amount
         self._peer_amounts[place.peer] += place.amount
+        self.total += place.amount
 
     def remove(self, place: Place[T]) -> None:
         """Remove a place that was added."""
         subnet = self._subnets[place.subnet]
         subnet.amount -= place.amount
+        self.total -= place.amount
         self._peer_amounts[place.peer] -= place.amount
         if not self._peer_amounts[place.peer]:
             del self._peer_amounts[place.peer]
@@ -101,12 +110,16 @@ class Occupancy(Generic[T]):
 
 
 class SubnetLimits:
-    """Accepts inbound streams. When the system limit is reached, an unknown peer's stream is evicted from the largest subnet."""
+    """Accepts inbound streams. When there are too many, an unknown peer's stream is evicted from the largest subnet.
+
+    Streams without a message are counted separately, and give way to each other first.
+    """
 
     def __init__(self, resources: ResourceManager, timing: Timing) -> None:
         self._resources = resources
         self._timing = timing
         self._streams = Occupancy[StreamScope]()
+        self._silent = Occupancy[StreamScope]()
 
     def accept(self, peer: PeerId, address: str) -> StreamScope:
         """The scope of a stream that ``peer`` opened from a multiaddr. Raises ``ResourceLimitReached``."""
@@ -116,15 +129,20 @@ class SubnetLimits:
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)  # a peer over its rate evicts no other
         is_full = not peer_scope.can_reserve(Resource.INBOUND_STREAMS, 1)
         if is_full and peer_scope.available(Resource.INBOUND_STREAMS) >= 1:
-            self._evict()
+            self._evict_from(self._streams)
         scope = StreamScope.inbound(self._resources, peer, self._timing)
         place = Place(subnet or peer, peer, 1, None, scope)
         self._streams.add(place)
         scope.on_close = lambda: self._streams.remove(place)
+        if peer_scope.is_unknown:
+            if self._silent.total >= MAX_SILENT:
+                self._evict_from(self._silent)
+            self._silent.add(place)
+            scope.on_first_message = lambda: self._silent.remove(place)
         return scope
 
-    def _evict(self) -> None:
-        victim = self._streams.victim(lambda scope: scope.peer_scope.is_unknown)
+    def _evict_from(self, streams: Occupancy[StreamScope]) -> None:
+        victim = streams.victim(lambda scope: scope.peer_scope.is_unknown)
         if victim is not None:
             victim.evict()
 

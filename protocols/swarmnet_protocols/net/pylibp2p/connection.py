@@ -4,12 +4,13 @@ Either side makes a connection in three steps: TCP, noise (which proves the peer
 runs on trio. It changes three behaviours of py-libp2p:
 
 1. Its yamux drops a stream whose receiver grants no window for 5 s. Here a sender waits as long as the connection lives.
-2. Its yamux accepts more bytes than the window that it granted. Here the bytes that wait on a connection are limited.
+2. Its yamux accepts more bytes than the window that it granted, and a window for each stream of each connection. Here the bytes that wait
+   to be read are limited, over all connections.
 3. A cancelled write leaves part of a frame on the wire. Here a frame that has begun is written whole, or the connection is closed.
 """
 
 import socket
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import trio
 from libp2p.exceptions import BaseLibp2pError
@@ -31,7 +32,7 @@ MAX_LINE_BYTES = 1024
 MAX_OFFERS = 16
 """Protocols that a peer may offer for one stream."""
 MAX_BUFFERED_BYTES = 32 << 20
-"""Bytes of a connection that wait to be read, over all its streams. One stream grants at most 16 MiB."""
+"""Bytes that wait to be read, over all streams of all connections. One stream grants at most 16 MiB."""
 MAX_STREAMS = 256
 """Inbound streams of one connection, as many as go-libp2p accepts before they are negotiated."""
 WRITE_S = 30.0
@@ -92,9 +93,11 @@ class BufferedTcp(ReadWriteCloser):  # type: ignore[misc]
 class BoundedYamux(Yamux):  # type: ignore[misc]
     """Yamux whose buffers are limited, and whose frames are written whole."""
 
+    make_room: Callable[[int], None]
+    """Called with the bytes that are about to be buffered."""
+
     async def _read_data_body(self, length: int) -> bytes:
-        if self.buffered_bytes() + length > MAX_BUFFERED_BYTES:
-            raise trio.TooSlowError  # closes the connection
+        self.make_room(length)
         data: bytes = await super()._read_data_body(length)
         return data
 
@@ -148,9 +151,16 @@ class Connection:
 
 
 async def upgrade(
-    stream: trio.SocketStream, noise: Noise, address: str, expected: PeerId | None = None
+    stream: trio.SocketStream,
+    noise: Noise,
+    address: str,
+    make_room: Callable[[int], None],
+    expected: PeerId | None = None,
 ) -> Connection:
-    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted. Raises any error, and leaves closing to the caller."""
+    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted. ``make_room``: see :class:`BoundedYamux`.
+
+    Raises any error, and leaves closing to the caller.
+    """
     stream.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp = BufferedTcp(stream)
     raw = RawConnection(tcp, expected is not None)
@@ -169,6 +179,7 @@ async def upgrade(
     else:
         await select(secure, YAMUX)
     yamux = BoundedYamux(secure, remote, is_initiator=expected is not None)
+    yamux.make_room = make_room
     return Connection(peer, address, tcp, yamux)
 
 

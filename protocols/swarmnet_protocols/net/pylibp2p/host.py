@@ -29,10 +29,11 @@ from swarmnet_protocols.machine.platform import keep_port, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
-from swarmnet_protocols.net.limits.subnets import subnet_of
+from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
 from swarmnet_protocols.net.p2pd.process import check_free
 from swarmnet_protocols.net.pipe import Pipe, adopt
+from swarmnet_protocols.net.pylibp2p import connection as limits
 from swarmnet_protocols.net.pylibp2p.connection import (
     MAX_STREAMS,
     PIECE_BYTES,
@@ -75,6 +76,8 @@ class PyLibp2p(P2pd):
         self._connections: dict[PeerId, list[Connection]] = {}
         self._pending: Counter[str] = Counter()
         self._streams = 0
+        self._max_buffered_bytes = 0
+        """At least the bytes that wait to be read. Counting them takes a look at every stream."""
         self._sockets: list[socket.socket] = []
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended = asyncio.Event()
@@ -240,7 +243,7 @@ class PyLibp2p(P2pd):
         self._pending[subnet] += 1
         try:
             with trio.fail_after(HANDSHAKE_S):
-                connection = await upgrade(stream, self._noise, address)
+                connection = await upgrade(stream, self._noise, address, self._make_room)
         except Exception:  # noqa: BLE001 - whatever a stranger sends harms no other connection
             _log.debug("a handshake with %s failed", address, exc_info=True)
             stream.socket.close()
@@ -266,7 +269,9 @@ class PyLibp2p(P2pd):
             stream = None
             try:
                 stream = await self._open_tcp(host, int(port))
-                connection = await upgrade(stream, self._noise, address.partition("/p2p/")[0], peer)
+                connection = await upgrade(
+                    stream, self._noise, address.partition("/p2p/")[0], self._make_room, peer
+                )
             except (*STREAM_ERRORS, PeerUnreachable, IncompatibleVersion, ValueError) as error:
                 errors.append(f"{address}: {error or type(error).__name__}")
             except trio.Cancelled:
@@ -409,6 +414,23 @@ class PyLibp2p(P2pd):
 
     def _connection(self, peer: PeerId) -> Connection | None:
         return next((each for each in list(self._connections.get(peer, [])) if each.is_open), None)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Before ``size_bytes`` more are buffered: at the limit, end the connection of the largest subnet and peer that holds the most."""
+        self._max_buffered_bytes += size_bytes
+        if self._max_buffered_bytes <= limits.MAX_BUFFERED_BYTES:
+            return
+        places = [
+            Place(subnet_of(each.address) or each.peer, each.peer, held, (-held,), each)
+            for each in self._all_connections()
+            if (held := each.yamux.buffered_bytes())
+        ]
+        self._max_buffered_bytes = size_bytes + sum(place.amount for place in places)
+        if self._max_buffered_bytes > limits.MAX_BUFFERED_BYTES:
+            victim = Occupancy(places).victim(lambda _: True)
+            if victim is not None:
+                _log.debug("%s sends more than is read: disconnected", victim.peer)
+                victim.abort()
 
     def _all_connections(self) -> list[Connection]:
         return [each for peers in list(self._connections.values()) for each in list(peers)]
