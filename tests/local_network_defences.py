@@ -1,7 +1,7 @@
 """Defences against what is announced in the local network."""
 
 from swarmnet_protocols.joining import local_network
-from tests.defences import Defence, replacing, yes
+from tests.defences import Defence, nothing, replacing, yes
 from tests.unit.net import test_local_network as tests
 
 LOCAL_NETWORK = (
@@ -36,8 +36,23 @@ LOCAL_NETWORK = (
         lambda _: tests.test_the_peers_that_are_remembered_are_bounded(),
     ),
     Defence(
-        "a bounded number of names from the local network is resolved at once",
+        "a bounded number of peers from the local network is joined through at once",
         replacing(local_network, "MAX_FOUND", 1 << 20),
-        lambda _: tests.test_the_instances_that_are_resolved_at_once_are_bounded(),
+        lambda _: tests.test_the_peers_that_are_joined_through_at_once_are_bounded(),
+    ),
+    Defence(
+        "answers of others in the local network are not kept",
+        replacing(local_network._Ear, "_is_wanted", yes),
+        lambda _: tests.test_answers_without_a_record_of_the_swarm_leave_no_trace(),
+    ),
+    Defence(
+        "answers with many records are not kept",
+        replacing(local_network, "MAX_RECORDS", 1 << 20),
+        lambda _: tests.test_answers_without_a_record_of_the_swarm_leave_no_trace(),
+    ),
+    Defence(
+        "packets of one machine in the local network are read at a limited rate",
+        replacing(local_network.ResourceManager, "limit_rate", nothing),
+        lambda _: tests.test_a_machine_that_floods_the_local_network_is_not_read_and_others_are(),
     ),
 )

@@ -7,8 +7,9 @@
    apart become one.
 
 Anyone in the local network may send such records. The hash covers the addresses, so only a peer with the swarm file can make one, and
-a copy names the same peer. Number and size of records are bounded, and only addresses in networks of this machine's interfaces are
-dialled. Who answers there is proved by libp2p's peer id and the membership handshake.
+a copy names the same peer. Other answers are dropped before anything of them is kept (:class:`_Ear`), so they crowd nobody out. Number and
+size of records are bounded, and only addresses in networks of this machine's interfaces are dialled. Who answers there is proved by
+libp2p's peer id and the membership handshake.
 """
 
 import asyncio
@@ -17,10 +18,9 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel, persist
@@ -33,9 +33,11 @@ from swarmnet_protocols.net.dialling import (
     own_interfaces,
     shared_networks,
 )
+from swarmnet_protocols.net.limits.rate_limit import RateLimit
+from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
 
 if TYPE_CHECKING:
-    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf import DNSIncoming, DNSText, ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceInfo
 
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
@@ -46,11 +48,22 @@ SERVICE = "_swarmnet._tcp.local."
 MAX_RECORD_BYTES = 1200
 """Largest TXT record that is sent and read: it fits into one packet."""
 MAX_FOUND = 64
-"""Peers that are remembered, resolved or dialled at once. Further ones are ignored."""
+"""Peers that are remembered, and joined through at once. Further ones are ignored."""
+MAX_NAMES = 4
+"""Names under which one peer is remembered: copies of its record have other names."""
+MAX_RECORDS = 32
+"""Records of a packet beyond which it is dropped. A peer announces about six."""
+SOURCE_PACKETS = RateLimit(200.0, 1000.0)
+"""Packets that are read from one address, in a second and at once. Reading one takes about 50 microseconds.
+
+With fewer, peers on one machine are not all heard; with more, one machine takes more of the event loop.
+"""
+MAX_PACKETS = RateLimit(1000.0, 4000.0)
+"""Packets that are read from all addresses."""
+QUERY_PACKETS = 10
+"""Packets that a query counts for: it may be answered."""
 MAX_ANNOUNCED = 6
 """Addresses of this peer that are announced; more do not fit into a record."""
-RESOLVE_S = 3.0
-"""Timeout for the TXT record of an instance whose name is known."""
 RETRY_S = 5.0
 """Pause before a found peer that did not answer is tried again."""
 CHECK_S = 3.0
@@ -164,14 +177,18 @@ class LocalNetwork:
             (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
         )
         """Whether this peer listens on loopback only: then the swarm is on this machine, and nothing is sent to its networks."""
-        self._found: dict[str, tuple[str, ...]] = {}
-        self._meeting: dict[str, asyncio.Task[None]] = {}
+        self._found: dict[PeerId, dict[str, tuple[str, ...]]] = {}
+        """The addresses of each peer, by the name under which it announced them."""
+        self._meeting: dict[PeerId, asyncio.Task[None]] = {}
         self._has_joined = asyncio.Event()
         self._refusal: NotAuthorised | None = None
 
     def addresses(self) -> list[str]:
         """The addresses of the peers that were found and have not left."""
-        return list(dict.fromkeys(each for addresses in self._found.values() for each in addresses))
+        return list(dict.fromkeys(each for peer in self._found for each in self._addresses_of(peer)))
+
+    def _addresses_of(self, peer: PeerId) -> list[str]:
+        return [each for addresses in self._found.get(peer, {}).values() for each in addresses]
 
     def with_found(self, others: Sequence[str]) -> Sequence[str]:
         """``others``, and the addresses of the peers that were found."""
@@ -255,72 +272,126 @@ class LocalNetwork:
             zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange"
         ) -> None:
             if state_change is ServiceStateChange.Removed:
-                self._found.pop(name, None)
-            elif name != own_name:
-                self._start_meeting(name, partial(self._meet, zeroconf, name, place, join))
+                self._forget(name)
+
+        def hear(text: "DNSText") -> bool:
+            """Remember the peer of a TXT record, or forget one that leaves. Returns whether the record is of this swarm."""
+            addresses = read_record(self._swarm, text.text, place.networks)
+            if addresses and not text.ttl:
+                self._forget(text.name)
+            elif addresses and self._remember(text.name, addresses):
+                self._start_meeting(peer_in(addresses[0]), join)
+            return bool(addresses)
 
         own_name = f"{secrets.token_hex(20)}.{SERVICE}"
         dns = AsyncZeroconf(interfaces=list(place.interfaces))
-        browser = AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
+        sources = ResourceManager()
+        sources.limit_rate(Rate.FRAMES, system=MAX_PACKETS, per_peer=SOURCE_PACKETS)
+        browser: AsyncServiceBrowser | None = None
         try:
+            await dns.zeroconf.async_wait_for_start()
+            for reader in dns.zeroconf.engine.readers:
+                ear = _Ear(reader.transport.get_protocol(), sources, hear)
+                reader.transport.set_protocol(ear)
+            browser = AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
             if place.announced:
                 # No probing for the name: it is random.
                 info = _service(own_name, place.announced, make_record(self._swarm, place.announced))
                 await dns.async_register_service(info, cooperating_responders=True)
             yield
         finally:
-            await browser.async_cancel()
+            if browser is not None:
+                await browser.async_cancel()
             await cancel(*self._meeting.values())
             self._found.clear()
             await dns.async_close()
 
-    def _start_meeting(self, name: str, meet: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Resolve and join through an instance in the background, unless that is under way or too many are."""
-        if name in self._meeting or len(self._meeting) >= MAX_FOUND:
-            return
-        self._meeting[name] = asyncio.create_task(meet(), name="mdns peer")
-        self._meeting[name].add_done_callback(lambda _: self._meeting.pop(name))
+    def _start_meeting(self, peer: PeerId, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+        """Join through a found peer in the background, unless that is under way or too many are."""
+        if peer not in self._meeting and len(self._meeting) < MAX_FOUND:
+            self._meeting[peer] = asyncio.create_task(self._meet(peer, join), name="mdns peer")
+            self._meeting[peer].add_done_callback(lambda _: self._meeting.pop(peer))
 
-    async def _meet(
-        self,
-        zeroconf: "Zeroconf",
-        name: str,
-        place: _Place,
-        join: Callable[[Sequence[str]], Awaitable[bool]],
-    ) -> None:
-        """Resolve an instance. If it is a peer of the swarm, remember it, and join through it."""
-        from zeroconf import Error as ZeroconfError
-        from zeroconf.asyncio import AsyncServiceInfo
-
-        try:
-            info = AsyncServiceInfo(SERVICE, name)
-            await info.async_request(zeroconf, 1000 * RESOLVE_S)
-        except ZeroconfError as error:  # a name that is not valid
-            _log.debug("mDNS instance %r: %s", name, error)
-            return
-        addresses = read_record(self._swarm, info.text or b"", place.networks)
-        if not self._remember(name, addresses):
-            return
-        _log.info("found %s in the local network", peer_in(addresses[0]))
-        while name in self._found:
+    async def _meet(self, peer: PeerId, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+        """Join through a peer, as often as it takes until it answers or has left."""
+        _log.info("found %s in the local network", peer)
+        while addresses := self._addresses_of(peer):
             try:
-                if await join(addresses):
+                if await join(tuple(addresses)):
                     self._has_joined.set()
                     return
             except SwarmnetError as error:
                 if isinstance(error, NotAuthorised):
                     self._refusal = error
-                _log.info("%s, found in the local network: %s", peer_in(addresses[0]), error)
+                _log.info("%s, found in the local network: %s", peer, error)
             await asyncio.sleep(RETRY_S)
 
     def _remember(self, name: str, addresses: tuple[str, ...]) -> bool:
-        if not addresses or peer_in(addresses[0]) in map(peer_in, self._own()):
-            self._found.pop(name, None)
+        """Remember a peer under one more name. Returns whether it has addresses that were not known."""
+        peer = peer_in(addresses[0])
+        if peer in map(peer_in, self._own()):
             return False
-        if name not in self._found and len(self._found) >= MAX_FOUND:
+        if peer not in self._found and len(self._found) >= MAX_FOUND:
             return False
-        self._found[name] = addresses
-        return True
+        is_new = not set(addresses) <= set(self._addresses_of(peer))
+        names = self._found.setdefault(peer, {})
+        names.pop(name, None)
+        names[name] = addresses
+        if len(names) > MAX_NAMES:
+            del names[next(iter(names))]
+        return is_new
+
+    def _forget(self, name: str) -> None:
+        """The instance of this name has left."""
+        for peer, names in list(self._found.items()):
+            names.pop(name, None)
+            if not names:
+                del self._found[peer]
+
+
+class _Ear(asyncio.DatagramProtocol):
+    """What one socket hears. zeroconf gets queries, and answers with a record of this swarm; other packets leave no trace.
+
+    zeroconf would keep the records of any answer, and ask for the addresses of any name.
+    """
+
+    def __init__(
+        self,
+        zeroconf: asyncio.BaseProtocol,
+        sources: ResourceManager,
+        hear: Callable[["DNSText"], bool],
+    ) -> None:
+        """``hear`` takes each TXT record, and returns whether it is of this swarm."""
+        self._zeroconf = cast(asyncio.DatagramProtocol, zeroconf)
+        self._sources = sources
+        self._hear = hear
+
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        from zeroconf import DNSIncoming
+
+        now = asyncio.get_running_loop().time()
+        source = self._sources.peer(str(addr[0]), now)
+        if source.charge(Rate.FRAMES, 0, now):
+            return
+        packet = DNSIncoming(data)
+        source.charge(Rate.FRAMES, QUERY_PACKETS if packet.is_query() else 1, now)
+        if packet.valid and (packet.is_query() or self._is_wanted(packet)):
+            self._zeroconf.datagram_received(data, addr)
+
+    def _is_wanted(self, packet: "DNSIncoming") -> bool:
+        """Whether an answer has a record of this swarm."""
+        from zeroconf import DNSText
+
+        if packet.num_answers + packet.num_authorities + packet.num_additionals > MAX_RECORDS:
+            return False
+        heard = [self._hear(each) for each in packet.answers() if isinstance(each, DNSText)]
+        return any(heard)
+
+    def error_received(self, exc: Exception) -> None:
+        self._zeroconf.error_received(exc)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._zeroconf.connection_lost(exc)
 
 
 def _service(name: str, announced: Sequence[str], record: bytes) -> "AsyncServiceInfo":

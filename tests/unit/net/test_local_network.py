@@ -2,22 +2,32 @@
 
 import asyncio
 import ipaddress
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zeroconf import DNSOutgoing, DNSPointer, DNSText
 
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.joining.local_network import (
     MAX_ANNOUNCED,
     MAX_FOUND,
+    MAX_PACKETS,
     MAX_RECORD_BYTES,
+    SERVICE,
+    SOURCE_PACKETS,
     LocalNetwork,
+    _Ear,
     make_record,
+    peer_in,
     read_record,
 )
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from tests.support.virtual_time import run
 
 SWARM, OTHER = b"s" * 32, b"o" * 32
 PEER = PeerId("12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq")
@@ -134,34 +144,113 @@ def test_a_record_with_hex_digits_in_capitals_is_ignored() -> None:
 # ---- who is found -------------------------------------------------------------------------------------
 
 
+def found_peer(number: int) -> str:
+    return f"/ip4/192.168.7.5/tcp/{1 + number}/p2p/{Identity.from_seed(str(number).encode()).peer_id}"
+
+
 def test_the_peers_that_are_remembered_are_bounded() -> None:
     local = LocalNetwork(SWARM)
-    for number in range(10 * MAX_FOUND):
-        local._remember(f"instance {number}", (TCP.replace("4001", str(1 + number)),))
-    assert len(local.addresses()) == MAX_FOUND
+    for number in range(2 * MAX_FOUND):
+        local._remember(f"instance {number}", (found_peer(number),))
+    assert local.addresses() == [found_peer(number) for number in range(MAX_FOUND)]
+    local._forget("instance 0")
+    assert local._remember("instance 1000", (found_peer(1000),))
 
 
-def test_the_instances_that_are_resolved_at_once_are_bounded() -> None:
+def test_copies_of_a_record_under_other_names_take_no_place_of_a_peer() -> None:
+    local = LocalNetwork(SWARM)
+    for number in range(2 * MAX_FOUND):
+        assert local._remember(f"copy {number}", (found_peer(1),)) == (number == 0)
+    assert local._remember("instance", (found_peer(2),))
+    assert local.addresses() == [found_peer(1), found_peer(2)]
+
+
+def test_the_peers_that_are_joined_through_at_once_are_bounded() -> None:
     async def main() -> None:
         local, end = LocalNetwork(SWARM), asyncio.Event()
         started: list[int] = []
 
-        async def meet() -> None:
+        async def join(_: Sequence[str]) -> bool:
             started.append(1)
             await end.wait()
+            return True
 
-        for number in range(10 * MAX_FOUND):
-            local._start_meeting(f"instance {number}", meet)
+        for number in range(2 * MAX_FOUND):
+            peer = peer_in(found_peer(number))
+            local._found[peer] = {"instance": (found_peer(number),)}
+            local._start_meeting(peer, join)
         await asyncio.sleep(0)
         assert len(started) == MAX_FOUND
         end.set()
         await asyncio.gather(*local._meeting.values())
         await asyncio.sleep(0)
-        local._start_meeting("later", meet)
+        local._start_meeting(peer_in(found_peer(2 * MAX_FOUND - 1)), join)
         await asyncio.sleep(0)
         assert len(started) == MAX_FOUND + 1
 
     asyncio.run(main())
+
+
+class Heard(asyncio.DatagramProtocol):
+    """What reaches zeroconf."""
+
+    def __init__(self) -> None:
+        self.packets: list[bytes] = []
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        self.packets.append(data)
+
+
+def answer(*names: str, record: bytes = b"", ttl: int = 4500, others: int = 0) -> bytes:
+    """An mDNS answer with instances of the service; the first has a TXT record."""
+    packet = DNSOutgoing(0x8400)
+    for name in names:
+        packet.add_answer_at_time(DNSPointer(SERVICE, 12, 1, ttl, f"{name}.{SERVICE}"), 0)
+    if record:
+        packet.add_answer_at_time(DNSText(f"{names[0]}.{SERVICE}", 16, 1, ttl, record), 0)
+    for number in range(others):
+        packet.add_answer_at_time(DNSPointer(SERVICE, 12, 1, ttl, f"other {number}.{SERVICE}"), 0)
+    return packet.packets()[0]
+
+
+def ear(hear: Callable[[bytes], bool]) -> tuple[Heard, _Ear]:
+    sources = ResourceManager()
+    sources.limit_rate(Rate.FRAMES, system=MAX_PACKETS, per_peer=SOURCE_PACKETS)
+    heard = Heard()
+    return heard, _Ear(heard, sources, lambda text: hear(text.text))
+
+
+def test_answers_without_a_record_of_the_swarm_leave_no_trace() -> None:
+    async def main() -> None:
+        mine = make_record(SWARM, [TCP])
+        heard, listening = ear(lambda record: bool(read_record(SWARM, record, LAN)))
+        source = ("192.168.7.5", 5353)
+        listening.datagram_received(answer("a", "b", "c"), source)
+        listening.datagram_received(answer("a", record=make_record(OTHER, [TCP])), source)
+        listening.datagram_received(answer("a", record=mine, others=60), source)
+        listening.datagram_received(b"nonsense", source)
+        assert heard.packets == []
+        good = answer("a", record=mine)
+        listening.datagram_received(good, source)
+        assert heard.packets == [good]
+
+    run(main())
+
+
+def test_a_machine_that_floods_the_local_network_is_not_read_and_others_are() -> None:
+    async def main() -> None:
+        heard, listening = ear(lambda _: True)
+        packet = answer("a", record=make_record(SWARM, [TCP]))
+        for _ in range(10):
+            for _ in range(500):
+                listening.datagram_received(packet, ("192.168.7.66", 5353))
+            await asyncio.sleep(1.0)
+        assert len(heard.packets) <= SOURCE_PACKETS.burst + 10 * SOURCE_PACKETS.per_s
+        before = len(heard.packets)
+        listening.datagram_received(packet, ("192.168.7.5", 5353))
+        assert len(heard.packets) == before + 1
+
+    run(main())
 
 
 def test_a_peer_does_not_find_itself() -> None:
