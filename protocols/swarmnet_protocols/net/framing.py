@@ -41,8 +41,11 @@ With larger pieces, streams buffer more that no limit counts; with smaller ones,
 """
 CHECK_S = 1.0
 """Seconds of waiting for a sender after which its rate is checked."""
-NEEDED_FACTOR = 0.5
-"""Share of the lowest rate that a sender has to keep in each piece while others wait for memory."""
+STALL_S = 4.0
+"""Seconds in which each piece must come while others wait for memory.
+
+With more, those that send little hold up others for longer; with less, a link that falters loses its stream at a busy host.
+"""
 
 
 def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -> None:
@@ -202,13 +205,12 @@ class FrameReader:
     async def _read_piece(self, size_bytes: int) -> bytes:
         """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate.
 
-        A MiB takes at most ``mib_s``. While others wait for memory, each piece must keep ``NEEDED_FACTOR`` of that rate, so that nobody
-        holds memory for what does not come.
+        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most ``STALL_S``, so that nobody holds memory for what
+        does not come.
         """
         if size_bytes <= self._reader.buffered_bytes:  # a timer would cost more than the message
             return await self._reader.readexactly(size_bytes)
         mib_s = self._scope.mib_s
-        piece_s = mib_s * PIECE_BYTES / MIB / NEEDED_FACTOR
         piece_waited_s = 0.0
         if len(self._body) % MIB == 0:
             self._waited_s = 0.0
@@ -224,5 +226,5 @@ class FrameReader:
                 piece_waited_s += check_s
             if self._waited_s >= mib_s:
                 raise DeadlineExceeded("the rest of a message did not come in time")
-            if self._body and piece_waited_s >= piece_s and self._scope.is_memory_awaited:
+            if self._body and piece_waited_s >= STALL_S and self._scope.is_memory_awaited:
                 raise DeadlineExceeded("a message came too slowly while others waited for memory")

@@ -11,7 +11,7 @@ from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, typed_stream
-from swarmnet_protocols.net.framing import FrameReader
+from swarmnet_protocols.net.framing import CHECK_S, STALL_S, FrameReader
 from swarmnet_protocols.net.limits.flow_control import LimitedReader
 from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
@@ -170,7 +170,7 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
-        resources.limit(Resource.MEMORY, system=4 * MIB, per_peer=3 * MIB // 2)
+        resources.limit(Resource.MEMORY, system=6 * MIB, per_peer=3 * MIB // 2)
         other = resources.peer("other", 0.0).reserve(Resource.MEMORY, MIB)
         third = resources.peer("third", 0.0).reserve(Resource.MEMORY, 3 * MIB // 2)
         reader.feed_data(struct.pack(">II", 0, MIB) + bytes(MIB))
@@ -185,6 +185,70 @@ def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> N
             await receive()
 
     with_frames(talk)
+
+
+class Announcer:
+    """A peer of a host whose memory for messages is limited. Each of its streams receives one message."""
+
+    def __init__(self, resources: ResourceManager, name: str) -> None:
+        self.resources = resources
+        self.name = name
+
+    def announce(self, size_bytes: int, sent_bytes: int) -> "asyncio.Task[Message]":
+        """Announce a message, and send the beginning of it."""
+        reader = asyncio.StreamReader()
+        scope = StreamScope.inbound(self.resources, PeerId(self.name), Timing())
+        frames = FrameReader(LimitedReader(reader, RateLimiter()), SPEC, scope)
+        reader.feed_data(struct.pack(">II", 0, size_bytes) + bytes(sent_bytes))
+
+        async def receive() -> Message:
+            try:
+                return await scope.receive(frames.read)
+            finally:
+                scope.close()
+
+        return asyncio.create_task(receive())
+
+
+def host_of_messages(*peers: str) -> tuple[ResourceManager, list[Announcer]]:
+    """Memory for six messages of 4 MiB, and peers of one subnet, all known."""
+    resources = ResourceManager()
+    resources.limit(Resource.MEMORY, system=24 * MIB, per_peer=8 * MIB)
+    for peer in peers:
+        resources.peer(peer, 0.0, "203.0.113.0/24").reserve(Resource.SESSIONS)
+    return resources, [Announcer(resources, peer) for peer in peers]
+
+
+def test_messages_that_are_announced_and_not_sent_hold_no_memory() -> None:
+    async def main() -> None:
+        resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(7)), "honest")
+        for peer in greedy:
+            for _ in range(2):
+                peer.announce(4 * MIB, 0)
+        await asyncio.sleep(1.0)
+        assert resources.system.used[Resource.MEMORY] == 0
+        assert len((await honest.announce(4 * MIB, 4 * MIB)).payload) == 4 * MIB
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+
+    run(main())
+
+
+def test_a_message_that_stops_holds_memory_only_while_nobody_else_needs_it() -> None:
+    async def main() -> None:
+        resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(3)), "honest")
+        held = [peer.announce(4 * MIB, 100 << 10) for peer in greedy]
+        await asyncio.sleep(10.0)
+        assert not any(each.done() for each in held)  # slow links may pause
+        assert resources.system.used[Resource.MEMORY] > 8 * MIB
+        small = await honest.announce(1000, 1000)
+        assert len(small.payload) == 1000
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+        large = await honest.announce(8 * MIB - 1000, 8 * MIB - 1000)
+        assert len(large.payload) == 8 * MIB - 1000
+        assert asyncio.get_running_loop().time() < 10.0 + STALL_S + 2 * CHECK_S
+        assert isinstance(held[0].exception(), DeadlineExceeded)
+
+    run(main())
 
 
 def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:

@@ -1,6 +1,7 @@
 """The resource manager: its account of the resources that peers hold and use."""
 
 import asyncio
+import contextlib
 import gc
 import math
 import weakref
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import (
     MIN_SWEEP,
+    SMALL_BYTES,
     Rate,
     Reservation,
     Resource,
@@ -232,3 +234,89 @@ def test_only_reservations_that_fit_are_woken() -> None:
         assert not resources.system.used[Resource.MEMORY]
 
     asyncio.run(main())
+
+
+def take_all(resources: ResourceManager, name: str, subnet: str) -> int:
+    """Reserve as much memory for a peer as the limits allow. Returns the amount."""
+    hold = resources.peer(name, 0.0, subnet).reserve(Resource.MEMORY, 0)
+    step = 1 << 20
+    while step > SMALL_BYTES:
+        try:
+            hold.resize(hold.amount + step)
+        except ResourceLimitReached:
+            step //= 2
+    return hold.amount
+
+
+@pytest.mark.parametrize("identities", [1, 7, 100])
+def test_however_many_identities_a_subnet_has_others_find_room(identities: int) -> None:
+    resources = ResourceManager()
+    resources.limit(Resource.MEMORY, system=96 << 20, per_peer=16 << 20)
+    for number in range(identities):
+        take_all(resources, f"greedy {number}", "203.0.113.0/24")
+    for number in range(2):
+        assert take_all(resources, f"distant {number}", f"198.51.{number}.0/24") >= 2 << 20
+    neighbour = resources.peer("neighbour", 0.0, "203.0.113.0/24")
+    neighbour.reserve(Resource.MEMORY, SMALL_BYTES)
+
+
+@pytest.mark.parametrize("resource", [Resource.CALLS, Resource.TRANSFERS, Resource.REPORTS, Resource.PROBES])
+def test_a_subnet_leaves_places_to_others(resource: Resource) -> None:
+    resources = ResourceManager()
+    with pytest.raises(ResourceLimitReached):
+        for number in range(1000):
+            resources.peer(f"greedy {number}", 0.0, "203.0.113.0/24").reserve(resource)
+    resources.peer("distant", 0.0, "198.51.100.0/24").reserve(resource)
+
+
+def test_a_subnet_alone_uses_most_of_the_memory() -> None:
+    resources = ResourceManager()
+    resources.limit(Resource.MEMORY, system=96 << 20, per_peer=16 << 20)
+    for number in range(6):
+        resources.peer(f"client {number}", 0.0, "192.168.7.0/24").reserve(Resource.SESSIONS)
+        take_all(resources, f"client {number}", "192.168.7.0/24")
+    assert resources.system.used[Resource.MEMORY] > 50 << 20
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 40)), max_size=40))
+def test_peers_that_change_their_subnet_are_counted_where_they_are(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    resources = ResourceManager()
+    resources.limit(Resource.TRANSFERS, system=100, per_peer=60)
+    subnet_of, held = dict[int, int](), dict[int, Reservation]()
+    for number, subnet, amount in steps:
+        scope = resources.peer(f"peer {number}", 0.0, f"subnet {subnet}")
+        child = scope.child("its session", {})
+        subnet_of[number] = subnet
+        hold = held.setdefault(number, child.reserve(Resource.TRANSFERS, 0))
+        with contextlib.suppress(ResourceLimitReached):
+            hold.resize(amount)
+        for each, scope in resources._subnets.items():
+            there = [held[other].amount for other, place in subnet_of.items() if f"subnet {place}" == each]
+            assert scope.used[Resource.TRANSFERS] == sum(there)
+    for hold in held.values():
+        hold.release()
+    assert not any(any(scope.used.values()) for scope in (resources.system, *resources._subnets.values()))
+
+
+def test_a_reservation_that_waits_for_its_share_continues_when_others_release_theirs() -> None:
+    async def main() -> None:
+        resources = ResourceManager()
+        resources.limit(Resource.CALLS, system=100, per_peer=40)
+        greedy = resources.peer("greedy", 0.0, "here").reserve(Resource.CALLS, 30)
+        distant = resources.peer("distant", 0.0, "there").reserve(Resource.CALLS, 10)
+        growing = asyncio.create_task(
+            resources.peer("alice", 0.0, "here").reserve(Resource.CALLS, 0).grow(20)
+        )
+        await asyncio.sleep(0)
+        assert not growing.done()
+        assert resources.system.is_awaited(Resource.CALLS)
+        greedy.resize(29)
+        await asyncio.sleep(0)
+        assert not growing.done()
+        distant.release()
+        await growing
+        assert not resources.system.is_awaited(Resource.CALLS)
+
+    run(main())

@@ -9,9 +9,10 @@ The model is that of go-libp2p's resource manager:
    all around it, and is made in all of them or in none.
 3. A peer is *known* while it holds something that takes consent or work: a stream that this process opened, a handshake that
    succeeded, a session. Identities cost nothing, so a quarter of memory, streams and DHT calls is out of reach of unknown peers.
-4. *Shared* resources are never all taken. A subnet holds at most a multiple of what it leaves free, and so does each peer of what its
-   subnet could still take. A newcomer therefore finds room, however many identities one machine has, while a subnet alone may use
-   most of a resource (dynamic thresholds: Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
+4. *Shared* resources are never all taken by one network, however many identities it has. A subnet holds at most a multiple of what it
+   leaves free (a dynamic threshold: Choudhury and Hahne, 1998), so it uses most of a resource while nobody else wants it.
+5. Memory for large messages is reserved before all of them has come. A quarter of it is kept for small ones, which have come when they
+   reserve.
 
 Time is an argument. The network enforces the limits (``stream_scope.py``, ``subnets.py``); here they are only counted.
 """
@@ -165,14 +166,16 @@ SHARED = frozenset(
         Resource.PENDING_ROUNDS,
     }
 )
-"""Resources of which every subnet and every peer in it leaves some. Streams and sessions are evicted instead: see ``subnets.py``."""
+"""Resources of which every subnet leaves some. Streams and sessions are evicted instead: see ``subnets.py``."""
 SUBNET_FACTOR = 3
 """A subnet holds at most this many times what it leaves free: three quarters, if it is alone.
 
 With a larger factor newcomers find less; with a smaller one a swarm within one network uses less of its hosts.
 """
-PEER_FACTOR = 2
-"""A peer holds at most this many times what it leaves to its subnet: half of the system limit, if it is alone."""
+SMALL_BYTES = 64 << 10
+"""Largest amount of memory that is small: the limit of the subnet does not apply, nor the share that is kept for small ones."""
+SMALL_SHARE = 0.25
+"""Share of the memory that only small reservations take."""
 SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
 PEER_FRAMES = RateLimit(1000.0, 4000.0)
 """A client of a fast host sends a few hundred messages a second; a host with many sessions sends as many for each of them."""
@@ -248,8 +251,7 @@ class Scope:
         self._waiting: dict[asyncio.Event, tuple[Resource, Callable[[], bool]]] = {}
         """Reservations that wait for a release in this scope: of what, and whether there is enough."""
         self._is_subnet = False
-        self._factor = 0
-        """How many times what it leaves this scope holds of a shared resource; 0: no such limit."""
+        """Whether this is the scope of a subnet."""
         self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
         self._children: weakref.WeakSet[Scope] = weakref.WeakSet()
         is_peer = parent is None or parent is parent._path[-1]
@@ -271,16 +273,12 @@ class Scope:
 
     def can_ever_reserve(self, resource: Resource, amount: int) -> bool:
         """Whether the limits allow the amount when nothing else is reserved."""
-        share = 1.0
+        limit = math.inf
         for scope in reversed(self._path):
-            limit = self._limit_in(scope, resource)
-            if scope._parent is None:
-                in_all = limit
-            elif resource in SHARED and scope._factor:
-                share *= scope._factor / (1 + scope._factor)
-            if amount > min(limit, in_all * share):
-                return False
-        return True
+            limit = min(limit, self._limit_in(scope, resource, amount))
+            if scope._is_subnet and _is_shared(resource, amount):
+                limit *= SUBNET_FACTOR / (1 + SUBNET_FACTOR)
+        return amount <= limit
 
     def is_awaited(self, resource: Resource) -> bool:
         """Whether a reservation waits until other peers release some of ``resource``."""
@@ -332,7 +330,7 @@ class Scope:
     def of_subnet(cls, name: str, system: "Scope") -> "Scope":
         """The scope of all peers of a subnet."""
         scope = cls(name, {}, {}, system)
-        scope._is_subnet, scope._factor = True, SUBNET_FACTOR
+        scope._is_subnet = True
         return scope
 
     def child(self, name: str, limits: Limits) -> "Scope":
@@ -383,31 +381,30 @@ class Scope:
                 for resource, amount in self.used.items():
                     scope.used[resource] += sign * amount
         self._parent, self._path = parent, (self, *parent._path)
-        self._factor = PEER_FACTOR if parent._is_subnet else 0
         for child in self._children:
             child._path = (child, *self._path)
 
     def _lacking(self, resource: Resource, amount: int) -> "tuple[Scope, float] | None":
         """The innermost scope in which ``amount`` more is too much, and the limit there; None if there is none."""
         innermost: tuple[Scope, float] | None = None
-        is_shared = resource in SHARED
-        room = math.inf
+        left = math.inf
         for scope in reversed(self._path):
-            used, limit = scope.used[resource], self._limit_in(scope, resource)
-            if is_shared:
-                room = min(room, limit - used)
-                if scope._factor:
-                    room = (room * scope._factor - used) / (1 + scope._factor)
-                    limit = min(limit, used + room)
+            used, limit = scope.used[resource], self._limit_in(scope, resource, amount)
+            if scope._is_subnet and _is_shared(resource, amount):
+                limit = used + (SUBNET_FACTOR * left - used) / (1 + SUBNET_FACTOR)
             if used + amount > limit:
                 innermost = scope, limit
+            left = limit - used
         return innermost
 
-    def _limit_in(self, scope: "Scope", resource: Resource) -> float:
-        """The limit of ``scope``, this one or one around it, as far as this scope may reach it."""
+    def _limit_in(self, scope: "Scope", resource: Resource, amount: int) -> float:
+        """The limit of ``scope``, this one or one around it, as far as this scope may reach it with ``amount`` more."""
         limit = scope._limits.get(resource, math.inf)
-        if scope is self._path[-1] and resource in KNOWN_PEER_SHARE and limit < math.inf and self.is_unknown:
-            limit -= int(limit * KNOWN_PEER_SHARE[resource])
+        if scope._parent is None and limit < math.inf:
+            if resource in KNOWN_PEER_SHARE and self.is_unknown:
+                limit -= int(limit * KNOWN_PEER_SHARE[resource])
+            if resource is Resource.MEMORY and amount > SMALL_BYTES:
+                limit -= int(limit * SMALL_SHARE)
         return limit
 
     def _bucket(self, rate: Rate, now: float) -> TokenBucket | None:
@@ -421,6 +418,10 @@ class Scope:
         elif bucket.limit is not limit:
             bucket.set_limit(limit, now)
         return bucket
+
+
+def _is_shared(resource: Resource, amount: int) -> bool:
+    return resource in SHARED and (resource is not Resource.MEMORY or amount > SMALL_BYTES)
 
 
 @dataclass(frozen=True)
