@@ -13,7 +13,16 @@ import pytest
 from swarmnet_node import node
 from swarmnet_node.hosting import reports
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.fetching import disk, hub_files, hub_ranges, peers, piece_file, pieces, server
+from swarmnet_protocols.fetching import (
+    disk,
+    download,
+    hub_files,
+    hub_ranges,
+    peers,
+    piece_file,
+    pieces,
+    server,
+)
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
@@ -37,6 +46,7 @@ from tests.unit.models import (
     test_model_folder,
     test_models_gguf,
     test_parts,
+    test_slow_hosts,
     test_weights_from_peers,
 )
 
@@ -310,5 +320,29 @@ FETCHING = (
         "a partial file is marked when it has reached the disk",
         replacing(piece_file, "SYNC_BYTES", 0),
         test_download.test_only_pieces_that_reached_the_disk_are_marked,
+    ),
+    Defence(
+        "a host that is slow to answer holds up no newcomer",
+        replacing(peers, "HEDGE_S", 1e6),
+        lambda folder: test_slow_hosts.test_hosts_that_send_little_hold_up_no_newcomer(
+            test_slow_hosts.drip, folder
+        ),
+    ),
+    Defence(
+        "pieces that hosts hold back are asked of others",
+        replacing(download, "REPEAT_S", 1e6),
+        lambda folder: test_slow_hosts.test_hosts_that_send_little_hold_up_no_newcomer(
+            test_slow_hosts.hold, folder
+        ),
+    ),
+    Defence(
+        "an answer has a minimum rate",
+        replacing(peers, "LATE_S", 1e6),
+        lambda _: test_slow_hosts.test_an_answer_has_a_minimum_rate(),
+    ),
+    Defence(
+        "a peer that does not read loses its turn",
+        replacing(server, "TURN_S", 1e6),
+        lambda _: test_slow_hosts.test_peers_that_do_not_read_keep_no_other_peer_waiting(False),
     ),
 )

@@ -9,7 +9,8 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_node.engine import engine, scheduler
 from swarmnet_node.engine.scheduler import ClientShares
 from swarmnet_protocols.membership import handshake, revocations
-from swarmnet_protocols.net import typed_stream
+from swarmnet_protocols.net import framing, typed_stream
+from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.limits import resources, subnets
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
@@ -33,7 +34,7 @@ from tests.sim import (
 from tests.unit.directory import test_dht_rpc
 from tests.unit.engine import test_fairness
 from tests.unit.hosting import test_node_reports
-from tests.unit.net import test_hostile_messages, test_probes, test_resources
+from tests.unit.net import test_hostile_messages, test_probes, test_resources, test_subnets
 from tests.web_defences import patched
 
 
@@ -50,6 +51,17 @@ def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
     from swarmnet_protocols.directory.dht import rpc as dht_rpc
 
     patch.setitem(dht_rpc.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
+
+
+def reserve_when_announced(patch: pytest.MonkeyPatch) -> None:
+    """Reserve the announced size of a message before any of it has come."""
+    read_body = FrameReader._read_body
+
+    async def reading(frames: FrameReader, size_bytes: int) -> memoryview:
+        await frames._scope.reserve(size_bytes)
+        return await read_body(frames, size_bytes)
+
+    patch.setattr(FrameReader, "_read_body", reading)
 
 
 FLOODS = (
@@ -213,5 +225,37 @@ FLOODS = (
         "concurrent dials for probes are limited",
         count_only,
         lambda _: test_probes.test_probes_at_once_are_limited_for_one_asker_and_for_all(),
+    ),
+    Defence(
+        "a subnet leaves some of each shared resource to others",
+        replacing(resources, "SHARED", frozenset()),
+        lambda _: test_resources.test_however_many_identities_a_subnet_has_others_find_room(100),
+    ),
+    Defence(
+        "a subnet leaves places to others",
+        replacing(resources, "SHARED", frozenset()),
+        lambda _: test_resources.test_a_subnet_leaves_places_to_others(resources.Resource.TRANSFERS),
+    ),
+    Defence(
+        "large messages leave memory to small ones",
+        replacing(resources, "SMALL_SHARE", 0.0),
+        lambda _: test_resources.test_however_many_identities_there_are_small_messages_find_room(),
+    ),
+    Defence(
+        "messages that are announced and not sent hold no memory",
+        reserve_when_announced,
+        lambda _: test_hostile_messages.test_messages_that_are_announced_and_not_sent_hold_no_memory(),
+    ),
+    Defence(
+        "a message that stops gives way",
+        replacing(framing, "STALL_S", 1e6),
+        lambda _: (
+            test_hostile_messages.test_a_message_that_stops_holds_memory_only_while_nobody_else_needs_it()
+        ),
+    ),
+    Defence(
+        "streams without a message give way",
+        replacing(subnets, "MAX_SILENT", 1 << 30),
+        lambda _: test_subnets.test_streams_without_a_message_give_way_to_each_other(),
     ),
 )

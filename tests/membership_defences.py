@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from swarmnet_protocols.joining import admission
 from swarmnet_protocols.membership import (
     certificates,
     handshake,
@@ -14,13 +15,13 @@ from swarmnet_protocols.membership import (
 )
 from swarmnet_protocols.membership.handshake import AdmittedPeer, Handshakes
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
-from swarmnet_protocols.membership.membership import Member
+from swarmnet_protocols.membership.membership import Member, Membership
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import Defence, Patch, no, nothing, replacing, yes
-from tests.sim import test_handshake, test_handshake_end
+from tests.sim import test_admission, test_handshake, test_handshake_end
 from tests.unit.membership import test_issuer, test_membership
 
 
@@ -92,6 +93,12 @@ def always_want_the_file(patch: Patch) -> None:
         Handshakes,
         "_is_file_wanted",
         lambda self, _, hello: hello.file_serial > self.membership.rules.serial,
+    )
+
+
+def asking(role: str) -> Callable[[Path], None]:
+    return lambda folder: test_admission.test_a_peer_that_proves_nothing_learns_nothing_of_the_swarm(
+        role, folder
     )
 
 
@@ -173,6 +180,16 @@ HANDSHAKE = (
     ),
 )
 ISSUER = (
+    Defence(
+        "a peer that proves nothing gets no swarm file",
+        replacing(Membership, "admit", nothing),
+        asking("member"),
+    ),
+    Defence(
+        "a peer that proves nothing gets no addresses of issuers",
+        replacing(admission, "check_redemption", nothing),
+        asking("member"),
+    ),
     Defence(
         "uses of an invite are counted",
         never_count,

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
-from swarmnet_protocols.net.limits.subnets import SubnetLimits, host_of
+from swarmnet_protocols.net.limits.subnets import MAX_SILENT, SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing
 from tests.support.virtual_time import run
 
@@ -101,6 +101,22 @@ def test_a_refused_peer_evicts_no_other(why: str) -> None:
         with pytest.raises(ResourceLimitReached):
             host.open("silent 1", "/ip4/203.0.113.1/tcp/1")
         assert host.evicted == before
+
+    on_a_host(scenario)
+
+
+def test_streams_without_a_message_give_way_to_each_other() -> None:
+    async def scenario(host: Host) -> None:
+        host.resources.limit(Resource.INBOUND_STREAMS, system=4096, per_peer=384)
+        active = [host.open(f"active {number}", "/ip4/203.0.113.1/tcp/1") for number in range(10)]
+        for scope in active:
+            await scope.receive(lambda: asyncio.sleep(0, Message(b"first")))
+        distant = host.open("distant", "/ip4/198.51.100.1/tcp/1")
+        for number in range(2 * MAX_SILENT):
+            host.open(f"silent {number}", "/ip4/203.0.113.2/tcp/1")
+        assert host.resources.system.used[Resource.INBOUND_STREAMS] == MAX_SILENT + len(active)
+        assert all(name.startswith("silent") for name in host.evicted)
+        await distant.receive(lambda: asyncio.sleep(0, Message(b"first")))
 
     on_a_host(scenario)
 
