@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.engine import engine
 from swarmnet_node.engine.kernels import ranged_attention
 from swarmnet_node.hosting import step_times
+from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
@@ -38,7 +39,7 @@ from tests.sim import (
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit.directory import test_dht_storage
 from tests.unit.engine import test_decode_graphs, test_recurrent_state
-from tests.unit.hosting import test_step_times
+from tests.unit.hosting import test_adapter_store, test_step_times
 from tests.unit.net import (
     test_flow_control,
     test_flow_control_streams,
@@ -145,6 +146,19 @@ def without_positions_again(patch: Patch) -> None:
 
 def a_host_without_credit(reference: Reference) -> None:
     test_limited_line.test_a_host_that_grants_no_credit_is_replaced(reference, test_limited_line.answer)
+
+
+def reserve_announced_uploads(patch: Patch) -> None:
+    """Reserve memory for an upload before its bytes come."""
+    reserve = AdapterStore.reserve
+
+    @contextlib.contextmanager
+    def at_once(store: AdapterStore, scope: Scope, nbytes: int) -> Iterator[Callable[[int], None]]:
+        with reserve(store, scope, nbytes) as grow:
+            grow(nbytes)
+            yield grow
+
+    patch.setattr(AdapterStore, "reserve", at_once)
 
 
 LIMITS = (
@@ -315,5 +329,10 @@ LIMITS = (
         "numbers of one client do not reach another through padding",
         replacing(ranged_attention, "_own_positions", lambda positions, lengths: positions + 0 * lengths),
         test_decode_graphs.test_other_sequences_do_not_reach_a_sequence_through_padding,
+    ),
+    Defence(
+        "an announced upload drops no adapter of others",
+        reserve_announced_uploads,
+        lambda _: test_adapter_store.test_an_announced_upload_drops_no_adapter_before_its_bytes_come(),
     ),
 )

@@ -54,6 +54,10 @@ def over_nodes(test: Callable[[Reference], object]) -> Callable[[Path], object]:
     return lambda folder: test(load_tiny(folder))
 
 
+def too_many_in_all(connection: Any) -> bool:
+    return len(connection.connections) > server.MAX_CONNECTIONS
+
+
 def patched(test: Callable[[pytest.MonkeyPatch], object]) -> Callable[[Path], object]:
     def fails(_: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -82,6 +86,11 @@ WEB = (
         "unfinished bodies of one caller leave room for others",
         replacing(middleware.BodyLimit, "_caller", lambda limit, _: limit._resources.system),
         patched(test_web_middleware.test_unfinished_bodies_of_one_caller_leave_room_for_others),
+    ),
+    Defence(
+        "one address leaves connections to others",
+        replacing(server._TimedConnection, "_is_one_too_many", too_many_in_all),
+        patched(test_web_server.test_one_address_leaves_connections_to_others),
     ),
     Defence(
         "a body has a minimum rate",

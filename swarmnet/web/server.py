@@ -17,7 +17,10 @@ from swarmnet_protocols.machine.aio import cancel
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
-"""Most open connections; further ones are closed at once, so that idle clients cannot exhaust the process's descriptors."""
+"""Most open connections; further ones are closed at once, so that idle clients cannot exhaust the process's descriptors.
+
+One address has at most as many as it leaves to others.
+"""
 REQUEST_TIMEOUT_S = 30.0
 """Seconds after which a connection without the complete headers of its next request is closed."""
 HARD_STOP_S = 5
@@ -137,10 +140,17 @@ class _TimedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if self._is_one_too_many():
             transport.abort()
         else:
             self._start_request_timer()
+
+    def _is_one_too_many(self) -> bool:
+        left = MAX_CONNECTIONS - len(self.connections)
+        if left >= MAX_CONNECTIONS // 2:  # enough for any address: nothing to count
+            return False
+        same = sum(_host(each) == _host(self) for each in list(self.connections))
+        return left < 0 or same > left + 1
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -160,3 +170,8 @@ class _TimedConnection(H11Protocol):
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
+
+
+def _host(connection: Any) -> str:
+    """The address of a connection's client; empty for one that is gone."""
+    return "" if connection.client is None else str(connection.client[0])

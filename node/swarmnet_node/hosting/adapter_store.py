@@ -30,6 +30,14 @@ class _Reservation:
             self._number.release()
             raise
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.amount
+
+    def resize(self, nbytes: int) -> None:
+        """Raises ``ResourceLimitReached``."""
+        self._bytes.resize(nbytes)
+
     def release(self) -> None:
         self._number.release()
         self._bytes.release()
@@ -73,14 +81,24 @@ class AdapterStore:
             return True
 
     @contextmanager
-    def reserve(self, scope: Scope, nbytes: int) -> Iterator[None]:
-        """Reserve memory for an adapter that is uploaded while the context is open. ``scope`` is its owner's.
+    def reserve(self, scope: Scope, nbytes: int) -> Iterator[Callable[[int], None]]:
+        """Reserve memory for an adapter of ``nbytes`` that is uploaded while the context is open. ``scope`` is its owner's.
 
-        Raises ``Refusal`` at the limit of the owner's adapters or of all adapters.
+        What is yielded is called with the bytes that have come so far: an announced size drops no adapter of others. Both raise ``Refusal``
+        at the limit of the owner's adapters or of all adapters.
         """
-        reservation = self._reserve(scope, nbytes)
+        if not scope.can_ever_reserve(Resource.ADAPTER_BYTES, nbytes):
+            with self._refusing():
+                scope.reserve(Resource.ADAPTER_BYTES, nbytes).release()
+        reservation = self._reserve(scope, 0)
+
+        def grow(received_bytes: int) -> None:
+            with self._refusing():
+                self._make_room(scope, received_bytes - reservation.nbytes, 0)
+                reservation.resize(received_bytes)
+
         try:
-            yield
+            yield grow
         finally:
             reservation.release()
 
@@ -132,21 +150,30 @@ class AdapterStore:
             kept.expiry.cancel()
 
     def _reserve(self, scope: Scope, nbytes: int) -> _Reservation:
-        """Reserve memory for one adapter, after dropping idle ones if needed: first its owner's, then others. Raises ``Refusal``."""
-        try:
-            if self._evict(scope, nbytes, lambda owner: owner == scope.name):
-                self._evict(self._system, nbytes, lambda owner: True)
+        """Reserve memory for one adapter, after dropping idle ones if needed. Raises ``Refusal``."""
+        with self._refusing():
+            self._make_room(scope, nbytes, 1)
             return _Reservation(scope, nbytes)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
         except ResourceLimitReached as error:
             raise Refusal.overloaded(error) from error
 
-    def _evict(self, scope: Scope, nbytes: int, counts: Callable[[PeerId], bool]) -> bool:
-        """Drop idle adapters of owners that ``counts`` accepts, least recently used first, until one more of ``nbytes`` fits into ``scope``.
+    def _make_room(self, scope: Scope, nbytes: int, number: int) -> None:
+        """Drop idle adapters, first of the owner and then of others, if ``number`` more with ``nbytes`` fit then."""
+        if self._evict(scope, nbytes, number, lambda owner: owner == scope.name):
+            self._evict(self._system, nbytes, number, lambda owner: True)
+
+    def _evict(self, scope: Scope, nbytes: int, number: int, counts: Callable[[PeerId], bool]) -> bool:
+        """Drop idle adapters of owners that ``counts`` accepts, least recently used first, until there is room in ``scope``.
 
         Drops none, and returns False, if that would not suffice.
         """
         excess_bytes = nbytes - scope.available(Resource.ADAPTER_BYTES)
-        excess = 1 - scope.available(Resource.ADAPTERS)
+        excess = number - scope.available(Resource.ADAPTERS)
         evicted = []
         for key, kept in self._kept.items():
             if excess_bytes <= 0 and excess <= 0:

@@ -1,12 +1,13 @@
-"""The upload of one part of a client's adapter: memory is reserved, the hash and the shapes are checked, and only then is it stored.
+"""The upload of one part of a client's adapter: it is stored once its hash and its shapes are checked.
 
 1. The client announces a part with its SHA-256 and its size in bytes. If the store has it, the host answers ``stored``.
-2. Otherwise the host reserves memory, answers ``wanted``, and receives the part in chunks.
+2. Otherwise the host answers ``wanted``, and receives the part in chunks. It reserves memory as they come.
 3. It checks the hash, loads the part onto its device and answers ``stored``.
 """
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet_node.engine.adapters import StageAdapter
@@ -44,9 +45,9 @@ class AdapterUpload:
         if len(digest) != HASH_BYTES or self.upload.size_bytes < 1:
             raise ProtocolViolation("an upload must name a hash of 32 bytes and a size of at least 1 byte")
         if not self.store.renew(owner, digest):
-            with self.store.reserve(scope, self.upload.size_bytes):
+            with self.store.reserve(scope, self.upload.size_bytes) as grow:
                 adapter = await race(
-                    self._receive(),
+                    self._receive(grow),
                     self.stream.send_heartbeats(
                         self.heartbeat_s, lambda: pb.AdapterReply(heartbeat=pb.Heartbeat())
                     ),
@@ -54,7 +55,7 @@ class AdapterUpload:
             self.store.put(owner, scope, digest, adapter)
         await self.stream.send(pb.AdapterReply(stored=pb.Stored()))
 
-    async def _receive(self) -> StageAdapter:
+    async def _receive(self, grow: Callable[[int], None]) -> StageAdapter:
         await self.stream.send(pb.AdapterReply(wanted=pb.Wanted()))
         chunks: list[Buffer] = []
         left = self.upload.size_bytes
@@ -63,8 +64,9 @@ class AdapterUpload:
             wanted = min(left, ADAPTER.max_payload_bytes)
             if not request.HasField("chunk") or len(payload) != wanted:
                 raise ProtocolViolation(f"expected a chunk of {wanted} bytes")
-            chunks.append(payload)
             left -= wanted
+            grow(self.upload.size_bytes - left)
+            chunks.append(payload)
         data = await asyncio.to_thread(self._checked, chunks)
         return await self.engine.run_on_torch_thread(lambda: self._adapt(data))
 

@@ -44,8 +44,8 @@ class BoundedStore(AdapterStore):
 
 
 def put(store: BoundedStore, owner: PeerId, number: int, nbytes: int = SIZE) -> None:
-    with store.reserve(store.scope(owner), nbytes):
-        pass
+    with store.reserve(store.scope(owner), nbytes) as grow:
+        grow(nbytes)
     store.put(owner, store.scope(owner), digest(number), adapter(nbytes))
 
 
@@ -61,8 +61,8 @@ def with_store(talk: Callable[[BoundedStore], Awaitable[None]]) -> None:
 
 
 def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> None:
-    with pytest.raises(Refusal) as caught, store.reserve(store.scope(owner), nbytes):
-        pass
+    with pytest.raises(Refusal) as caught, store.reserve(store.scope(owner), nbytes) as grow:
+        grow(nbytes)
     assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
 
 
@@ -141,10 +141,31 @@ def test_an_adapter_that_is_not_used_for_long_is_dropped() -> None:
 
 def test_uploads_in_progress_count_as_stored_bytes() -> None:
     async def talk(store: BoundedStore) -> None:
-        with store.reserve(store.scope(ALICE), 3 * SIZE), store.reserve(store.scope(ALICE), 2 * SIZE):
+        scope = store.scope(ALICE)
+        with store.reserve(scope, 3 * SIZE) as one, store.reserve(scope, 2 * SIZE) as other:
+            assert store.nbytes == 0
+            one(3 * SIZE)
+            other(SIZE)
+            other(2 * SIZE)
             assert store.nbytes == 5 * SIZE
             assert_no_room(store, ALICE, 1)
         put(store, ALICE, 0)
+
+    with_store(talk)
+
+
+def test_an_announced_upload_drops_no_adapter_before_its_bytes_come() -> None:
+    async def talk(store: BoundedStore) -> None:
+        for number in range(4):
+            put(store, BOB, number)
+            put(store, ALICE, number)
+        with store.reserve(store.scope(CAROL), 5 * SIZE) as grow:
+            kept = held(store, ALICE) + held(store, BOB)
+            assert len(kept) == 6
+            grow(2 * SIZE)
+            assert held(store, ALICE) + held(store, BOB) == kept
+            grow(3 * SIZE)
+            assert len(held(store, ALICE) + held(store, BOB)) == 5
 
     with_store(talk)
 

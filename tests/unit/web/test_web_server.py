@@ -150,6 +150,26 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
+def test_one_address_leaves_connections_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux connects from any address of 127.0.0.0/8."""
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 8)
+
+    async def main() -> None:
+        async with serve_http(App(), "127.0.0.1", 0) as endpoint:
+            host, port = _address(endpoint.url)
+            with ExitStack() as stack:
+                for _ in range(8):
+                    _, writer = await asyncio.open_connection(host, port)
+                    stack.enter_context(closing(writer))
+                reader, writer = await asyncio.open_connection(host, port, local_addr=("127.0.0.2", 0))
+                stack.enter_context(closing(writer))
+                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                async with asyncio.timeout(TIMEOUT_S):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [
