@@ -31,8 +31,9 @@ from swarmnet_protocols.models import LocalModel, local_model, partial_model, pa
 from swarmnet_protocols.models.checkpoints import gguf_file, gguf_header, model_folder, safetensors_file
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
+from swarmnet_protocols.training import state_transfer
 from tests.defences import Defence, nothing, replacing, yes
-from tests.sim import test_published_names
+from tests.sim import test_published_names, test_training_state_transfer
 from tests.support.big_model import save_big
 from tests.support.model_hub import ModelHub, model_hub
 from tests.support.swarm_lab import load_reference
@@ -344,5 +345,10 @@ FETCHING = (
         "a peer that does not read loses its turn",
         replacing(server, "TURN_S", 1e6),
         lambda _: test_slow_hosts.test_peers_that_do_not_read_keep_no_other_peer_waiting(False),
+    ),
+    Defence(
+        "chunks of a state that a source sends slowly are asked of another",
+        replacing(state_transfer, "REPEAT_S", 1e6),
+        lambda _: test_training_state_transfer.test_chunks_that_a_source_sends_slowly_come_from_another(),
     ),
 )

@@ -14,6 +14,7 @@ from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import (
     CHUNK_BYTES,
     CHUNKS_IN_FLIGHT,
+    REPEAT_S,
     PackedState,
     StateDownload,
 )
@@ -86,6 +87,20 @@ def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
         assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
 
     simulate(3, scenario)
+
+
+def test_chunks_that_a_source_sends_slowly_come_from_another() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        for worker in workers[1:]:
+            worker.states.offer(PACKED)
+        slow = LinkProfile(delay_s=0.01, bytes_per_s=40_000.0)
+        network.set_link(workers[0].member.peer, workers[1].member.peer, slow)
+        network.set_link(workers[0].member.peer, workers[2].member.peer, slow)
+        began = asyncio.get_running_loop().time()
+        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert asyncio.get_running_loop().time() - began < 3 * REPEAT_S
+
+    simulate(4, scenario)
 
 
 def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:

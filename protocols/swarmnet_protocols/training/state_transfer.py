@@ -5,14 +5,16 @@ wrong bytes is dropped and named in the error; its chunks are fetched from the o
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -25,6 +27,8 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
+REPEAT_S = 5.0
+"""Seconds after which a source without work repeats a request that another source has not answered."""
 CHUNKS_IN_FLIGHT = 2
 """Chunks requested from a source at a time. With two, the next request is there when a chunk has been sent, so the link stays busy."""
 KEPT_STATES = 2
@@ -167,6 +171,8 @@ class StateDownload:
         self._manifest: StateManifest | None = None
         self._data = bytearray()
         self._missing: deque[int] = deque()
+        self._asked: dict[int, float] = {}
+        """When each chunk that has not arrived was asked for last."""
         self._left = -1
         self._done = asyncio.Event()
 
@@ -192,10 +198,14 @@ class StateDownload:
             except SwarmnetError as error:
                 errors[source.peer] = error
 
-        async with asyncio.TaskGroup() as group:
-            for source in sources:
-                if source.peer not in self.dropped:
-                    group.create_task(take(source))
+        running = {asyncio.create_task(take(source)) for source in sources if source.peer not in self.dropped}
+        try:
+            while running and self._left:
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+        finally:
+            await cancel(*running)
         if self._left == 0:
             return self._data
         causes = "; ".join(f"{peer}: {reason}" for peer, reason in {**self.dropped, **errors}.items())
@@ -218,22 +228,40 @@ class StateDownload:
         try:
             manifest = await self._get_manifest(typed)
             while self._left:
-                while self._missing and len(asked) < CHUNKS_IN_FLIGHT:
-                    asked.append(self._missing.popleft())
-                    await typed.send(self._request(fetch=pb.Fetch(chunk=asked[-1])))
+                while len(asked) < CHUNKS_IN_FLIGHT and (chunk := self._next_chunk(asked)) is not None:
+                    asked.append(chunk)
+                    await typed.send(self._request(fetch=pb.Fetch(chunk=chunk)))
                 if not asked:  # the rest was requested from other sources, which may still fail
-                    await self._done.wait()
                     self._done.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(REPEAT_S):
+                            await self._done.wait()
                     continue
                 await self._receive_chunk(typed, manifest, asked[0])
-                asked.popleft()
+                if self._asked.pop(asked.popleft(), None) is not None:
+                    self._left -= 1
+                    on_chunk(len(manifest.chunk_hashes) - self._left, len(manifest.chunk_hashes))
                 self._done.set()
-                self._left -= 1
-                on_chunk(len(manifest.chunk_hashes) - self._left, len(manifest.chunk_hashes))
         finally:
-            self._missing.extend(asked)
+            self._missing.extend(chunk for chunk in asked if self._asked.pop(chunk, None) is not None)
             self._done.set()
             typed.close()
+
+    def _next_chunk(self, asked: Collection[int]) -> int | None:
+        """A chunk to ask a source for, which has yet to answer for ``asked``; None if there is none.
+
+        When all are asked for, a source without work repeats the chunk that another one has held for longest.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._missing:
+            chunk = self._missing.popleft()
+        else:
+            late = {} if asked else {each: at for each, at in self._asked.items() if at < now - REPEAT_S}
+            if not late:
+                return None
+            chunk = min(late, key=late.__getitem__)
+        self._asked[chunk] = now
+        return chunk
 
     async def _get_manifest(self, stream: StateStream) -> StateManifest:
         if self._manifest is not None:
