@@ -56,7 +56,7 @@ class Standing(IntEnum):
     """Not within its turn: it waits for those that read."""
 
 
-class Turn:
+class SendTurn:
     """The right to send a reply. It ends with the reply, or after ``TURN_S``."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class Turn:
             self._on_end()
 
 
-class Turns:
+class SendTurns:
     """Turns to send: ``AT_ONCE`` at a time, first by standing, then in the order of asking."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Turns:
         self._waiting: list[tuple[Standing, int, asyncio.Future[None]]] = []
 
     @contextlib.asynccontextmanager
-    async def take(self, standing: Standing) -> AsyncIterator[Turn]:
+    async def take(self, standing: Standing) -> AsyncIterator[SendTurn]:
         """A turn, while the context is open and for at most ``TURN_S``."""
         loop = asyncio.get_running_loop()
         if self._free:
@@ -93,7 +93,7 @@ class Turns:
                 if not due.cancelled():  # the turn had come
                     self._pass_on()
                 raise
-        turn = Turn(self._pass_on)
+        turn = SendTurn(self._pass_on)
         timer = loop.call_later(TURN_S, turn.end)
         try:
             yield turn
@@ -118,7 +118,7 @@ class WeightServer:
         self._library = library
         self._is_busy = is_busy
         self._timing = timing
-        self._turns = Turns()
+        self._turns = SendTurns()
 
     async def handle(self, stream: Stream) -> None:
         """Answer the requests of one stream until it ends."""

@@ -7,7 +7,7 @@
    apart become one.
 
 Anyone in the local network may send such records. The hash covers the addresses, so only a peer with the swarm file can make one, and
-a copy names the same peer. Other answers are dropped before anything of them is kept (:class:`_Ear`), so they crowd nobody out. Number and
+a copy names the same peer. Other answers are dropped before anything of them is kept (:class:`_Ear`), so they take no peer's place. Number and
 size of records are bounded, and only addresses in networks of this machine's interfaces are dialled. Who answers there is proved by
 libp2p's peer id and the membership handshake.
 """

@@ -203,7 +203,7 @@ class FrameReader:
         return memoryview(body)
 
     async def _read_piece(self, size_bytes: int) -> bytes:
-        """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate.
+        """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate, or ``ResourceLimitReached``.
 
         A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most ``STALL_S``, so that nobody holds memory for what
         does not come.
@@ -224,7 +224,9 @@ class FrameReader:
             except TimeoutError:
                 self._waited_s += check_s
                 piece_waited_s += check_s
+            if not self._body:  # the first piece counts as it comes, once it comes slowly
+                self._scope.reserve_now(self._reader.buffered_bytes)
             if self._waited_s >= mib_s:
                 raise DeadlineExceeded("the rest of a message did not come in time")
-            if self._body and piece_waited_s >= STALL_S and self._scope.is_memory_awaited:
+            if piece_waited_s >= STALL_S and self._scope.holds_memory and self._scope.is_memory_awaited:
                 raise DeadlineExceeded("a message came too slowly while others waited for memory")

@@ -251,6 +251,24 @@ def test_a_message_that_stops_holds_memory_only_while_nobody_else_needs_it() -> 
     run(main())
 
 
+def test_the_beginning_of_a_message_counts_when_the_rest_does_not_come() -> None:
+    async def main() -> None:
+        resources, (greedy, honest) = host_of_messages("greedy", "honest")
+        resources.limit(Resource.MEMORY, system=6 * MIB, per_peer=6 * MIB)
+        resources.limit(Resource.INBOUND_STREAMS, system=4096, per_peer=4096)
+        held = [greedy.announce(60 << 10, 50 << 10) for _ in range(400)]
+        await asyncio.sleep(2.5)
+        assert resources.system.used[Resource.MEMORY] > 5 * MIB
+        assert len((await honest.announce(MIB, MIB)).payload) == MIB
+        assert asyncio.get_running_loop().time() < STALL_S + 3 * CHECK_S
+        assert sum(isinstance(each.exception(), ResourceLimitReached) for each in held if each.done()) > 200
+        for each in held:
+            each.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+    run(main())
+
+
 def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
     async def main() -> None:
         resources = ResourceManager()

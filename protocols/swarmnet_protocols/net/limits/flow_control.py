@@ -190,7 +190,7 @@ class LimitedReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that ``readexactly`` returns without waiting."""
+        """Bytes that have been read and not returned: ``readexactly`` returns as many without waiting."""
         return len(self._buffer)
 
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
@@ -207,7 +207,7 @@ class LimitedReader:
                     _resume(deadline, left_s)
                 self._append(await self._reader.read(wanted))
             elif self._limiter.is_limited or missing > READ_AHEAD_BYTES:
-                self._append(await self._reader.readexactly(missing))
+                self._append(await self._reader.read(missing))
             else:
                 self._append(await self._reader.read(READ_AHEAD_BYTES))
         if len(self._buffer) == size_bytes:

@@ -103,6 +103,11 @@ class StreamScope:
         return message
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether memory is reserved for the message being read."""
+        return self._message.amount > 0
+
+    @property
     def is_memory_awaited(self) -> bool:
         """Whether a message, of any peer, waits until others release memory."""
         return self.peer_scope.is_awaited(Resource.MEMORY)
@@ -111,6 +116,10 @@ class StreamScope:
         """Raise ``ResourceLimitReached`` for a message of which the limits never allow the memory."""
         if not self.peer_scope.can_ever_reserve(Resource.MEMORY, size_bytes):
             self._message.resize(size_bytes)
+
+    def reserve_now(self, size_bytes: int) -> None:
+        """Reserve memory for what has come of a message. Raises ``ResourceLimitReached``."""
+        self._message.resize(size_bytes)
 
     async def reserve(self, size_bytes: int) -> None:
         """Reserve memory for the message being read, waiting up to ``mib_s`` for it.
