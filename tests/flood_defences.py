@@ -250,7 +250,7 @@ FLOODS = (
         "a message that stops gives way",
         replacing(framing, "STALL_S", 1e6),
         lambda _: (
-            test_hostile_messages.test_a_message_that_stops_holds_memory_only_while_nobody_else_needs_it()
+            test_hostile_messages.test_a_message_that_stops_holds_memory_only_while_no_other_peer_needs_it()
         ),
     ),
     Defence(

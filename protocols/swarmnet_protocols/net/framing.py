@@ -205,7 +205,7 @@ class FrameReader:
     async def _read_piece(self, size_bytes: int) -> bytes:
         """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate, or ``ResourceLimitReached``.
 
-        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most ``STALL_S``, so that nobody holds memory for what
+        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most ``STALL_S``, so that no peer holds memory for what
         does not come.
         """
         if size_bytes <= self._reader.buffered_bytes:  # a timer would cost more than the message

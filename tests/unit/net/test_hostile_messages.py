@@ -233,7 +233,7 @@ def test_messages_that_are_announced_and_not_sent_hold_no_memory() -> None:
     run(main())
 
 
-def test_a_message_that_stops_holds_memory_only_while_nobody_else_needs_it() -> None:
+def test_a_message_that_stops_holds_memory_only_while_no_other_peer_needs_it() -> None:
     async def main() -> None:
         resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(3)), "honest")
         held = [peer.announce(4 * MIB, 100 << 10) for peer in greedy]

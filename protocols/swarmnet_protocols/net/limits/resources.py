@@ -10,7 +10,7 @@ The model is that of go-libp2p's resource manager:
 3. A peer is *known* while it holds something that takes consent or work: a stream that this process opened, a handshake that
    succeeded, a session. Identities cost nothing, so a quarter of memory, streams and DHT calls is out of reach of unknown peers.
 4. *Shared* resources are never all taken by one network, however many identities it has. A subnet holds at most a multiple of what it
-   leaves free (a dynamic threshold: Choudhury and Hahne, 1998), so it uses most of a resource while nobody else wants it.
+   leaves free (a dynamic threshold: Choudhury and Hahne, 1998), so it uses most of a resource while no other peer wants it.
 5. Memory for large messages is reserved before all of them has come. A quarter of it is kept for small ones, which have come when they
    reserve.
 
