@@ -7,7 +7,7 @@ import pytest
 from swarmnet_protocols.net.p2pd import connection_limits
 from tests.conformance import test_pylibp2p_limits as tests
 from tests.conformance.test_pylibp2p_limits import connection, host
-from tests.defences import Defence, replacing
+from tests.defences import Defence, nothing, replacing
 
 
 def no_limit_of_streams(patch: pytest.MonkeyPatch) -> None:
@@ -53,6 +53,11 @@ PYLIBP2P = (
         lambda folder: with_patch(
             tests.test_a_peer_that_sends_more_than_it_was_granted_is_disconnected, folder
         ),
+    ),
+    Defence(
+        "bytes that wait are bounded over all connections",
+        replacing(host.PyLibp2p, "_make_room", nothing),
+        lambda folder: with_patch(tests.test_bytes_that_wait_are_bounded_over_all_connections, folder),
     ),
     Defence(
         "connections of one address are limited over py-libp2p, too",

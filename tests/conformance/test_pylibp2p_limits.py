@@ -197,6 +197,26 @@ def test_a_peer_that_sends_more_than_it_was_granted_is_disconnected(
     run(main)
 
 
+def test_bytes_that_wait_are_bounded_over_all_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each outsider sends less than one connection may hold alone."""
+    monkeypatch.setattr(connection, "MAX_BUFFERED_BYTES", 1 << 20)
+
+    async def main() -> None:
+        async with peer(tmp_path) as address, outsiders(address, 13) as [*greedy, other]:
+            for outsider in greedy:
+                stream = await outsider.open(IDLE.id)
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(8):
+                        await outsider.say(stream, bytes(100 << 10))
+            await until(lambda: sum(not outsider.is_connected for outsider in greedy) >= 4)
+            assert any(outsider.is_connected for outsider in greedy)
+            await other.until_heard(await other.open(IDLE.id), line(IDLE.id))
+
+    run(main)
+
+
 def test_a_peer_dials_from_the_port_on_which_it_listens(tmp_path: Path) -> None:
     """Its router then has one mapping for both. A port that still belongs to a former connection keeps no new one from being made."""
 

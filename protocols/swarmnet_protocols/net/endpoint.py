@@ -120,6 +120,7 @@ class Endpoint:
 
     def _refuse(self, pipe: Pipe, refusal: Refusal) -> None:
         last_frame = encode_refusal(refusal)
+        pipe.drop()
         if len(self._refused) < MAX_LINGERING:
             pipe.end(last_frame, within_s=LINGER_S)
             self._start(pipe.closed(), self._refused)

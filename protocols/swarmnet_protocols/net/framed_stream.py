@@ -189,6 +189,8 @@ class FramedStream:
             return
         self._closed = True
         self._scope.stop_reading()
+        self._frames.drop()
+        self._pipe.drop()
         for window in (self._send_window, self._receive_window):
             if window is not None:
                 window.close()

@@ -99,6 +99,9 @@ class ByteReader(Protocol):
     def buffered_bytes(self) -> int:
         """Bytes that ``readexactly`` returns without waiting."""
 
+    def drop(self) -> None:
+        """Free what was read and not returned."""
+
 
 class FrameReader:
     """Reads messages from a byte stream. Nothing over the limits is buffered, and a cancelled ``read`` loses nothing."""
@@ -130,6 +133,11 @@ class FrameReader:
     def is_ending(self) -> bool:
         """Whether a refusal or the end of the stream has begun to arrive."""
         return self._sizes is not None and self._sizes[0] == REFUSED
+
+    def drop(self) -> None:
+        """Free what has come of a message. Reference cycles may keep this object for long after the stream."""
+        self._body = b""
+        self._reader.drop()
 
     async def read(self) -> Message:
         """The next message. Its memory is reserved in ``scope`` once its first piece has come.

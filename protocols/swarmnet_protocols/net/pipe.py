@@ -8,7 +8,7 @@ that ends a stream sends a last frame, and closes its socket when the other side
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from swarmnet_protocols.net.framing import ENDED
 
@@ -48,6 +48,10 @@ class Pipe(asyncio.StreamReaderProtocol):
             self.writer.write(last_frame)
             self.reader.feed_eof()
             self._duplex.resume_reading()
+
+    def drop(self) -> None:
+        """Free what was received and not read: nothing reads it. Reference cycles may keep this object for long after the stream."""
+        cast(Any, self.reader)._buffer.clear()
 
     async def closed(self) -> None:
         """Return once the socket is closed or broken."""

@@ -193,6 +193,10 @@ class LimitedReader:
         """Bytes that have been read and not returned: ``readexactly`` returns as many without waiting."""
         return len(self._buffer)
 
+    def drop(self) -> None:
+        """Free what was read and not returned."""
+        self._buffer = bytearray()
+
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
         """As ``StreamReader.readexactly``. ``deadline`` is the sender's: it is suspended while the limiter delays the read."""
         while (missing := size_bytes - len(self._buffer)) > 0:
@@ -228,7 +232,7 @@ class LimitedReader:
     def _append(self, data: bytes) -> None:
         """Buffer what was read, and charge what was not acquired before."""
         if not data:
-            raise asyncio.IncompleteReadError(bytes(self._buffer), None)
+            raise asyncio.IncompleteReadError(bytes(self._buffer[:1]), None)  # errors outlive the stream
         acquired = min(self._acquired_bytes, len(data))
         self._acquired_bytes -= acquired
         if len(data) > acquired:

@@ -31,7 +31,7 @@ MAX_LINE_BYTES = 1024
 """Most bytes of a line of a negotiation, as in multistream-select."""
 MAX_OFFERS = 16
 """Protocols that a peer may offer for one stream."""
-MAX_BUFFERED_BYTES = 32 << 20
+MAX_BUFFERED_BYTES = 20 << 20
 """Bytes that wait to be read, over all streams of all connections. One stream grants at most 16 MiB."""
 MAX_STREAMS = 256
 """Inbound streams of one connection, as many as go-libp2p accepts before they are negotiated."""
@@ -108,6 +108,13 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
         if scope.cancelled_caught:
             await self.secured_conn.close()
             raise ConnectionClosedError("the other side takes nothing")
+
+    def drop(self, stream: YamuxStream | None = None) -> None:
+        """Free what waits to be read of a stream, or of all. Reference cycles may keep this object for long after the connection."""
+        if stream is None:
+            self.stream_buffers.clear()
+        else:
+            self.stream_buffers.pop(stream.stream_id, None)
 
     def buffered_bytes(self) -> int:
         """Bytes received and not read, over all streams."""

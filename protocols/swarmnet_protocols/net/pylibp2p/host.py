@@ -54,6 +54,10 @@ MAX_PENDING = 128
 MAX_PENDING_PER_SUBNET = 16
 CLOSE_S = 10.0
 """Seconds that a closed stream waits for the other side to close it, too."""
+MAX_CLOSING = 128
+"""Most streams that wait so. Further ones are reset: peers that never close would keep the memory of each for ``CLOSE_S``."""
+SOCKET_BYTES = 64 << 10
+"""Bytes that the socket of a stream takes before this process reads them."""
 
 _PORT_IN_USE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
@@ -76,6 +80,7 @@ class PyLibp2p(P2pd):
         self._connections: dict[PeerId, list[Connection]] = {}
         self._pending: Counter[str] = Counter()
         self._streams = 0
+        self._closing = 0
         self._max_buffered_bytes = 0
         """At least the bytes that wait to be read. Counting them takes a look at every stream."""
         self._sockets: list[socket.socket] = []
@@ -342,6 +347,7 @@ class PyLibp2p(P2pd):
             _log.debug("the connection to %s broke", connection.peer, exc_info=True)
         finally:
             connection.abort()
+            connection.yamux.drop()
             listed.remove(connection)
             if not listed:
                 self._connections.pop(connection.peer, None)
@@ -364,13 +370,14 @@ class PyLibp2p(P2pd):
                 )
             except RuntimeError:  # the loop is closed
                 ours.close()
-            await _carry(stream, theirs)
+            await self._carry(stream, theirs)
         except (*STREAM_ERRORS, PeerUnreachable) as error:
             _log.debug("a stream of %s ended: %s", connection.peer, error)
         finally:
             connection.inbound_streams -= 1
             self._streams -= 1
             await _reset(stream)
+            connection.yamux.drop(stream)
 
     async def _open(self, peer: PeerId, protocol_id: str, theirs: socket.socket, deadline_s: float) -> None:
         try:
@@ -388,7 +395,7 @@ class PyLibp2p(P2pd):
 
     async def _carry_outbound(self, peer: PeerId, stream: YamuxStream, theirs: socket.socket) -> None:
         try:
-            await _carry(stream, theirs)
+            await self._carry(stream, theirs)
         except STREAM_ERRORS as error:
             _log.debug("a stream to %s ended: %s", peer, error)
         finally:
@@ -415,6 +422,33 @@ class PyLibp2p(P2pd):
     def _connection(self, peer: PeerId) -> Connection | None:
         return next((each for each in list(self._connections.get(peer, [])) if each.is_open), None)
 
+    async def _carry(self, stream: YamuxStream, theirs: socket.socket) -> None:
+        """Carry bytes between a stream and a socket until both directions have ended."""
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        local = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+        received = trio.Event()
+        try:
+            async with trio.open_nursery() as nursery:
+
+                async def receive() -> None:
+                    is_broken = await _receive(stream, local)
+                    received.set()
+                    if is_broken:
+                        nursery.cancel_scope.cancel()
+
+                nursery.start_soon(receive)
+                await _send(local, stream)
+                if self._closing < MAX_CLOSING:
+                    self._closing += 1
+                    try:
+                        with trio.move_on_after(CLOSE_S):
+                            await received.wait()
+                    finally:
+                        self._closing -= 1
+                nursery.cancel_scope.cancel()
+        finally:
+            local.socket.close()
+
     def _make_room(self, size_bytes: int) -> None:
         """Before ``size_bytes`` more are buffered: at the limit, end the connection of the largest subnet and peer that holds the most."""
         self._max_buffered_bytes += size_bytes
@@ -434,28 +468,6 @@ class PyLibp2p(P2pd):
 
     def _all_connections(self) -> list[Connection]:
         return [each for peers in list(self._connections.values()) for each in list(peers)]
-
-
-async def _carry(stream: YamuxStream, theirs: socket.socket) -> None:
-    """Carry bytes between a stream and a socket until both directions have ended."""
-    local = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
-    received = trio.Event()
-    try:
-        async with trio.open_nursery() as nursery:
-
-            async def receive() -> None:
-                is_broken = await _receive(stream, local)
-                received.set()
-                if is_broken:
-                    nursery.cancel_scope.cancel()
-
-            nursery.start_soon(receive)
-            await _send(local, stream)
-            with trio.move_on_after(CLOSE_S):
-                await received.wait()
-            nursery.cancel_scope.cancel()
-    finally:
-        local.socket.close()
 
 
 async def _send(local: trio.SocketStream, stream: YamuxStream) -> None:
