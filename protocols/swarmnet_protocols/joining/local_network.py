@@ -37,7 +37,9 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
 
 if TYPE_CHECKING:
-    from zeroconf import DNSIncoming, DNSText, ServiceStateChange, Zeroconf
+    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf._dns import DNSText
+    from zeroconf._protocol.incoming import DNSIncoming
     from zeroconf.asyncio import AsyncServiceInfo
 
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
@@ -367,7 +369,7 @@ class _Ear(asyncio.DatagramProtocol):
         self._hear = hear
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
-        from zeroconf import DNSIncoming
+        from zeroconf._protocol.incoming import DNSIncoming
 
         now = asyncio.get_running_loop().time()
         source = self._sources.peer(str(addr[0]), now)
@@ -380,7 +382,7 @@ class _Ear(asyncio.DatagramProtocol):
 
     def _is_wanted(self, packet: "DNSIncoming") -> bool:
         """Whether an answer has a record of this swarm."""
-        from zeroconf import DNSText
+        from zeroconf._dns import DNSText
 
         if packet.num_answers + packet.num_authorities + packet.num_additionals > MAX_RECORDS:
             return False

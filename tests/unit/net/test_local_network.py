@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zeroconf import DNSOutgoing, DNSPointer, DNSText
+from zeroconf._dns import DNSPointer, DNSText
+from zeroconf._protocol.outgoing import DNSOutgoing
 
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.joining.local_network import (
