@@ -386,6 +386,13 @@ class Scope:
 
     def _lacking(self, resource: Resource, amount: int) -> "tuple[Scope, float] | None":
         """The innermost scope in which ``amount`` more is too much, and the limit there; None if there is none."""
+        *inner, system = self._path
+        in_all = system._limits.get(resource, math.inf)
+        if (system.used[resource] + amount) * 8 <= in_all:  # no share can be used up: mostly so
+            for scope in inner:
+                if scope.used[resource] + amount > (limit := scope._limits.get(resource, math.inf)):
+                    return scope, limit
+            return None
         innermost: tuple[Scope, float] | None = None
         left = math.inf
         for scope in reversed(self._path):
