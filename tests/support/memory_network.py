@@ -284,6 +284,8 @@ class MemoryTransport:
     ) -> "MemoryStream":
         if not self._open:
             raise PeerUnreachable("this peer is not on the network")
+        if peer == self._peer_id:  # as libp2p does
+            raise PeerUnreachable("a peer does not dial itself")
         stream = MemoryStream(self, peer, protocol, StreamScope.outbound(self.resources, peer, self._timing))
         self._streams[stream] = None
         answer: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()

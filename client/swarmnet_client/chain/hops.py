@@ -172,6 +172,12 @@ class LiveHop:
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
+    def end(self, error: SwarmnetError) -> None:
+        """The hop is no part of the chain any more. ``show`` raises ``error``."""
+        self.alive = False
+        if self.showing is not None and not self.showing.done():
+            self.showing.set_exception(error)
+
     async def receive(self, stream: SessionStream) -> tuple[pb.SessionReply, Buffer]:
         """The next message of ``stream`` that is no heartbeat. Raises as ``TypedStream.receive``."""
         received = await stream.receive()
@@ -238,6 +244,31 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
     if reached < blocks:
         missing.append((reached, blocks))
     return missing
+
+
+def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop], LiveHop | None]]:
+    """The parts of a route that are not open yet, each with the open hop behind it; None if it goes to the end of the chain."""
+    opened = {live.hop: live for live in hops}
+    found: list[tuple[list[Hop], LiveHop | None]] = []
+    new: list[Hop] = []
+    for hop in route:
+        if hop not in opened:
+            new.append(hop)
+        elif new:
+            found.append((new, opened[hop]))
+            new = []
+    return [*found, (new, None)] if new else found
+
+
+def displaced(hops: Sequence[LiveHop], new: Sequence[LiveHop]) -> list[LiveHop]:
+    """The hops that give way to ``new`` ones: they share blocks with one, or would be its neighbour on the same host, which cannot dial itself."""
+    return [live for live in hops if any(_excludes(each.hop, live.hop) for each in new)]
+
+
+def _excludes(one: Hop, other: Hop) -> bool:
+    if one.start < other.end and other.start < one.end:
+        return True
+    return one.peer == other.peer and (one.end == other.start or other.end == one.start)
 
 
 def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:

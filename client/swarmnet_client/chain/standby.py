@@ -57,6 +57,10 @@ class Standby:
         """Whether its last hop was told where to send its outputs."""
         return not self.hops[-1].stands_by
 
+    def repeats(self, after: LiveHop | None) -> bool:
+        """Whether its last hop is on the host of the hop ``after`` it, to which it could not link."""
+        return after is not None and after.hop.peer == self.hops[-1].hop.peer
+
     def is_ready(self, acked: int) -> bool:
         """Whether it has nearly all steps that the client has the outputs of, which are those up to ``acked``."""
         return self.hops[-1].applied + LATE_STEPS >= acked
@@ -68,6 +72,8 @@ class _Place:
 
     live: LiveHop
     sender: LiveHop | ClientLink
+    after: LiveHop | None
+    """The hop behind; None if the hop is the last one."""
     is_spare: bool = False
     preparing: asyncio.Task[None] | None = None
     standby: Standby | None = None
@@ -127,10 +133,11 @@ class Standbys:
         for place in list(self._places.values()):
             if place.live not in hops or senders[hops.index(place.live)] is not place.sender:
                 self._end(place)
-            elif (
-                (standby := place.standby)
-                and standby.is_linking
-                and standby.hops[-1].next is not followers[hops.index(place.live)]
+                continue
+            place.after = followers[hops.index(place.live)]
+            standby = place.standby
+            if standby is not None and (
+                standby.is_linking and standby.hops[-1].next is not place.after or standby.repeats(place.after)
             ):
                 self.discard(standby)
         for live, sender, after in zip(hops, senders, followers, strict=True):
@@ -138,12 +145,14 @@ class Standbys:
             is_worth_one = self.spec.standby is None and positions >= SPARE_POSITIONS
             waits = live.leaving and isinstance(sender, LiveHop) and sender.leaving and sender in self._places
             if (must_have_one or is_worth_one) and not waits:
-                place = self._places.setdefault(live, _Place(live, sender, is_spare=not must_have_one))
+                place = self._places.setdefault(
+                    live, _Place(live, sender, after, is_spare=not must_have_one)
+                )
                 if must_have_one and place.is_spare:
                     place.require()
                 is_given_up = live.leaving and self.has_given_up(live)
                 if place.standby is None and place.preparing is None and not is_given_up:
-                    place.preparing = asyncio.create_task(self._prepare(place, after, precision))
+                    place.preparing = asyncio.create_task(self._prepare(place, precision))
 
     def take(self, live: LiveHop) -> Standby | None:
         """The standby of a hop, to be installed in its place; None if it has none that is alive and fed."""
@@ -206,7 +215,7 @@ class Standbys:
 
     # ---- preparing one ----------------------------------------------------------------------------------
 
-    async def _prepare(self, place: _Place, after: LiveHop | None, precision: str | None) -> None:
+    async def _prepare(self, place: _Place, precision: str | None) -> None:
         """Open a standby and have it fed; try again as long as no host can be found."""
         try:
             while place.standby is None and not (place.live.leaving and place.failures >= ATTEMPTS):
@@ -218,7 +227,7 @@ class Standbys:
                     with contextlib.suppress(SwarmnetError):
                         await self.swarm.refresh()
                 try:
-                    route = self._route(place, after, precision)
+                    route = self._route(place, precision)
                 except NoRoute:
                     route = []
                 if not route or (place.is_spare and len(route) > 1):
@@ -231,14 +240,14 @@ class Standbys:
                 place.preparing = None
             self.changed.set()
 
-    def _route(self, place: _Place, after: LiveHop | None, precision: str | None) -> list[Hop]:
+    def _route(self, place: _Place, precision: str | None) -> list[Hop]:
         hop, announced = place.live.hop, self.swarm.span_of(place.live.hop.peer)
         # A host that has moved may have some of the blocks still, for new sessions.
         has_moved = place.live.leaving and announced not in (None, place.live.announced)
         return self.swarm.route(
             (hop.start, hop.end),
             source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
-            sink=after.hop.peer if after else None,
+            sink=place.after.hop.peer if place.after else None,
             precision=precision,
             avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set())),
         )

@@ -14,7 +14,7 @@ it cannot reach the next hop, or when an audit finds its outputs wrong. A hop wh
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -37,7 +37,9 @@ from swarmnet_client.chain.hops import (
     LiveHop,
     SessionRole,
     SessionStream,
+    displaced,
     gaps,
+    runs,
     upstream,
 )
 from swarmnet_client.chain.sessions import HopSessions
@@ -52,7 +54,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
@@ -200,18 +202,28 @@ class ChainSupervisor:
 
     def _gaps(self) -> list[tuple[int, int]]:
         """The blocks that no live hop covers, nor a standby. Closes the sessions of hops that are not alive, and installs their standbys."""
-        for live in [live for live in self._hops if not live.alive]:
+        gone = [live for live in self._hops if not live.alive]
+        self._hops = [live for live in self._hops if live.alive]
+        for live in gone:
             live.stream.close()
-            self._hops.remove(live)
             if (standby := self._standbys.take(live)) is not None:
                 self._install(standby)
         return gaps(self._hops, self._spec.blocks)
+
+    def _add(self, new: Sequence[LiveHop]) -> None:
+        """Make new hops part of the chain, and close the hops that give way to them."""
+        for live in displaced(self._hops, new):
+            live.end(Unreachable(f"{live.hop.peer} gave way to other hops"))
+            live.stream.close()
+        self._hops = sorted(
+            [*(live for live in self._hops if live.alive), *new], key=lambda live: live.hop.start
+        )
 
     def _install(self, standby: Standby) -> None:
         """Make the hops of a standby hops of the chain. ``_relink`` tells the sender, and the last of them if it does not know the next hop."""
         self._report.failovers += 1
         first, sender = standby.hops[0], standby.sender
-        self._hops = sorted([*self._hops, *standby.hops], key=lambda live: live.hop.start)
+        self._add(standby.hops)
         sender.next = first
         if isinstance(sender, LiveHop):
             sender.epoch, sender.is_switching = standby.epoch, True
@@ -221,36 +233,38 @@ class ChainSupervisor:
                 replaced.cancel()
 
     async def _fill(self) -> None:
-        """Open sessions until there is no gap. A host that fails is banned for a while, and its gap is filled in the next round."""
+        """Open sessions until there is no gap. A host that fails is banned for a while, and its blocks are filled in the next round."""
         rounds = 0
-        while missing := self._gaps():
+        while self._gaps():
             if rounds > 2:
                 await asyncio.sleep(PAUSE_S)
             if rounds > 0:
                 with contextlib.suppress(SwarmnetError):
                     await self._swarm.refresh()
-            for gap in missing:
-                source = next((live.hop.peer for live in self._hops if live.hop.end == gap[0]), None)
-                after = next((live for live in self._hops if live.hop.start == gap[1]), None)
-                try:
-                    route = self._swarm.route(
-                        gap,
-                        source=source,
-                        sink=after.hop.peer if after else None,
-                        precision=self._precision(),
-                        continues=self._continues,
-                    )
-                except HostsBusy as error:
-                    await self._wait_for_hosts(error)
-                    continue
-                except NoRoute as error:
-                    if not is_missing_experts(self._last_error):  # which is why the host is not there
-                        self._last_error = error
-                    continue
-                role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
-                opened = await self._sessions.open(route, after, self._open_failed, role=role)
-                self._hops = sorted([*self._hops, *opened], key=lambda live: live.hop.start)
             rounds += 1
+            try:
+                route = self._swarm.route(
+                    (0, self._spec.blocks),
+                    precision=self._precision(),
+                    continues=self._continues,
+                    hops=[live.hop for live in self._hops],
+                )
+            except HostsBusy as error:
+                await self._wait_for_hosts(error)
+            except NoRoute as error:
+                if not is_missing_experts(self._last_error):  # which is why the host is not there
+                    self._last_error = error
+            else:
+                await self._open(route)
+
+    async def _open(self, route: Sequence[Hop]) -> None:
+        """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and the last of them to the open hop behind."""
+        role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
+
+        async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
+            self._add(await self._sessions.open(new, after, self._open_failed, role=role))
+
+        await all_of(*(open_run(new, after) for new, after in runs(route, self._hops)))
 
     async def _wait_for_hosts(self, busy: HostsBusy) -> None:
         """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
@@ -385,9 +399,7 @@ class ChainSupervisor:
         """Replace a hop."""
         if live.alive:
             _log.info("host replaced", extra={"peer": live.hop.peer, "reason": str(error)[:200]})
-        live.alive = False
-        if live.showing is not None and not live.showing.done():
-            live.showing.set_exception(error)
+        live.end(error)
         self._last_error = error
         self._trouble.set()
 

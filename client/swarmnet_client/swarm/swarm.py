@@ -225,10 +225,11 @@ class Swarm:
         precision: str | None = None,
         avoid: frozenset[PeerId] = frozenset(),
         continues: bool = False,
+        hops: Sequence[Hop] = (),
     ) -> list[Hop]:
         """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
 
-        ``continues``: the hosts are to continue an answer, and may have refused new work.
+        ``continues``: the hosts are to continue an answer, and may have refused new work. ``hops``: open hops, which stay where they can.
 
         Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work because of their load.
         """
@@ -236,7 +237,9 @@ class Swarm:
         excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
         view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in excluded))
         try:
-            return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision)
+            return find_chain(
+                view, span, self._rng, source=source, sink=sink, precision=precision, hops=hops
+            )
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]

@@ -12,6 +12,9 @@ or estimated from network coordinates; delays between hosts are estimated, withi
 compute: clients prefer hosts with time to spare, long before steps wait at the others. A hop may begin and end inside the span that its host
 announced.
 
+No host follows itself in a chain: hosts do not dial themselves. A chain that lost hops is searched anew as a whole, with the open hops among the
+candidates (``find_chain``, ``hops``). So a gap that only the next hop's host could fill makes that hop longer, and needs no rule of its own.
+
 The search has three steps:
 
 1. ``credible`` replaces announced speeds and loads, which a host can falsify, by values that bound what a host gains by a false one.
@@ -54,6 +57,9 @@ ENOUGH_DELAYS = 3
 """Number of measured delays from which estimates are used, with the median of the measured ones as their lower bound."""
 UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
+REPLACED_S = 1.0
+"""Seconds added for each open hop that does not stay: more than hosts usually differ by, since the KV caches of its blocks are rebuilt elsewhere; and
+less than ``UNREACHABLE_COST_S``, since a hop without a neighbour that it reaches is worth nothing."""
 PRECISION_S = 1.0
 """Seconds added where a hop computes in another precision than its upstream hop, so that chains of one precision are preferred unless far slower."""
 CANDIDATES_PER_BLOCK = 8
@@ -96,6 +102,8 @@ class HostInfo:
     """Its network coordinate, as announced; None if unknown."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
+    is_hop: bool = False
+    """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not stay."""
 
     @property
     def block_s(self) -> float:
@@ -268,42 +276,52 @@ def find_chain(
     source: PeerId | None = None,
     sink: PeerId | None = None,
     precision: str | None = None,
+    hops: Sequence[Hop] = (),
 ) -> list[Hop]:
-    """Hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). ``precision``: that of the chain's other hops.
+    """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). No host follows itself.
 
-    A chain changes hosts where the span of some host begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
+    ``precision``: that of the chain so far. ``hops``: the open hops of the chain. Each of them stays as it is, and is then part of the result,
+    or gives way, which costs ``REPLACED_S``.
+
+    A chain changes hosts where the span of some host or hop begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
     each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
-    ``GUARD_MARGIN`` times as much. Banned hosts are used only for blocks without another host. Raises ``NoRoute`` with the blocks
-    that no host covers.
+    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain; then the one whose failure is oldest comes first,
+    because it is the most likely to have recovered.
+
+    Raises ``NoRoute`` with the blocks that no host covers.
     """
     view = credible(view)
     spare = {peer: max(1 - busy, LEAST_SPARE) for peer, busy in view.busy.items()}
     view = replace(
         view, block_s={peer: block_s / spare.get(peer, 1.0) for peer, block_s in view.block_s.items()}
     )
-    allowed, missing = _allowed(view, span)
-    if missing:
-        raise NoRoute(missing)
-    stretch = {host.peer: 1 + MARGIN * rng.random() for host in allowed}
-    return _search(_shortlist(view, allowed, span, stretch), view, span, stretch, (source, sink), precision)
-
-
-def _allowed(view: View, span: tuple[int, int]) -> tuple[list[HostInfo], list[tuple[int, int]]]:
-    """The hosts that may be used, and the parts of ``span`` that none covers.
-
-    Where only banned hosts are left, the one whose failure is oldest is used, because it is the most likely to have recovered.
-    """
     usable = {
         host.peer: host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]
     }
     banned = [usable.pop(peer) for peer in view.banned if peer in usable]
     allowed = list(usable.values())
-    missing = uncovered(allowed, span)
-    for host in banned:
-        if any(host.start < end and host.end > start for start, end in missing):
-            allowed.append(host)
-            missing = uncovered(allowed, span)
-    return allowed, missing
+    opened = [_as_host(hop) for hop in hops]
+    stretch = {host.peer: 1 + MARGIN * rng.random() for host in (*allowed, *banned, *opened)}
+    while True:
+        missing = uncovered([*allowed, *opened], span)
+        if not missing:
+            candidates = [*_shortlist(view, allowed, span, stretch), *opened]
+            found = _search(candidates, view, span, stretch, (source, sink), precision)
+            if found is not None:
+                return found
+        useful = [host for host in banned if not missing or _has_some(host, missing)]
+        if not useful:
+            raise NoRoute(missing or uncovered(allowed, span) or [span])
+        banned.remove(useful[0])
+        allowed.append(useful[0])
+
+
+def _as_host(hop: Hop) -> HostInfo:
+    return HostInfo(hop.peer, hop.start, hop.end, 0.0, hop.addresses, precision=hop.precision, is_hop=True)
+
+
+def _has_some(host: HostInfo, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(host.start < end and host.end > start for start, end in spans)
 
 
 def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[int, int]]:
@@ -355,6 +373,15 @@ class _Path(NamedTuple):
     """Whether the last hop goes to the end of the span."""
     before: "_Path | None"
 
+    @property
+    def key(self) -> tuple[PeerId, bool, float, bool]:
+        """What the cheapest path is kept for, at each boundary."""
+        return self.host.peer, self.host.is_hop, self.factor, self.is_final
+
+    def may_end(self, boundary: int) -> bool:
+        """Whether another host may go on from ``boundary``."""
+        return not self.is_final and (not self.host.is_hop or self.host.end == boundary)
+
     def hops(self, end: int) -> list[Hop]:
         """All hops. The last one ends at ``end``."""
         earlier = self.before.hops(self.begun) if self.before is not None else []
@@ -368,35 +395,39 @@ def _search(
     stretch: Mapping[PeerId, float],
     ends: tuple[PeerId | None, PeerId | None],
     precision: str | None,
-) -> list[Hop]:
+) -> list[Hop] | None:
     """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
 
-    A host that costs more as the last hop has two states, one that goes to the end of the span and one that leaves before, since the factor
+    None if every chain of these hosts has a host that follows itself, the ends included. A host that costs more as the last hop has two states, one that goes to the end of the span and one that leaves before, since the factor
     of its costs must be known when a path enters it.
     """
     source, sink = ends
     delays = _Delays(view)
     penalties = {host.peer: view.penalty_of(host.peer) for host in hosts}
+    replaced_s = {host.start: REPLACED_S for host in hosts if host.is_hop}
     inside = {block for host in hosts for block in (host.start, host.end) if span[0] < block < span[1]}
     paths: list[_Path] = []
     for start, end in pairwise(sorted({*span, *inside})):
         blocks = end - start
-        ready = sorted((path for path in paths if not path.is_final), key=itemgetter(0))
-        found: dict[tuple[PeerId, float, bool], _Path] = {}
+        ready = sorted((path for path in paths if path.may_end(start)), key=itemgetter(0))
+        found: dict[tuple[PeerId, bool, float, bool], _Path] = {}
         for path in paths:
             if path.host.end >= end:
-                more_s = path.factor * view.block_s[path.host.peer] * blocks
-                found[path.host.peer, path.factor, path.is_final] = path._replace(cost=path.cost + more_s)
+                more_s = path.factor * view.block_s.get(path.host.peer, 0.0) * blocks
+                more_s += replaced_s.get(start, 0.0)
+                found[path.key] = path._replace(cost=path.cost + more_s)
         for host in hosts:
-            if not host.start <= start < host.end:
+            if not host.start <= start < host.end or (host.is_hop and host.start != start):
                 continue
             peer, is_first = host.peer, start == span[0]
+            if is_first and peer == source:
+                continue
             is_dearer = bool(view.guards) and peer not in view.guards
             may_be_final = is_dearer and sink is None and host.end >= span[1]
             for is_final in (False, True) if may_be_final else (False,):
                 is_end = is_final or (is_first and source is None)
                 factor = stretch[peer] * (GUARD_MARGIN if is_dearer and is_end else 1.0)
-                here_s = view.queue_s.get(peer, 0.0) + view.block_s[peer] * blocks
+                here_s = view.queue_s.get(peer, 0.0) + view.block_s.get(peer, 0.0) * blocks
                 if is_first:
                     cost, before = factor * (view.delay_between(source, peer) + here_s), None
                     cost += PRECISION_S * (precision not in (None, host.precision))
@@ -404,18 +435,21 @@ def _search(
                     cost, before = entry[0] + factor * here_s, entry[1]
                 else:
                     continue
-                cost += penalties[peer]
-                known = found.get((peer, factor, is_final))
+                if not host.is_hop:
+                    cost += penalties[peer] + replaced_s.get(start, 0.0)
+                path = _Path(cost, host, start, factor, is_final, before)
+                known = found.get(path.key)
                 if known is None or cost < known.cost:
-                    found[peer, factor, is_final] = _Path(cost, host, start, factor, is_final, before)
+                    found[path.key] = path
         paths = list(found.values())
     complete = [
         path
         for path in paths
-        if path.is_final or sink is not None or path.host.peer in view.guards or not view.guards
+        if path.host.peer != sink
+        and (path.is_final or sink is not None or path.host.peer in view.guards or not view.guards)
     ]
     if not complete:
-        raise NoRoute(uncovered(hosts, span))
+        return None
     return min(complete, key=lambda path: path.cost + view.delay_between(path.host.peer, sink)).hops(span[1])
 
 
