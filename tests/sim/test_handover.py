@@ -13,6 +13,7 @@ from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_node.hosting.session import HostedSession
+from swarmnet_node.hosting.slots import IDLE_S
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -109,6 +110,51 @@ def test_a_host_that_leaves_hands_over_without_a_pause(reference: Reference, blo
     others = [name for name in TWO_OF_EACH if TWO_OF_EACH[name] != TWO_OF_EACH[left[0]]]
     survivors = sorted(got.computed[name] for name in others)[-2:]  # other nodes have computed for audits
     assert survivors == [whole, whole], "a survivor computed twice"
+
+
+@pytest.mark.parametrize("others", [["b2"], []], ids=["another host", "no other host"])
+def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, others: list[str]) -> None:
+    """The chain opens the blocks on another host meanwhile, or when its next step comes. The answer goes on as before."""
+
+    async def scenario(lab: Lab) -> tuple[list[int], float]:
+        for name, blocks in {**ONE_OF_EACH, **dict.fromkeys(others, (2, 4))}.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)
+        clock = asyncio.get_running_loop().time
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            tokens = await lab.generate(chain, PROMPT, 10)
+            await asyncio.sleep(1.0)
+            left, began = holder(lab, chain, 2), clock()
+            lab.nodes[left].finish(grace_s=60.0)
+            await lab.nodes[left].finished()
+            took_s = clock() - began
+            await lab.stop(left)
+            await asyncio.sleep(60.0)  # the client has given up looking for hosts
+            if not others:
+                await lab.start("late", lab.hosting((2, 4)))
+            ids = [*PROMPT, *tokens]
+            row = Row(0, len(ids) - 1, 1, 1, 0)
+            tokens.append(reference.next_token(await chain.forward((row,), torch.tensor(ids[-1:]))))
+        return tokens, took_s
+
+    tokens, took_s = simulate(reference, scenario, limit_s=300.0)
+    assert tokens == reference.greedy(PROMPT, 11)
+    assert took_s <= 2.0
+
+
+def test_a_host_that_leaves_ends_the_sessions_of_a_client_that_does_not_answer(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> float:
+        node = await lab.start("a", lab.hosting((0, 6)))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            await lab.generate(chain, PROMPT, 4)
+            lab.network.hang(lab.peer_id("client"))
+            began = asyncio.get_running_loop().time()
+            node.finish(grace_s=60.0)
+            await node.finished()
+            return asyncio.get_running_loop().time() - began
+
+    assert simulate(reference, scenario, limit_s=100.0) <= IDLE_S + 3.0
 
 
 def test_a_host_hands_over_to_two_that_share_its_blocks(reference: Reference) -> None:

@@ -1,6 +1,7 @@
 """In-flight steps: the steps of a chain that were sent and not answered, and the activation log that sends and replays them. No I/O."""
 
 import asyncio
+import math
 
 import torch
 
@@ -26,11 +27,17 @@ class StepsInFlight:
         self._received: set[int] = set()
         self._acked = 0
         self._failure: SwarmnetError | None = None
+        self._rests_since = -math.inf
+        """Loop time at which the last step ended its wait."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no step waits for its outputs."""
         return not self._waiting
+
+    def rests(self, seconds: float) -> bool:
+        """Whether no step has waited for its outputs for this many seconds."""
+        return self.is_empty and asyncio.get_running_loop().time() >= self._rests_since + seconds
 
     @property
     def acked(self) -> int:
@@ -53,6 +60,7 @@ class StepsInFlight:
             return await future
         finally:
             del self._waiting[step.seq]
+            self._rests_since = asyncio.get_running_loop().time()
 
     def complete(self, output: pb.Output, payload: Buffer) -> bool:
         """Give the outputs in ``payload`` to the step that ``output`` names. Returns False if that step does not wait: a replay may answer twice.

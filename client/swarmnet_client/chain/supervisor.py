@@ -68,6 +68,9 @@ _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
 """Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
+RESTS_S = 0.5
+"""Seconds without a step in flight after which a hop that leaves is let go before another host is ready. Longer than between two tokens of an
+answer, which would wait for a replay; and short, because a host that is asked to stop waits for its sessions."""
 
 
 class ChainSupervisor:
@@ -112,7 +115,7 @@ class ChainSupervisor:
         self._blame = Blame(swarm)
         self._wait_budget = WaitBudget()
         self._is_resting = False
-        """Whether a host has ended an idle session: the hop is opened again before the next step."""
+        """Whether hops are missing while no step is in flight: they are opened before the next step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
 
     async def run(self) -> NoReturn:
@@ -136,17 +139,32 @@ class ChainSupervisor:
 
     async def _keep_whole(self) -> NoReturn:
         while True:
+            leaves = any(live.leaving for live in self._hops)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._swarm.timing.stall_s / 4):
+                async with asyncio.timeout(RESTS_S if leaves else self._swarm.timing.stall_s / 4):
                     await self._trouble.wait()
             self._trouble.clear()
             self._drop_stuck_hop()
             await self._hand_over()
             if not (self._is_resting and self._in_flight.is_empty):
                 self._is_resting = False
-                await self._repair()
+                await self._repair_or_rest()
+            if not self._is_resting:
                 positions = sum(self._in_flight.outbox.log.lengths.values())
                 self._standbys.keep(self._hops, self._client_link, self._precision(), positions)
+
+    async def _repair_or_rest(self) -> None:
+        """Repair the chain. Where that is not possible and no step waits for it, try again at the next step. Otherwise raises what ``_repair`` raises."""
+        may_rest = self._continues and self._in_flight.is_empty
+        try:
+            await self._repair()
+        except SwarmnetError as error:
+            if not may_rest:
+                raise
+            _log.info("the chain rests until the next step: %s", error)
+            self._is_resting = True
+            if not self._in_flight.is_empty:  # a step has come meanwhile
+                self._trouble.set()
 
     async def _repair(self) -> None:
         loop = asyncio.get_running_loop()
@@ -189,7 +207,10 @@ class ChainSupervisor:
             sent = live.applied
 
     async def _hand_over(self) -> None:
-        """Have standbys take over from hops whose hosts are about to stop: first link to the hop behind, then become the hop."""
+        """Have standbys take over from hops whose hosts are about to stop: first link to the hop behind, then become the hop.
+
+        A chain without a step in flight lets go of such a hop at once: the log of the hop before it rebuilds its successor.
+        """
         for live, after in zip(self._hops, [*self._hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
             if standby is not None and standby.is_linked:
@@ -197,7 +218,7 @@ class ChainSupervisor:
                 self._drop(live, Unreachable(f"{live.hop.peer} is about to stop"))
             elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
                 await self._link(standby.hops[-1], after)
-            elif live.alive and live.leaving and self._standbys.has_given_up(live):
+            elif live.alive and live.leaving and (self._in_flight.rests(RESTS_S) or self._standbys.has_given_up(live)):
                 self._fail(live, Unreachable(f"{live.hop.peer} is about to stop"))
 
     def _gaps(self) -> list[tuple[int, int]]:

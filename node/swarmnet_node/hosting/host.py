@@ -34,7 +34,14 @@ from swarmnet_node.hosting.adapter_upload import AdapterUpload
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.passes import HostedPass, PassStream
-from swarmnet_node.hosting.session import HostedSession, LinkStream, SessionParts, SessionStream, idle
+from swarmnet_node.hosting.session import (
+    HostedSession,
+    LinkStream,
+    SessionParts,
+    SessionStream,
+    idle,
+    leaving,
+)
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
@@ -54,6 +61,8 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
+LEAVE_LOOK_S = 1.0
+"""Seconds between two looks of a host that leaves at the sessions that it still has."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +153,25 @@ class Host:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new sessions and passes, ask clients to move their sessions, and return when all have ended."""
+        """Refuse new sessions and passes, ask clients to move their sessions, and return when all have ended.
+
+        Sessions without work for ``IDLE_S`` are ended: their clients do not answer, and wait for nothing.
+        """
         self.leaving = True
         await asyncio.gather(*(session.announce_leaving() for session in self.sessions))
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: not self._sessions and not self._system.used[Resource.PASSES]
-            )
+        since = asyncio.get_running_loop().time()
+
+        def is_free() -> bool:
+            return not self._sessions and not self._system.used[Resource.PASSES]
+
+        while not is_free():
+            now = asyncio.get_running_loop().time()
+            for session in self.sessions:
+                if now >= since + IDLE_S and session.slot is not None and session.slot.is_idle(now):
+                    session.end_leaving()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_LOOK_S), self._changed:
+                    await self._changed.wait_for(is_free)
 
     def switch(self, engine: Engine, start: int) -> None:
         """Serve the blocks of another engine from now on. Present sessions and passes continue with the old engine: see ``drain``."""
@@ -347,7 +368,7 @@ class Host:
 
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
         if self.leaving:
-            raise Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
+            raise leaving()
         if wanted.swarm != self._model.swarm:
             raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this host belongs to another swarm")
         if wanted.manifest != self._model.manifest:

@@ -197,6 +197,10 @@ class HostedSession:
         """End the session, because the host has moved to other blocks."""
         self._fail(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
 
+    def end_leaving(self) -> None:
+        """End the session, because the host is about to stop."""
+        self._fail(leaving())
+
     def shed(self) -> None:
         """End the session, because the host is over its owner's memory limit."""
         self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
@@ -602,3 +606,8 @@ class HostedSession:
 def idle() -> Refusal:
     """The refusal of a session, pass or link that is ended because it had no work."""
     return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other clients wait")
+
+
+def leaving() -> Refusal:
+    """The refusal of a host that is about to stop."""
+    return Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")
