@@ -19,6 +19,7 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.threads import compute_on
@@ -105,7 +106,7 @@ class Batcher:
         self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._room = math.inf
         self._kept = KEPT_POSITIONS
-        self._answer_s = 1.0
+        self._answer_s = 0.0
         self._past_failovers = 0
         self._past_wrong_hosts = 0
 
@@ -159,7 +160,7 @@ class Batcher:
             yield answer
             if answer.finish_reason is not None:
                 took_s = asyncio.get_running_loop().time() - started
-                self._answer_s += SMOOTHING * (took_s - self._answer_s)
+                self._answer_s = averaged(self._answer_s, took_s, SMOOTHING)
                 self._room += 1
         finally:
             if answer in self._waiting:

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.model.speculation import common_prefix
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 
@@ -87,8 +88,7 @@ class DraftModelSequence:
         while len(self._held) + len(coming) <= self._model.config.max_position_embeddings:
             started = self._clock()
             probabilities = self._forward(coming)
-            seconds = self._clock() - started
-            self._token_s += (_SMOOTHING if self._token_s else 1.0) * (seconds - self._token_s)
+            self._token_s = averaged(self._token_s, self._clock() - started, _SMOOTHING)
             probability, token = probabilities.max(dim=-1)
             coming = [int(token)]
             yield coming[0], float(probability)

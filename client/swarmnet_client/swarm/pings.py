@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
@@ -132,8 +133,7 @@ class PingMonitor:
 
     async def _ping_once(self, stream: PingStream) -> None:
         answer, peer = await ping(stream, self._rng), stream.peer
-        known_s = self.delay_s.get(peer, answer.delay_s)
-        self.delay_s[peer] = known_s + SMOOTHING * (answer.delay_s - known_s)
+        self.delay_s[peer] = averaged(self.delay_s.get(peer, 0.0), answer.delay_s, SMOOTHING)
         self.queue_s[peer] = answer.queue_s
         self.busy[peer] = answer.busy
         self.cache_free[peer] = answer.cache_free

@@ -41,6 +41,7 @@ from swarmnet_node.engine.scheduler import (
     shared_tokens,
 )
 from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.limits.resources import (
@@ -159,7 +160,7 @@ class Engine:
         """By the stopwatch."""
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
-        """Seconds for one position in a forward, averaged."""
+        """Seconds for one position in a forward, averaged; 0 before the first one."""
         self.position_s = 0.0
         """Seconds for one position in a forward of many, averaged; 0 before the first one."""
         self._forward_s = 0.0
@@ -438,7 +439,7 @@ class Engine:
         self.counters.positions += work.positions
         elapsed_s = self._elapsed_s(started)
         self.counters.pass_s.observe(elapsed_s)
-        self._pass_position_s += SMOOTHING * (elapsed_s / work.positions - self._pass_position_s)
+        self._pass_position_s = averaged(self._pass_position_s, elapsed_s / work.positions, SMOOTHING)
         if not work.done.done():
             work.done.set_result(result)
 
@@ -466,10 +467,10 @@ class Engine:
         self.counters.positions += tokens
         self.counters.forward_s.observe(elapsed_s)
         self.counters.forward_positions.observe(tokens)
-        self.token_s += SMOOTHING * (elapsed_s / tokens - self.token_s)
+        self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)
         if tokens >= SHORT_TOKENS:
-            before = self.position_s or elapsed_s / tokens
-            self.position_s = before + SMOOTHING * (elapsed_s / tokens - before)
+            self.position_s = averaged(self.position_s, elapsed_s / tokens, SMOOTHING)
+        # From 0: the first forward is most often of a prompt, and steps of one token would wait as long for each other.
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _StepWork) -> None:

@@ -37,6 +37,22 @@ def test_work_that_waits_together_is_computed_together() -> None:
 FORWARD_S = 0.02
 
 
+def test_the_time_of_a_position_is_the_measured_one_from_the_first_forward_on() -> None:
+    """An average that begins at 0 would have a fresh host announce a tenth of its time."""
+
+    async def main() -> None:
+        real = cast(Stage, Doubling())
+        clock = asyncio.get_running_loop().time
+        with TimedExecutor(FORWARD_S) as executor:
+            running = Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock)
+            async with running as engine:
+                for _ in range(3):
+                    await engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))])
+                    assert engine.token_s == pytest.approx(FORWARD_S)
+
+    run(main())
+
+
 def in_virtual_time(
     use: Callable[[Engine, Stage, Callable[[], float]], Coroutine[Any, Any, None]],
 ) -> Doubling:
