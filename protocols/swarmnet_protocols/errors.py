@@ -89,6 +89,19 @@ class OutOfResources(SwarmnetError):
     """Memory, disk or a quota is used up."""
 
 
+class NoRoom(OutOfResources):
+    """Sequences are longer than what the hosts keep for one client. Waiting does not help."""
+
+    def __init__(self, positions: int, room: int) -> None:
+        """``positions`` are needed; the hosts have room for ``room``."""
+        super().__init__(
+            f"{positions} positions are needed, and the hosts have room for {room} of one client",
+            hint="send a shorter text; or give a host more memory: --max-cache or --client-share of swarmnet join",
+        )
+        self.positions = positions
+        self.room = room
+
+
 class IntegrityError(SwarmnetError):
     """Bytes do not match their hash, signature or header."""
 

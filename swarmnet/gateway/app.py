@@ -84,7 +84,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.model = name_for_peers(self.engine.local.name)
-        self.parser = BodyParser(self.engine.max_length)
+        self.parser = BodyParser(self.engine.context)
         self._metrics = GatewayMetrics(self.model, self.engine.batcher)
         self._quotas = QuotaTracker(self.quota)
         self._tokenizer = PromptTokenizer(self.engine)
@@ -249,9 +249,9 @@ class Gateway:
             self._tokenizer.check_ids(prompt, prepared.param)
             room = self.engine.max_length - len(prompt)
             if not 1 <= len(prompt) < self.engine.max_length:
-                message = (
-                    f"the prompt has {len(prompt)} tokens; this model takes 1 to {self.engine.max_length - 1}"
-                )
+                most = self.engine.max_length
+                who = "this model takes" if most == self.engine.context else "its hosts have room for"
+                message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
                 raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
             for _ in range(body.n):
                 sampling = Sampling(

@@ -58,6 +58,8 @@ def api_error(error: Exception) -> ApiError:
 def swarm_error(error: errors.SwarmnetError) -> ApiError:
     """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
+    if isinstance(error, errors.NoRoom):
+        return ApiError(400, message, "context_length_exceeded")
     if isinstance(error, Busy | errors.HostsBusy):
         wait_s = max(1, math.ceil(error.retry_after_s))
         return ApiError(503, message, "overloaded", "server_error", retry_after_s=wait_s)

@@ -192,6 +192,7 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, stays=True)
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, missing_experts="0:4-7,9")
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, may_switch=True, load=0.75)
+    yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, room=5696)
     record = Record(
         swarm=_MANIFEST,
         topic="hosts/" + _MANIFEST.hex(),

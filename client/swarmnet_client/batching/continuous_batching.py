@@ -20,7 +20,14 @@ from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.averages import averaged
-from swarmnet_protocols.errors import ConfigError, NoRoute, NotAuthorised, OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import (
+    ConfigError,
+    NoRoom,
+    NoRoute,
+    NotAuthorised,
+    OutOfResources,
+    SwarmnetError,
+)
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
@@ -96,9 +103,14 @@ class Batcher:
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
         draft_model: DraftModel | None = None,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``open_chain`` opens chains whose sequences are long enough for every request. ``draft_model`` drafts, besides the texts themselves."""
+        """``open_chain`` opens chains whose sequences are long enough for every request. ``draft_model`` drafts, besides the texts themselves.
+
+        ``room``: positions of this client that the hosts have room for.
+        """
         self._draft_model = draft_model
+        self._hosts_room = room
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
@@ -118,9 +130,10 @@ class Batcher:
         open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
         draft_model: DraftModel | None = None,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> AsyncIterator["Batcher"]:
         """A batcher that answers while the context is open."""
-        batcher = cls(head, open_chain, limits, draft_model)
+        batcher = cls(head, open_chain, limits, draft_model, room)
         try:
             yield batcher
         finally:
@@ -180,7 +193,8 @@ class Batcher:
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
-        group = SequenceGroup(size, self._head, self._open_chain, self._kept, self._draft_model)
+        kept = int(min(self._kept, self._hosts_room()))
+        group = SequenceGroup(size, self._head, self._open_chain, kept, self._draft_model)
         self._groups[group] = asyncio.create_task(self._keep(group), name="sequences")
         return group
 
@@ -216,6 +230,8 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
     """Whether an answer continues on another chain after ``why``. Counts the attempt."""
     if isinstance(why, NoRoute | NotAuthorised | ConfigError):
         return False
+    if isinstance(why, NoRoom) and len(answer.request.ids) + len(answer.ids) > why.room:
+        return False  # it would not fit alone either
     if len(answer.ids) > answer.ids_at_retry:
         answer.retries, answer.ids_at_retry = 0, len(answer.ids)
     answer.retries += 1
@@ -224,16 +240,22 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
 
 @dataclass(frozen=True)
 class BatchingEngine:
-    """One model. ``end_ids`` end an answer; a prompt and its answer have at most ``max_length`` positions together."""
+    """One model. ``end_ids`` end an answer."""
 
     local: LocalModel
     tokenizer: Any
     batcher: Batcher
     swarm: Swarm
-    max_length: int
+    context: int
+    """Most positions that the model takes."""
     end_ids: frozenset[int]
     speculates: bool
     """Whether answers are decoded speculatively."""
+
+    @property
+    def max_length(self) -> int:
+        """Most positions of a prompt and its answer: the model's, or fewer where the hosts have no room for them."""
+        return int(min(self.context, self.swarm.room((0, self.local.manifest.blocks))))
 
     @property
     def missing(self) -> list[tuple[int, int]]:
@@ -273,6 +295,7 @@ async def open_engine(
             lambda: Chain.open(swarm, spec, local_layers.embed),
             limits,
             draft_model,
+            lambda: swarm.room((0, spec.blocks)),
         ) as batcher:
             ends = frozenset(local.end_ids(tokenizer))
             yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends, speculates)

@@ -11,7 +11,7 @@ not notice, except by the time it takes.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
 import torch
@@ -21,7 +21,7 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionS
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import NoRoom, OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.chain_search import Hop
@@ -84,7 +84,7 @@ class Chain:
         """Send new positions ([P] ids or [P, D] embeddings) through all blocks; returns the wanted outputs, [wanted, D], row after row.
 
         Long rows travel in chunks, so that every hop of the chain computes at the same time. Waits through failures as long as every
-        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``OutOfResources`` when the hosts are full or a
+        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``NoRoom`` for a prompt that is too long for the hosts, ``OutOfResources`` when they are full or a
         sequence would pass ``max_length``, ``Unreachable`` when every attempt to repair the chain fails, ``ConfigError`` for an
         adapter that lacks blocks or when independent hosts refuse what the client sends, ``ProtocolViolation`` for rows against
         ``session.steps``.
@@ -95,9 +95,25 @@ class Chain:
                 f"{longest} positions in a session of {self._spec.max_length}",
                 hint="open the session with a larger max_length",
             )
+        await self._check_room(rows)
         self.report.trips += 1
         with self._spec.trace.trip() if self._spec.trace else nullcontext():
             return await self._trip(rows, values)
+
+    async def _check_room(self, rows: tuple[Row, ...]) -> None:
+        """Raise ``NoRoom`` for a prompt that no known hosts have room for, before any of it is computed.
+
+        Tokens of an answer go on: hosts with more room may come while the chain looks for them.
+        """
+        lengths = self.lengths | {row.sequence: row.end for row in rows}
+        positions = sum(lengths.values()) + self._spec.prefix_positions * len(lengths)
+        blocks = 0, self._spec.blocks
+        if positions > self._swarm.room(blocks) and any(row.count > row.outputs for row in rows):
+            with suppress(SwarmnetError):  # announcements may be old
+                await self._swarm.refresh()
+            if positions > (room := self._swarm.room(blocks)):
+                raise NoRoom(positions, int(room))
+        self._supervisor.need(positions)
 
     async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         parts = cut(rows)

@@ -12,6 +12,7 @@ from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
     MissingExperts,
+    NoRoom,
     NoRoute,
     NotAuthorised,
     SwarmnetError,
@@ -33,6 +34,8 @@ PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
+FULL_ATTEMPTS = 3
+"""As ``ATTEMPTS``, where a host had no room: each attempt has it compute the prompt up to there again."""
 
 
 class Suspects:
@@ -136,20 +139,27 @@ class RetryPolicy:
         self._repaired_at = 0.0
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name a time to wait."""
-        if self._attempts <= 2:  # another host may have room
+        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name a time to wait.
+
+        Hosts without room are asked at once, then after twice the time each.
+        """
+        if self._attempts <= (1 if is_full(error) else 2):  # another host may have room
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
+        if is_full(error):
+            asked_s *= 2.0 ** (self._attempts - 2)
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
-    def is_given_up(self, now: float, *, idle: bool) -> bool:
-        """Count one more failure; True after ``ATTEMPTS`` in a row over at least ``recover_s``.
+    def is_given_up(self, now: float, error: SwarmnetError | None = None, *, idle: bool) -> bool:
+        """Count one more failure, which was ``error``; True after ``ATTEMPTS`` in a row over at least ``recover_s``, or ``FULL_ATTEMPTS`` for lack of room.
 
         An ``idle`` chain had nothing to answer: if it held for ``recover_s`` since its last repair, counting begins anew.
         """
         if self._attempts == 0 or (idle and now > self._repaired_at + self._recover_s):
             self._attempts, self._since = 0, now
         self._attempts += 1
+        if is_full(error) and self._attempts > FULL_ATTEMPTS:
+            return True
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
     def repaired(self, now: float) -> None:
@@ -161,6 +171,11 @@ class RetryPolicy:
         self._attempts = 0
 
 
+def is_full(error: SwarmnetError | None) -> bool:
+    """Whether a host refused because it has no room at the moment."""
+    return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+
+
 def is_missing_experts(error: SwarmnetError | None) -> bool:
     """Whether a host refused because experts that it needs are out of reach."""
     return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_MISSING_EXPERTS
@@ -168,7 +183,7 @@ def is_missing_experts(error: SwarmnetError | None) -> bool:
 
 def explain(error: SwarmnetError) -> SwarmnetError:
     """The error for the user after many attempts. ``error`` ended the last attempt."""
-    if isinstance(error, NoRoute | NotAuthorised):
+    if isinstance(error, NoRoom | NoRoute | NotAuthorised):
         return error
     if isinstance(error, IncompatibleVersion):
         return IncompatibleVersion(
@@ -176,7 +191,7 @@ def explain(error: SwarmnetError) -> SwarmnetError:
         )
     if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED:
         return NotAuthorised(str(error), hint=error.hint)
-    if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY:
+    if isinstance(error, Refused) and is_full(error):
         return ResourceLimitReached(
             f"the hosts have no room: {error}",
             error.retry_after_s,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, SessionRole
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NoRoom, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
@@ -100,6 +100,7 @@ class Standbys:
     link_client: Callable[[LiveHop, int], asyncio.Task[None]]
     changed: asyncio.Event
     _places: dict[LiveHop, _Place] = field(default_factory=dict)
+    _positions: int = 0
 
     def of(self, live: LiveHop) -> Standby | None:
         """The standby of a hop, once it is fed."""
@@ -128,6 +129,7 @@ class Standbys:
 
         ``positions``: those that a replay of the session would send.
         """
+        self._positions = positions
         senders: list[LiveHop | ClientLink] = [client, *hops[:-1]]
         followers: list[LiveHop | None] = [*hops[1:], None]
         for place in list(self._places.values()):
@@ -228,7 +230,7 @@ class Standbys:
                         await self.swarm.refresh()
                 try:
                     route = self._route(place, precision)
-                except NoRoute:
+                except (NoRoute, NoRoom):
                     route = []
                 if not route or (place.is_spare and len(route) > 1):
                     place.refusing.clear()
@@ -249,6 +251,7 @@ class Standbys:
             source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
             sink=place.after.hop.peer if place.after else None,
             precision=precision,
+            positions=self._positions,
             avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set())),
         )
 

@@ -49,6 +49,7 @@ from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
     HostsBusy,
+    NoRoom,
     NoRoute,
     ProtocolViolation,
     SwarmnetError,
@@ -114,6 +115,8 @@ class ChainSupervisor:
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
         self._wait_budget = WaitBudget()
+        self._positions = 0
+        """Positions of all sequences, with those that are about to be sent."""
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
@@ -129,6 +132,13 @@ class ChainSupervisor:
         await self._sessions.close()
         for live in self._hops:
             live.stream.close()
+
+    def need(self, positions: int) -> None:
+        """The sequences of the chain are about to have this many positions together: hops whose hosts lack the room are replaced."""
+        self._positions = positions
+        for live in self._hops:
+            if self._swarm.lacks_room(live.hop.peer, positions):
+                self._drop(live, NoRoom(positions, int(self._swarm.room((live.hop.start, live.hop.end)))))
 
     def wake(self) -> None:
         """A step is about to be sent: open again the hops whose idle sessions were ended."""
@@ -172,7 +182,8 @@ class ChainSupervisor:
             async with asyncio.timeout(self._swarm.timing.recover_s) as self._deadline:
                 if missing := self._gaps():
                     self._report.failovers += bool(self._report.route)
-                    if self._retries.is_given_up(loop.time(), idle=self._in_flight.is_empty):
+                    is_idle = self._in_flight.is_empty
+                    if self._retries.is_given_up(loop.time(), self._last_error, idle=is_idle):
                         raise self._explain(missing) from self._last_error
                     await asyncio.sleep(self._retries.pause_s(self._last_error))
                     await self._fill()
@@ -269,7 +280,12 @@ class ChainSupervisor:
                     precision=self._precision(),
                     continues=self._continues,
                     hops=[live.hop for live in self._hops],
+                    positions=self._positions,
                 )
+            except NoRoom as error:
+                if not self._continues or rounds > 2:  # the directory was read: no host with more room has come
+                    raise
+                self._last_error = error
             except HostsBusy as error:
                 await self._wait_for_hosts(error)
             except NoRoute as error:

@@ -28,7 +28,7 @@ from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
-from swarmnet_protocols.errors import HostsBusy, NoRoute, SwarmnetError
+from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.joining.peer_clocks import advise_on_clock
@@ -97,6 +97,8 @@ class Swarm:
         """Blocks [start, end) some of which no known host has: the next refresh looks for their hosts."""
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
+        self._rooms: dict[tuple[int, int], float] = {}
+        """Results of ``room`` for these hosts: it is asked at each step."""
         self._exclusions = Exclusions()
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
@@ -201,6 +203,7 @@ class Swarm:
             if sought is not None:
                 found = await self._announced.refresh(blocks=sought)
             if found:
+                self._rooms.clear()
                 now, allowed = self._now(), self._trust.hosts
                 self._hosts = {
                     each.info.peer: each.info
@@ -226,15 +229,21 @@ class Swarm:
         avoid: frozenset[PeerId] = frozenset(),
         continues: bool = False,
         hops: Sequence[Hop] = (),
+        positions: int = 0,
     ) -> list[Hop]:
         """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
 
         ``continues``: the hosts are to continue an answer, and may have refused new work. ``hops``: open hops, which stay where they can.
+        ``positions``: what the chain's sequences need together; hosts that announce less room are not used.
 
-        Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work because of their load.
+        Raises ``NoRoute``; ``HostsBusy`` where only hosts are missing that have refused work because of their load; ``NoRoom`` where
+        all hosts of a block lack room.
         """
+        if positions > (room := self.room(span)):
+            raise NoRoom(positions, int(room))
         view = self._view(explore=self._rng.random() < EXPLORE)
         excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
+        excluded |= {host.peer for host in self.hosts if host.room < positions}
         view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in excluded))
         try:
             return find_chain(
@@ -270,6 +279,20 @@ class Swarm:
             and any(each.info.start < end and start < each.info.end for start, end in missing)
         )
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
+
+    def room(self, span: tuple[int, int]) -> float:
+        """Positions of this client that fit into a chain over ``span`` [start, end), as hosts announce. Infinite while some block has no known host."""
+        if span not in self._rooms:
+            self._rooms[span] = min(
+                max((host.room for host in self.hosts if host.start <= block < host.end), default=math.inf)
+                for block in range(*span)
+            )
+        return self._rooms[span]
+
+    def lacks_room(self, peer: PeerId, positions: int) -> bool:
+        """Whether a host announces less room than ``positions``."""
+        info = self._hosts.get(peer)
+        return info is not None and info.room < positions
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether other hosts have all blocks of ``hop``."""
@@ -311,6 +334,7 @@ class Swarm:
         """A host gave wrong outputs: do not use it, even if no other host has its blocks."""
         self._exclusions.convict(peer, self._now())
         self._hosts.pop(peer, None)
+        self._rooms.clear()
 
     # ---- inside ------------------------------------------------------------------------------------------
 

@@ -231,6 +231,11 @@ class Engine:
         positions = self._passes[0].positions if self._passes else 0
         return self.token_s * tokens + self._pass_position_s * positions
 
+    @property
+    def room(self) -> int:
+        """Positions that one client may have in KV caches of all blocks of the stage."""
+        return self.stage.geometry.positions_in(self.client_cache_bytes(self.max_cache_bytes))
+
     def limit_caches(self, max_bytes: int) -> None:
         """Set the limit on the bytes of all KV caches. Existing caches are kept even above it; graphs are dropped to fit."""
         self.max_cache_bytes = max_bytes

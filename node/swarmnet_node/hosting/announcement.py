@@ -71,6 +71,7 @@ class Announcement:
             step_s=self.step_s,
             token_s=engine.token_s if engine else 0.0,
             cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
+            room=engine.room if engine else 0,
             sessions=self.sessions,
             addresses=listed(sorted(self.addresses, key=_is_loopback)),
             public_name=self.public_name,

@@ -181,6 +181,7 @@ def read_announcement(record: Record, manifest: bytes) -> Announced | None:
         precision=body.precision if PRECISION.fullmatch(body.precision) else "",
         coordinate=read_coordinate(body.coordinate),
         record=record.sealed,
+        room=body.room or math.inf,
     )
     return Announced(info, body, record.sequence, record.expires_at)
 

@@ -102,6 +102,8 @@ class HostInfo:
     """Its network coordinate, as announced; None if unknown."""
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
+    room: float = field(default=math.inf, compare=False)
+    """Positions of one client for which it has KV caches of all its blocks, as announced; infinite if unknown."""
     is_hop: bool = False
     """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not stay."""
 

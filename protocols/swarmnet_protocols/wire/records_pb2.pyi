@@ -52,7 +52,7 @@ class SignedRecord(_message.Message):
     def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class HostRecord(_message.Message):
-    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "coordinate", "next_start", "next_end", "stays", "missing_experts", "may_switch", "load")
+    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "coordinate", "next_start", "next_end", "stays", "missing_experts", "may_switch", "load", "room")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class HostRecord(_message.Message):
     MISSING_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     MAY_SWITCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     start: int
     end: int
@@ -95,7 +96,8 @@ class HostRecord(_message.Message):
     missing_experts: str
     may_switch: bool
     load: float
-    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ..., next_start: _Optional[int] = ..., next_end: _Optional[int] = ..., stays: _Optional[bool] = ..., missing_experts: _Optional[str] = ..., may_switch: _Optional[bool] = ..., load: _Optional[float] = ...) -> None: ...
+    room: int
+    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ..., next_start: _Optional[int] = ..., next_end: _Optional[int] = ..., stays: _Optional[bool] = ..., missing_experts: _Optional[str] = ..., may_switch: _Optional[bool] = ..., load: _Optional[float] = ..., room: _Optional[int] = ...) -> None: ...
 
 class ExpertsRecord(_message.Message):
     __slots__ = ("manifest", "state", "protocol", "blocks", "addresses", "version", "public_name", "precision", "row_s", "capacity")

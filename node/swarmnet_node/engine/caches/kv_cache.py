@@ -81,6 +81,12 @@ class KVGeometry:
         """Bytes that a new cache allocates for ``length`` positions, exactly."""
         return self.bytes_of(_capacity_for(length))
 
+    def positions_in(self, size_bytes: int) -> int:
+        """Positions of the longest sequence whose cache has at most ``size_bytes``."""
+        if self.states is not None:
+            size_bytes -= self.states.nbytes
+        return max(0, size_bytes // self.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS)
+
     def bytes_of(self, capacity: int) -> int:
         """Bytes of a cache of this capacity, in positions."""
         return capacity * self.bytes_per_position + (self.states.nbytes if self.states and capacity else 0)
