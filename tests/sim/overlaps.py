@@ -23,7 +23,7 @@ from tests.support.tiny import BLOCKS
 Span = tuple[int, int]
 PROMPT = [5, 6, 7, 8, 9] * 8
 TOKENS = 24
-MESSAGES = 160
+MESSAGES = 220
 """About as many messages as an answer takes: the first fault comes at one of them."""
 SOON = 25
 """The second fault comes at most this many messages after the first: most often during its repair."""
@@ -49,16 +49,17 @@ def covers(spans: list[Span]) -> bool:
     return {block for start, end in spans for block in range(start, end)} == set(range(BLOCKS))
 
 
-def kind_of(delivery: Delivery) -> str:
+def kind_of(delivery: Delivery, client: PeerId) -> str:
     """The kind of a message of a session or link, or "" for heartbeats and other protocols."""
-    header = delivery.message.header
-    if delivery.protocol.id == LINK.id:
-        request = pb.LinkRequest.FromString(header).WhichOneof("kind")
-        return request if request in ("link", "step") else ""
-    if delivery.protocol.id != SESSION.id:
-        return ""
-    kind = pb.SessionRequest.FromString(header).WhichOneof("kind")
-    return kind if kind in ("open", "relink", "tee", "show") else ""
+    header, kind = delivery.message.header, None
+    if delivery.protocol.id == SESSION.id:
+        message = pb.SessionRequest if delivery.source == client else pb.SessionReply
+        kind = message.FromString(header).WhichOneof("kind")
+    elif delivery.protocol.id == LINK.id:
+        # Of a reply, only the first field is set: 1 is ``linked``, where a request has ``link``.
+        kind = pb.LinkRequest.FromString(header).WhichOneof("kind")
+        kind = None if kind == "step" and len(delivery.message.payload) == 0 else kind
+    return "" if kind in (None, "heartbeat") else kind
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Faults:
         await asyncio.gather(*self._tasks)
 
     def _observe(self, delivery: Delivery) -> None:
-        if self.left <= 0 or not (kind := kind_of(delivery)):
+        if self.left <= 0 or not (kind := kind_of(delivery, self.lab.peer_id("client"))):
             return
         self._countdown -= 1
         if self._countdown > 0:

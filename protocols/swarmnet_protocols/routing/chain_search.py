@@ -57,6 +57,9 @@ ENOUGH_DELAYS = 3
 """Number of measured delays from which estimates are used, with the median of the measured ones as their lower bound."""
 UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
+PAIRS_AGAIN = 4
+"""Searches of which one chooses two hosts that did not reach each other before banned hosts. An attempt at such a pair takes the timeout of a dial;
+most banned hosts refuse at once."""
 REPLACED_S = 1.0
 """Seconds added for each open hop that does not stay: more than hosts usually differ by, since the KV caches of its blocks are rebuilt elsewhere; and
 less than ``UNREACHABLE_COST_S``, since a hop without a neighbour that it reaches is worth nothing."""
@@ -287,8 +290,9 @@ def find_chain(
 
     A chain changes hosts where the span of some host or hop begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
     each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
-    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain; then the one whose failure is oldest comes first,
-    because it is the most likely to have recovered.
+    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain, or none whose neighbours reach each other; then the
+    one whose failure is oldest comes first, because it is the most likely to have recovered. Two hosts that did not reach each other may have
+    recovered, too: at one search of ``PAIRS_AGAIN`` they are tried before banned hosts.
 
     Raises ``NoRoute`` with the blocks that no host covers.
     """
@@ -304,15 +308,19 @@ def find_chain(
     allowed = list(usable.values())
     opened = [_as_host(hop) for hop in hops]
     stretch = {host.peer: 1 + MARGIN * rng.random() for host in (*allowed, *banned, *opened)}
+    tries_pairs, best = rng.random() * PAIRS_AGAIN < 1, None
     while True:
         missing = uncovered([*allowed, *opened], span)
         if not missing:
             candidates = [*_shortlist(view, allowed, span, stretch), *opened]
             found = _search(candidates, view, span, stretch, (source, sink), precision)
-            if found is not None:
+            if found is not None and (tries_pairs or _is_linked([source, *(hop.peer for hop in found), sink], view)):
                 return found
+            best = best or found
         useful = [host for host in banned if not missing or _has_some(host, missing)]
         if not useful:
+            if best is not None:
+                return best
             raise NoRoute(missing or uncovered(allowed, span) or [span])
         banned.remove(useful[0])
         allowed.append(useful[0])
@@ -320,6 +328,14 @@ def find_chain(
 
 def _as_host(hop: Hop) -> HostInfo:
     return HostInfo(hop.peer, hop.start, hop.end, 0.0, hop.addresses, precision=hop.precision, is_hop=True)
+
+
+def _is_linked(peers: Sequence[PeerId | None], view: View) -> bool:
+    """Whether all neighbours reach each other, as far as is known. None: the client."""
+    return not any(
+        one is not None and other is not None and pair_of(one, other) in view.unreachable
+        for one, other in pairwise(peers)
+    )
 
 
 def _has_some(host: HostInfo, spans: Sequence[tuple[int, int]]) -> bool:

@@ -2,7 +2,15 @@
 
 import pytest
 
-from swarmnet_client.chain.failures import ATTEMPTS, PAUSE_S, RetryPolicy, Suspects, WaitBudget, explain
+from swarmnet_client.chain.failures import (
+    ATTEMPTS,
+    FULL_ATTEMPTS,
+    PAUSE_S,
+    RetryPolicy,
+    Suspects,
+    WaitBudget,
+    explain,
+)
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
