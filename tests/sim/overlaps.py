@@ -101,7 +101,7 @@ class Faults:
         fault = self.rng.choice(FAULTS)
         span = self._free_span() if fault == "move" else (0, 0)
         rest = [each for name, each in self.layout.items() if name not in (*self._gone, victim)]
-        if fault != "shed" and not covers([*rest, span] if fault == "move" else rest):
+        if not covers([*rest, span] if fault == "move" else rest):
             return  # at another message, or of another kind
         self.left -= 1
         self._countdown = self.rng.randint(1, SOON)

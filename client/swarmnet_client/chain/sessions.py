@@ -47,9 +47,11 @@ class HopSessions:
         failed: Callable[[Hop, SwarmnetError], None],
         *,
         role: SessionRole = SessionRole.HOP,
+        begun: Callable[[NextHop], Awaitable[None]] | None = None,
     ) -> list[LiveHop]:
         """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
 
+        ``begun`` is told of the first one as it is being opened: links that arrive there wait for the session.
         ``failed`` is told of the others. ``role`` is that of the last session, or of all if they are successors. Raises ``ConfigError`` if no host would
         take the chain's adapter.
         """
@@ -60,6 +62,10 @@ class HopSessions:
         ]
         following.append(after.target(epoch) if after else None)
         last = planned[-1][0]
+
+        async def tell() -> None:
+            if begun is not None:
+                await begun(NextHop(route[0].peer, route[0].addresses, planned[0][1], epoch))
 
         async def try_to_open(hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
             try:
@@ -77,22 +83,23 @@ class HopSessions:
                 failed(hop, error)
                 return None
             live.announced = self.swarm.span_of(hop.peer)
-            begun.append(live)
+            answered.append(live)
             task = asyncio.create_task(self._attend(live))
             self._receiving[task] = None
             task.add_done_callback(self._receiving.pop)
             return live
 
-        begun: list[LiveHop] = []
+        answered: list[LiveHop] = []
         try:
-            opened = await all_of(
+            _, *opened = await all_of(
+                tell(),
                 *(
                     try_to_open(hop, session, target)
                     for (hop, session), target in zip(planned, following, strict=True)
-                )
+                ),
             )
         except BaseException:
-            for each in begun:
+            for each in answered:
                 each.alive = False
                 each.stream.close()
             raise

@@ -60,7 +60,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.hop_times import Moment
-from swarmnet_protocols.session.link import LinkSender, ignore_moment
+from swarmnet_protocols.session.link import LinkSender, NextHop, ignore_moment
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -299,9 +299,34 @@ class ChainSupervisor:
         role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
 
         async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
-            self._add(await self._sessions.open(new, after, self._open_failed, role=role))
+            sender = self._sender_to(new[0])
+            link = partial(self._link_early, sender, new[0])
+            opened = await self._sessions.open(new, after, self._open_failed, role=role, begun=link)
+            self._add(opened)
+            if sender is None or not opened or opened[0].hop != new[0]:
+                return
+            if isinstance(sender, ClientLink) or sender.epoch == opened[0].epoch:  # it reported no lost link meanwhile
+                sender.next = opened[0]
 
         await all_of(*(open_run(new, after) for new, after in runs(route, self._hops)))
+
+    def _sender_to(self, new: Hop) -> LiveHop | ClientLink | None:
+        """The client or the open hop that will send to a new one; None if a new one will, or a hop that gives way."""
+        if new.start == 0:
+            return self._client_link
+        senders = (live for live in self._hops if live.hop.end == new.start and live.hop.peer != new.peer)
+        return next(senders, None)
+
+    async def _link_early(self, sender: LiveHop | ClientLink | None, new: Hop, target: NextHop) -> None:
+        """Have ``sender`` link to a new hop while that is being opened: the link waits for the session. This saves two round trips."""
+        if isinstance(sender, ClientLink):
+            sender.next, replaced = None, sender.sending
+            sender.sending = asyncio.create_task(self._send_steps(new, target, None, is_standby=False))
+            await cancel(replaced)
+        elif sender is not None:
+            sender.next, sender.epoch = None, target.epoch
+            sender.stands_by = sender.is_switching = False
+            await sender.relink(target.epoch, target, self._swarm.record_of(target.peer))
 
     async def _wait_for_hosts(self, busy: HostsBusy) -> None:
         """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
@@ -355,14 +380,21 @@ class ChainSupervisor:
 
     def _link_to(self, first: LiveHop, epoch: int, *, is_standby: bool = False) -> asyncio.Task[None]:
         """The client's own link to a first hop, or to its standby."""
-        return asyncio.create_task(self._send_steps(first, epoch, is_standby=is_standby))
+        return asyncio.create_task(
+            self._send_steps(first.hop, first.target(epoch), first, is_standby=is_standby)
+        )
 
-    async def _send_steps(self, first: LiveHop, epoch: int, *, is_standby: bool) -> None:
-        sender = replace(self._link_sender, wire=self._spec.wire_of(first.hop.precision))
+    async def _send_steps(
+        self, hop: Hop, target: NextHop, first: LiveHop | None, *, is_standby: bool
+    ) -> None:
+        """Send to ``first``, or to a hop that is being opened. A link that is lost before the hop is open is made again then."""
+        sender = replace(self._link_sender, wire=self._spec.wire_of(hop.precision))
         try:
-            await sender.run(first.target(epoch), is_standby=is_standby)
+            await sender.run(target, is_standby=is_standby)
         except SwarmnetError as error:
-            await self._link_lost(self._client_link, first, error)
+            opened = next((live for live in self._hops if live.session == target.session), first)
+            if opened is not None:
+                await self._link_lost(self._client_link, opened, error)
 
     # ---- failures ---------------------------------------------------------------------------------------
 
@@ -447,6 +479,8 @@ class ChainSupervisor:
         match reply.WhichOneof("kind"):
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
+                if receiver is None and reply.link_lost.epoch == live.epoch:
+                    live.epoch = 0  # the link to a hop that is being opened: it is made again when that hop is open
                 if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
                     receiver = fed.hops[0]
                 elif (standby := self._standbys.of(live)) is not None and standby.is_linking:
