@@ -84,6 +84,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(heartbeat=pb.Heartbeat(applied=299))
     yield pb.SessionReply(link_lost=pb.LinkLost(epoch=2, peer=_PEER.id))
     yield pb.SessionReply(leaving=pb.Leaving())
+    yield pb.SessionReply(leaving=pb.Leaving(moves=True))
     yield pb.LinkRequest(link=pb.Link(session=_SESSION, epoch=2))
     yield pb.LinkRequest(
         step=pb.Step(

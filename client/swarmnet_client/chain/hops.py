@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,8 @@ class LiveHop:
     alive: bool = True
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
+    leaving_since: float = math.inf
+    """Loop time at which its host asked for that. Infinite if the host moves, and so waits for nothing."""
     stands_by: bool = False
     """Whether it was not told yet where to send its outputs."""
     is_switching: bool = False

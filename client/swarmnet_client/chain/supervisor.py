@@ -14,6 +14,7 @@ it cannot reach the next hop, or when an audit finds its outputs wrong. A hop wh
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,9 +70,10 @@ _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
 """Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
-RESTS_S = 0.5
-"""Seconds without a step in flight after which a hop that leaves is let go before another host is ready. Longer than between two tokens of an
-answer, which would wait for a replay; and short, because a host that is asked to stop waits for its sessions."""
+RESTS_S = 0.8
+"""Seconds without a step in flight, and since a hop's host asked to leave, after which it is let go before its standby is ready. Longer than
+between two tokens of an answer, which would wait for a replay, and than most standbys need; and short, because a host that is asked to stop
+waits for its sessions."""
 
 
 class ChainSupervisor:
@@ -149,7 +151,7 @@ class ChainSupervisor:
 
     async def _keep_whole(self) -> NoReturn:
         while True:
-            leaves = any(live.leaving for live in self._hops)
+            leaves = any(math.isfinite(live.leaving_since) for live in self._hops)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTS_S if leaves else self._swarm.timing.stall_s / 4):
                     await self._trouble.wait()
@@ -220,7 +222,7 @@ class ChainSupervisor:
     async def _hand_over(self) -> None:
         """Have standbys take over from hops whose hosts are about to stop: first link to the hop behind, then become the hop.
 
-        A chain without a step in flight lets go of such a hop at once: the log of the hop before it rebuilds its successor.
+        A chain without a step in flight soon lets go of such a hop: its standby, or a new hop, is rebuilt from the log of the hop before.
         """
         for live, after in zip(self._hops, [*self._hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
@@ -229,8 +231,13 @@ class ChainSupervisor:
                 self._drop(live, Unreachable(f"{live.hop.peer} is about to stop"))
             elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
                 await self._link(standby.hops[-1], after)
-            elif live.alive and live.leaving and (self._in_flight.rests(RESTS_S) or self._standbys.has_given_up(live)):
+            elif live.alive and live.leaving and (self._may_let_go(live) or self._standbys.has_given_up(live)):
                 self._fail(live, Unreachable(f"{live.hop.peer} is about to stop"))
+
+    def _may_let_go(self, live: LiveHop) -> bool:
+        """Whether no step waits for a hop that leaves, nor has for a while."""
+        asked_s = asyncio.get_running_loop().time() - live.leaving_since
+        return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 
     def _gaps(self) -> list[tuple[int, int]]:
         """The blocks that no live hop covers, nor a standby. Closes the sessions of hops that are not alive, and installs their standbys."""
@@ -494,6 +501,8 @@ class ChainSupervisor:
                     self._trouble.set()
             case "leaving":
                 live.leaving = True
+                if not reply.leaving.moves:
+                    live.leaving_since = asyncio.get_running_loop().time()
                 self._trouble.set()
             case "shown":
                 live.take_shown(reply.shown, payload)

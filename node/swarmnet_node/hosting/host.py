@@ -209,7 +209,7 @@ class Host:
                     lambda: not left() and (engine is self.engine or not self._passes[engine])
                 )
 
-        await asyncio.gather(*(session.announce_leaving() for session in left()))
+        await asyncio.gather(*(session.announce_leaving(moves=True) for session in left()))
         try:
             async with asyncio.timeout(within_s):
                 await drained()

@@ -242,10 +242,10 @@ class HostedSession:
         self._received_reservation.release()
         self.freed.set()
 
-    async def announce_leaving(self) -> None:
-        """Ask the client to move to another host. A client that is gone has moved already."""
+    async def announce_leaving(self, *, moves: bool = False) -> None:
+        """Ask the client to use another host. A client that is gone has done so. ``moves``: this host goes on with other blocks."""
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
-            await self._client.send(pb.SessionReply(leaving=pb.Leaving()))
+            await self._client.send(pb.SessionReply(leaving=pb.Leaving(moves=moves)))
 
     async def resume(self, client: SessionStream) -> None:
         """Continue the session on this stream of the same client. Returns when the session has ended.

@@ -189,8 +189,10 @@ class LinkMade(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("moves",)
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    moves: bool
+    def __init__(self, moves: _Optional[bool] = ...) -> None: ...
 
 class Timed(_message.Message):
     __slots__ = ("step", "received_s", "started_s", "computed_s", "taken_s", "encoded_s", "sent_s")
