@@ -30,6 +30,8 @@ GAP_S = 120.0
 """A third of the hosts may leave without a word: within this time every block has a host again."""
 PAUSE_S = 2.0
 """Seconds between two tokens of a slow reader."""
+MAX_POSITIONS = 512
+"""Positions of the tiny model. A reader that waits longer for a move makes longer pauses."""
 
 
 async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s: float) -> None:
@@ -41,8 +43,9 @@ async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s
 class Reader:
     """A client that reads one answer slowly, token by token, until it is told to stop."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, pause_s: float = PAUSE_S) -> None:
         self._lab = lab
+        self._pause_s = pause_s
         self.tokens: list[int] = []
         self.waits_s: list[float] = []
         self.handovers = self.failovers = 0
@@ -61,7 +64,7 @@ class Reader:
                 new = [self._lab.reference.next_token(hidden)]
                 self.tokens += new
                 self.begun.set()
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self._pause_s)
             self.handovers, self.failovers = chain.report.handovers, chain.report.failovers
 
     def check(self) -> None:
@@ -356,7 +359,7 @@ def test_a_node_with_more_memory_grows_once_the_swarm_gains_by_it(
         hosting = replace(lab.hosting((0, 3)), **options)
         await lab.start("short", lab.hosting((3, 6)))
         async with lab.supervised("node", hosting, machine, limits) as node:
-            reader = Reader(lab)
+            reader = Reader(lab, pause_s=3 * FOUND_S / MAX_POSITIONS)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
             node.set_limits(Limits(max_ram_bytes=limit_for(10, reference)))

@@ -34,7 +34,7 @@ PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
-FULL_ATTEMPTS = 3
+FULL_ATTEMPTS = 4
 """As ``ATTEMPTS``, where a host had no room: each attempt has it compute the prompt up to there again."""
 
 
@@ -141,13 +141,13 @@ class RetryPolicy:
     def pause_s(self, error: SwarmnetError | None) -> float:
         """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name a time to wait.
 
-        Hosts without room are asked at once, then after twice the time each.
+        A host without room is asked again after that time, then after twice that.
         """
-        if self._attempts <= (1 if is_full(error) else 2):  # another host may have room
+        if self._attempts <= 2:  # another host may have room
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
         if is_full(error):
-            asked_s *= 2.0 ** (self._attempts - 2)
+            asked_s *= 2.0 ** (self._attempts - 3)
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def is_given_up(self, now: float, error: SwarmnetError | None = None, *, idle: bool) -> bool:

@@ -299,7 +299,13 @@ class ChainSupervisor:
                 if not is_missing_experts(self._last_error):  # which is why the host is not there
                     self._last_error = error
             else:
-                await self._open(route)
+                if rounds > 1 or not self._is_doubtful(route):
+                    await self._open(route)
+
+    def _is_doubtful(self, route: Sequence[Hop]) -> bool:
+        """Whether new hops are on hosts that failed lately. The directory may know others: read it before dialling, which may take a timeout."""
+        opened, banned = {live.hop for live in self._hops}, set(self._swarm.banned)
+        return any(hop.peer in banned for hop in route if hop not in opened)
 
     async def _open(self, route: Sequence[Hop]) -> None:
         """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and the last of them to the open hop behind."""
