@@ -2,7 +2,8 @@
 
 
 def averaged(before: float, value: float, weight: float) -> float:
-    """Return an exponential moving average ``before`` with one more ``value``, whose share is ``weight``.
+    """Return an exponential moving average ``before`` with one more ``value``, whose share is
+    ``weight``.
 
     0 stands for no measurement: the average begins at its first value, not far below it.
     """

@@ -66,7 +66,8 @@ def views(draw: st.DrawFn) -> View:
 
 @st.composite
 def open_hops(draw: st.DrawFn) -> list[Hop]:
-    """Hops that are open, in order, with gaps between them: on hosts of the view, which may have moved, or on one that is not known."""
+    """Hops that are open, in order, with gaps between them: on hosts of the view, which may have
+    moved, or on one that is not known."""
     peers = [PeerId(f"p{index}") for index in range(6)]
     cuts = sorted(draw(st.sets(st.integers(0, BLOCKS), min_size=2)))
     hops = [
@@ -173,7 +174,8 @@ def test_a_chain_covers_all_blocks_once_at_nearly_the_lowest_cost(
         most = min(costs) * (1 + MARGIN) + 1e-9
         if chain in chains and cost(view, chain, source, sink, precision, hops) <= most:
             return
-        # More banned hosts are allowed only where neighbours of a chain as good as the best do not reach each other.
+        # More banned hosts are allowed only where neighbours of a chain as good as the best do not
+        # reach each other.
         assert any(each <= most and not is_linked(other) for each, other in zip(costs, chains, strict=True))
     raise AssertionError("the chain is not the cheapest one of any hosts that may be used")
 

@@ -1,20 +1,23 @@
-"""Random swarms whose hosts have overlapping blocks, and faults at any message of an answer, all from a seed.
+"""Random swarms whose hosts have overlapping blocks, and faults at any message of an answer, all
+from a seed.
 
 1. :func:`random_layout` gives two to eight hosts spans that overlap and together cover the model.
-2. :class:`Faults` waits for a message, and then does something to its sender, its receiver, or another host.
+2. :class:`Faults` waits for a message, and then does something to its sender, its receiver, or
+another host.
 3. :func:`converse` asks for an answer meanwhile, and notes how long each token took.
 """
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.supervisor import NOTICE_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.routing.rebalancing import Move
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Lab
@@ -23,12 +26,18 @@ from tests.support.tiny import BLOCKS
 Span = tuple[int, int]
 PROMPT = [5, 6, 7, 8, 9] * 8
 TOKENS = 24
-MESSAGES = 220
-"""About as many messages as an answer takes: the first fault comes at one of them."""
+MESSAGES = 110
+"""The first fault comes at one of this many messages: while the chain is opened, in the prompt, or
+in the first half of the answer."""
 SOON = 25
-"""The second fault comes at most this many messages after the first: most often during its repair."""
+"""The second fault comes at most this many messages after the first: most often during its
+repair."""
 SILENT = ("hang", "cut")
 """Faults that a peer notices only when heartbeats stay away."""
+DELAY_S = 0.01
+"""One-way delay of all links."""
+NOTICED_S = Timing.silence_s + Timing.heartbeat_s + NOTICE_S
+"""Longest time until such a fault is noticed."""
 FAULTS = ("crash", "stop", "hang", "cut", "refuse", "shed", "move")
 
 
@@ -64,7 +73,8 @@ def kind_of(delivery: Delivery, client: PeerId) -> str:
 
 @dataclass
 class Faults:
-    """Faults at messages that the seed chooses, one or two of them. Every block keeps a host that is well and that the client reaches."""
+    """Faults at messages that the seed chooses, one or two of them. Every block keeps a host that
+    is well and that the client reaches."""
 
     lab: Lab
     rng: random.Random
@@ -128,7 +138,8 @@ class Faults:
         self.lab.network.hang(self.lab.peer_id(name))
 
     def _cut(self, name: str, delivery: Delivery) -> None:
-        """Cut the path of this message, if it is one of the host's, else that between the host and the client."""
+        """Cut the path of this message, if it is one of the host's, else that between the host and
+        the client."""
         peer = self.lab.peer_id(name)
         ends = {delivery.source, delivery.target} if peer in (delivery.source, delivery.target) else set()
         other = (ends - {peer} or {self.lab.peer_id("client")}).pop()
@@ -162,7 +173,35 @@ class Answer:
     faults: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     routes: list[list[tuple[PeerId, int, int]]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.waits_s)
+
+    @property
+    def bound_s(self) -> float:
+        """Longest wait for a token that these faults explain, where computing takes no time.
+
+        The chain is opened, or a step goes through it. For each fault: half a round trip until it
+        is noticed, or ``NOTICED_S``; three round trips for another host; and the step once more. Of
+        two silent faults, the second may be at the host that takes over, where a dial has to time
+        out.
+        """
+        trip_s = (max(map(len, self.routes)) + 1) * DELAY_S
+        silent = sum(kind in SILENT for kind in self.kinds)
+        each_s = 3.5 * 2 * DELAY_S + trip_s
+        return (
+            3 * 2 * DELAY_S
+            + trip_s
+            + len(self.kinds) * each_s
+            + silent * NOTICED_S
+            + (silent > 1) * Timing.open_s
+        )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a host followed itself in some route."""
+        return any(one[0] == other[0] for route in self.routes for one, other in pairwise(route))
 
 
 async def converse(lab: Lab, *, faults: int) -> Answer:

@@ -114,7 +114,8 @@ def test_a_host_that_leaves_hands_over_without_a_pause(reference: Reference, blo
 
 @pytest.mark.parametrize("others", [["b2"], []], ids=["another host", "no other host"])
 def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, others: list[str]) -> None:
-    """The chain opens the blocks on another host meanwhile, or when its next step comes. The answer goes on as before."""
+    """The chain opens the blocks on another host meanwhile, or when its next step comes. The answer
+    goes on as before."""
 
     async def scenario(lab: Lab) -> tuple[list[int], float]:
         for name, blocks in {**ONE_OF_EACH, **dict.fromkeys(others, (2, 4))}.items():

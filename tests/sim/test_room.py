@@ -1,6 +1,8 @@
-"""A text that hosts have no room for is refused before anything is computed; one that does not fit at the moment is tried again."""
+"""A text that hosts have no room for is refused before anything is computed; one that does not fit
+at the moment is tried again."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ SHORT = PROMPT[:100]
 
 
 def cache_bytes(reference: Reference, positions: int, blocks: tuple[int, int] = (0, 6)) -> int:
-    """The limit on caches of a host that keeps this many positions for one client: a quarter of it is one client's."""
+    """The limit on caches of a host that keeps this many positions for one client: a quarter of it
+    is one client's."""
     return 4 * reference.stage(*blocks).geometry.bytes_for(positions)
 
 
@@ -33,7 +36,9 @@ def test_a_prompt_that_never_fits_is_refused_before_anything_is_computed(
 ) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 3)))
-        await lab.start("small", lab.hosting((3, 6), max_cache_bytes=cache_bytes(reference, POSITIONS, (3, 6))))
+        await lab.start(
+            "small", lab.hosting((3, 6), max_cache_bytes=cache_bytes(reference, POSITIONS, (3, 6)))
+        )
         await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             if knows:
@@ -78,7 +83,9 @@ def test_a_session_moves_to_a_host_with_room_when_its_own_has_none_left(referenc
             start = len(SHORT) + len(tokens) - 1
             hidden = await chain.forward((Row(0, start, len(ids) - start, 1, 0),), torch.tensor(ids[start:]))
             tokens.append(reference.next_token(hidden))
-            names = [name for name in lab.nodes for hop, _, _ in chain.report.route if hop == lab.peer_id(name)]
+            names = [
+                name for name in lab.nodes for hop, _, _ in chain.report.route if hop == lab.peer_id(name)
+            ]
         return tokens, names
 
     tokens, names = simulate(reference, scenario)
@@ -88,7 +95,8 @@ def test_a_session_moves_to_a_host_with_room_when_its_own_has_none_left(referenc
 
 
 def test_a_host_that_is_full_is_asked_again_after_a_growing_pause(reference: Reference) -> None:
-    """Its caches are taken by another client, or it announced more than it has: each attempt computes the prompt again."""
+    """Its caches are taken by another client, or it announced more than it has: each attempt
+    computes the prompt again."""
     attempts: list[float] = []
 
     def watch(delivery: Delivery) -> None:
@@ -109,7 +117,7 @@ def test_a_host_that_is_full_is_asked_again_after_a_growing_pause(reference: Ref
                     await lab.generate(chain, PROMPT, 4)
 
     simulate(reference, scenario)
-    pauses = [after - before for before, after in zip(attempts, attempts[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(attempts)]
     assert len(attempts) <= 4
     assert pauses == sorted(pauses)
     assert pauses[-1] >= 2.0

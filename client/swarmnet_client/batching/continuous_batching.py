@@ -105,7 +105,8 @@ class Batcher:
         draft_model: DraftModel | None = None,
         room: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``open_chain`` opens chains whose sequences are long enough for every request. ``draft_model`` drafts, besides the texts themselves.
+        """``open_chain`` opens chains whose sequences are long enough for every request.
+        ``draft_model`` drafts, besides the texts themselves.
 
         ``room``: positions of this client that the hosts have room for.
         """
@@ -254,7 +255,8 @@ class BatchingEngine:
 
     @property
     def max_length(self) -> int:
-        """Most positions of a prompt and its answer: the model's, or fewer where the hosts have no room for them."""
+        """Most positions of a prompt and its answer: the model's, or fewer where the hosts have no
+        room for them."""
         return int(min(self.context, self.swarm.room((0, self.local.manifest.blocks))))
 
     @property

@@ -84,10 +84,11 @@ class Chain:
         """Send new positions ([P] ids or [P, D] embeddings) through all blocks; returns the wanted outputs, [wanted, D], row after row.
 
         Long rows travel in chunks, so that every hop of the chain computes at the same time. Waits through failures as long as every
-        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``NoRoom`` for a prompt that is too long for the hosts, ``OutOfResources`` when they are full or a
-        sequence would pass ``max_length``, ``Unreachable`` when every attempt to repair the chain fails, ``ConfigError`` for an
-        adapter that lacks blocks or when independent hosts refuse what the client sends, ``ProtocolViolation`` for rows against
-        ``session.steps``.
+        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``NoRoom``
+        for a prompt that is too long for the hosts, ``OutOfResources`` when they are full or a
+        sequence would pass ``max_length``, ``Unreachable`` when every attempt to repair the chain
+        fails, ``ConfigError`` for an adapter that lacks blocks or when independent hosts refuse
+        what the client sends, ``ProtocolViolation`` for rows against ``session.steps``.
         """
         longest = self._spec.prefix_positions + max(row.end for row in rows)
         if longest > self._spec.max_length:
@@ -101,7 +102,8 @@ class Chain:
             return await self._trip(rows, values)
 
     async def _check_room(self, rows: tuple[Row, ...]) -> None:
-        """Raise ``NoRoom`` for a prompt that no known hosts have room for, before any of it is computed.
+        """Raise ``NoRoom`` for a prompt that no known hosts have room for, before any of it is
+        computed.
 
         Tokens of an answer go on: hosts with more room may come while the chain looks for them.
         """

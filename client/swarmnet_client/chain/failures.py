@@ -35,7 +35,8 @@ PAUSE_S = 0.25
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
 FULL_ATTEMPTS = 4
-"""As ``ATTEMPTS``, where a host had no room: each attempt has it compute the prompt up to there again."""
+"""As ``ATTEMPTS``, where a host had no room: each attempt has it compute the prompt up to there
+again."""
 
 
 class Suspects:
@@ -139,7 +140,8 @@ class RetryPolicy:
         self._repaired_at = 0.0
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name a time to wait.
+        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name
+        a time to wait.
 
         A host without room is asked again after that time, then after twice that.
         """
@@ -151,7 +153,8 @@ class RetryPolicy:
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def is_given_up(self, now: float, error: SwarmnetError | None = None, *, idle: bool) -> bool:
-        """Count one more failure, which was ``error``; True after ``ATTEMPTS`` in a row over at least ``recover_s``, or ``FULL_ATTEMPTS`` for lack of room.
+        """Count one more failure, which was ``error``; True after ``ATTEMPTS`` in a row over at
+        least ``recover_s``, or ``FULL_ATTEMPTS`` for lack of room.
 
         An ``idle`` chain had nothing to answer: if it held for ``recover_s`` since its last repair, counting begins anew.
         """

@@ -167,7 +167,8 @@ class LiveHop:
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
     leaving_since: float = math.inf
-    """Loop time at which its host asked for that. Infinite if the host moves, and so waits for nothing."""
+    """Loop time at which its host asked for that. Infinite if the host moves, and so waits for
+    nothing."""
     stands_by: bool = False
     """Whether it was not told yet where to send its outputs."""
     is_switching: bool = False
@@ -250,7 +251,8 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
 
 
 def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop], LiveHop | None]]:
-    """The parts of a route that are not open yet, each with the open hop behind it; None if it goes to the end of the chain."""
+    """The parts of a route that are not open yet, each with the open hop behind it; None if it goes
+    to the end of the chain."""
     opened = {live.hop: live for live in hops}
     found: list[tuple[list[Hop], LiveHop | None]] = []
     new: list[Hop] = []
@@ -264,7 +266,8 @@ def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop],
 
 
 def displaced(hops: Sequence[LiveHop], new: Sequence[LiveHop]) -> list[LiveHop]:
-    """The hops that give way to ``new`` ones: they share blocks with one, or would be its neighbour on the same host, which cannot dial itself."""
+    """The hops that give way to ``new`` ones: they share blocks with one, or would be its neighbour
+    on the same host, which cannot dial itself."""
     return [live for live in hops if any(_excludes(each.hop, live.hop) for each in new)]
 
 

@@ -51,7 +51,8 @@ class HopSessions:
     ) -> list[LiveHop]:
         """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
 
-        ``begun`` is told of the first one as it is being opened: links that arrive there wait for the session.
+        ``begun`` is told of the first one as it is being opened: links that arrive there wait for
+        the session.
         ``failed`` is told of the others. ``role`` is that of the last session, or of all if they are successors. Raises ``ConfigError`` if no host would
         take the chain's adapter.
         """

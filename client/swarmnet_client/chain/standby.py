@@ -58,7 +58,8 @@ class Standby:
         return not self.hops[-1].stands_by
 
     def repeats(self, after: LiveHop | None) -> bool:
-        """Whether its last hop is on the host of the hop ``after`` it, to which it could not link."""
+        """Whether its last hop is on the host of the hop ``after`` it, to which it could not
+        link."""
         return after is not None and after.hop.peer == self.hops[-1].hop.peer
 
     def is_ready(self, acked: int) -> bool:
@@ -139,7 +140,8 @@ class Standbys:
             place.after = followers[hops.index(place.live)]
             standby = place.standby
             if standby is not None and (
-                standby.is_linking and standby.hops[-1].next is not place.after or standby.repeats(place.after)
+                (standby.is_linking and standby.hops[-1].next is not place.after)
+                or standby.repeats(place.after)
             ):
                 self.discard(standby)
         for live, sender, after in zip(hops, senders, followers, strict=True):
@@ -147,9 +149,7 @@ class Standbys:
             is_worth_one = self.spec.standby is None and positions >= SPARE_POSITIONS
             waits = live.leaving and isinstance(sender, LiveHop) and sender.leaving and sender in self._places
             if (must_have_one or is_worth_one) and not waits:
-                place = self._places.setdefault(
-                    live, _Place(live, sender, after, is_spare=not must_have_one)
-                )
+                place = self._places.setdefault(live, _Place(live, sender, after, is_spare=not must_have_one))
                 if must_have_one and place.is_spare:
                     place.require()
                 is_given_up = live.leaving and self.has_given_up(live)

@@ -71,9 +71,10 @@ _log = logging.getLogger(__name__)
 NOTICE_S = 0.1
 """Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
 RESTS_S = 0.8
-"""Seconds without a step in flight, and since a hop's host asked to leave, after which it is let go before its standby is ready. Longer than
-between two tokens of an answer, which would wait for a replay, and than most standbys need; and short, because a host that is asked to stop
-waits for its sessions."""
+"""Seconds without a step in flight, and since a hop's host asked to leave, after which it is let go
+before its standby is ready. Longer than between two tokens of an answer, which would wait for a
+replay, and than most standbys need; and short, because a host that is asked to stop waits for its
+sessions."""
 
 
 class ChainSupervisor:
@@ -120,7 +121,8 @@ class ChainSupervisor:
         self._positions = 0
         """Positions of all sequences, with those that are about to be sent."""
         self._is_resting = False
-        """Whether hops are missing while no step is in flight: they are opened before the next step."""
+        """Whether hops are missing while no step is in flight: they are opened before the next
+        step."""
         self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
 
     async def run(self) -> NoReturn:
@@ -136,7 +138,8 @@ class ChainSupervisor:
             live.stream.close()
 
     def need(self, positions: int) -> None:
-        """The sequences of the chain are about to have this many positions together: hops whose hosts lack the room are replaced."""
+        """The sequences of the chain are about to have this many positions together: hops whose
+        hosts lack the room are replaced."""
         self._positions = positions
         for live in self._hops:
             if self._swarm.lacks_room(live.hop.peer, positions):
@@ -166,7 +169,8 @@ class ChainSupervisor:
                 self._standbys.keep(self._hops, self._client_link, self._precision(), positions)
 
     async def _repair_or_rest(self) -> None:
-        """Repair the chain. Where that is not possible and no step waits for it, try again at the next step. Otherwise raises what ``_repair`` raises."""
+        """Repair the chain. Where that is not possible and no step waits for it, try again at the
+        next step. Otherwise raises what ``_repair`` raises."""
         may_rest = self._continues and self._in_flight.is_empty
         try:
             await self._repair()
@@ -220,9 +224,11 @@ class ChainSupervisor:
             sent = live.applied
 
     async def _hand_over(self) -> None:
-        """Have standbys take over from hops whose hosts are about to stop: first link to the hop behind, then become the hop.
+        """Have standbys take over from hops whose hosts are about to stop: first link to the hop
+        behind, then become the hop.
 
-        A chain without a step in flight soon lets go of such a hop: its standby, or a new hop, is rebuilt from the log of the hop before.
+        A chain without a step in flight soon lets go of such a hop: its standby, or a new hop, is
+        rebuilt from the log of the hop before.
         """
         for live, after in zip(self._hops, [*self._hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
@@ -231,7 +237,9 @@ class ChainSupervisor:
                 self._drop(live, Unreachable(f"{live.hop.peer} is about to stop"))
             elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
                 await self._link(standby.hops[-1], after)
-            elif live.alive and live.leaving and (self._may_let_go(live) or self._standbys.has_given_up(live)):
+            elif (
+                live.alive and live.leaving and (self._may_let_go(live) or self._standbys.has_given_up(live))
+            ):
                 self._fail(live, Unreachable(f"{live.hop.peer} is about to stop"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
@@ -272,7 +280,8 @@ class ChainSupervisor:
                 replaced.cancel()
 
     async def _fill(self) -> None:
-        """Open sessions until there is no gap. A host that fails is banned for a while, and its blocks are filled in the next round."""
+        """Open sessions until there is no gap. A host that fails is banned for a while, and its
+        blocks are filled in the next round."""
         rounds = 0
         while self._gaps():
             if rounds > 2:
@@ -290,7 +299,8 @@ class ChainSupervisor:
                     positions=self._positions,
                 )
             except NoRoom as error:
-                if not self._continues or rounds > 2:  # the directory was read: no host with more room has come
+                # The directory is read first: a host with more room may have come.
+                if not self._continues or rounds > 2:
                     raise
                 self._last_error = error
             except HostsBusy as error:
@@ -303,12 +313,14 @@ class ChainSupervisor:
                     await self._open(route)
 
     def _is_doubtful(self, route: Sequence[Hop]) -> bool:
-        """Whether new hops are on hosts that failed lately. The directory may know others: read it before dialling, which may take a timeout."""
+        """Whether new hops are on hosts that failed lately. The directory may know others: read it
+        before dialling, which may take a timeout."""
         opened, banned = {live.hop for live in self._hops}, set(self._swarm.banned)
         return any(hop.peer in banned for hop in route if hop not in opened)
 
     async def _open(self, route: Sequence[Hop]) -> None:
-        """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and the last of them to the open hop behind."""
+        """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and
+        the last of them to the open hop behind."""
         role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
 
         async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
@@ -318,20 +330,24 @@ class ChainSupervisor:
             self._add(opened)
             if sender is None or not opened or opened[0].hop != new[0]:
                 return
-            if isinstance(sender, ClientLink) or sender.epoch == opened[0].epoch:  # it reported no lost link meanwhile
+            if (
+                isinstance(sender, ClientLink) or sender.epoch == opened[0].epoch
+            ):  # it reported no lost link meanwhile
                 sender.next = opened[0]
 
         await all_of(*(open_run(new, after) for new, after in runs(route, self._hops)))
 
     def _sender_to(self, new: Hop) -> LiveHop | ClientLink | None:
-        """The client or the open hop that will send to a new one; None if a new one will, or a hop that gives way."""
+        """The client or the open hop that will send to a new one; None if a new one will, or a hop
+        that gives way."""
         if new.start == 0:
             return self._client_link
         senders = (live for live in self._hops if live.hop.end == new.start and live.hop.peer != new.peer)
         return next(senders, None)
 
     async def _link_early(self, sender: LiveHop | ClientLink | None, new: Hop, target: NextHop) -> None:
-        """Have ``sender`` link to a new hop while that is being opened: the link waits for the session. This saves two round trips."""
+        """Have ``sender`` link to a new hop while that is being opened: the link waits for the
+        session. This saves two round trips."""
         if isinstance(sender, ClientLink):
             sender.next, replaced = None, sender.sending
             sender.sending = asyncio.create_task(self._send_steps(new, target, None, is_standby=False))
@@ -400,7 +416,8 @@ class ChainSupervisor:
     async def _send_steps(
         self, hop: Hop, target: NextHop, first: LiveHop | None, *, is_standby: bool
     ) -> None:
-        """Send to ``first``, or to a hop that is being opened. A link that is lost before the hop is open is made again then."""
+        """Send to ``first``, or to a hop that is being opened. A link that is lost before the hop
+        is open is made again then."""
         sender = replace(self._link_sender, wire=self._spec.wire_of(hop.precision))
         try:
             await sender.run(target, is_standby=is_standby)
@@ -493,7 +510,9 @@ class ChainSupervisor:
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
                 if receiver is None and reply.link_lost.epoch == live.epoch:
-                    live.epoch = 0  # the link to a hop that is being opened: it is made again when that hop is open
+                    live.epoch = (
+                        0  # the link to a hop that is being opened: it is made again when that hop is open
+                    )
                 if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
                     receiver = fed.hops[0]
                 elif (standby := self._standbys.of(live)) is not None and standby.is_linking:

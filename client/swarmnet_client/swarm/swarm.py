@@ -233,11 +233,13 @@ class Swarm:
     ) -> list[Hop]:
         """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
 
-        ``continues``: the hosts are to continue an answer, and may have refused new work. ``hops``: open hops, which stay where they can.
-        ``positions``: what the chain's sequences need together; hosts that announce less room are not used.
+        ``continues``: the hosts are to continue an answer, and may have refused new work. ``hops``:
+        open hops, which stay where they can.
+        ``positions``: what the chain's sequences need together; hosts that announce less room are
+        not used.
 
-        Raises ``NoRoute``; ``HostsBusy`` where only hosts are missing that have refused work because of their load; ``NoRoom`` where
-        all hosts of a block lack room.
+        Raises ``NoRoute``; ``HostsBusy`` where only hosts are missing that have refused work
+        because of their load; ``NoRoom`` where all hosts of a block lack room.
         """
         if positions > (room := self.room(span)):
             raise NoRoom(positions, int(room))
@@ -246,9 +248,7 @@ class Swarm:
         excluded |= {host.peer for host in self.hosts if host.room < positions}
         view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in excluded))
         try:
-            return find_chain(
-                view, span, self._rng, source=source, sink=sink, precision=precision, hops=hops
-            )
+            return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision, hops=hops)
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
@@ -281,7 +281,8 @@ class Swarm:
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 
     def room(self, span: tuple[int, int]) -> float:
-        """Positions of this client that fit into a chain over ``span`` [start, end), as hosts announce. Infinite while some block has no known host."""
+        """Positions of this client that fit into a chain over ``span`` [start, end), as hosts
+        announce. Infinite while some block has no known host."""
         if span not in self._rooms:
             self._rooms[span] = min(
                 max((host.room for host in self.hosts if host.start <= block < host.end), default=math.inf)

@@ -475,7 +475,8 @@ class Engine:
         self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)
         if tokens >= SHORT_TOKENS:
             self.position_s = averaged(self.position_s, elapsed_s / tokens, SMOOTHING)
-        # From 0: the first forward is most often of a prompt, and steps of one token would wait as long for each other.
+        # From 0: the first forward is most often of a prompt, and steps of one token would wait as
+        # long for each other.
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _StepWork) -> None:

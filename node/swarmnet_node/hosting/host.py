@@ -153,9 +153,11 @@ class Host:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new sessions and passes, ask clients to move their sessions, and return when all have ended.
+        """Refuse new sessions and passes, ask clients to move their sessions, and return when all
+        have ended.
 
-        Sessions without work for ``IDLE_S`` are ended: their clients do not answer, and wait for nothing.
+        Sessions without work for ``IDLE_S`` are ended: their clients do not answer, and wait for
+        nothing.
         """
         self.leaving = True
         await asyncio.gather(*(session.announce_leaving() for session in self.sessions))

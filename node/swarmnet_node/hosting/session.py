@@ -243,7 +243,8 @@ class HostedSession:
         self.freed.set()
 
     async def announce_leaving(self, *, moves: bool = False) -> None:
-        """Ask the client to use another host. A client that is gone has done so. ``moves``: this host goes on with other blocks."""
+        """Ask the client to use another host. A client that is gone has done so. ``moves``: this
+        host goes on with other blocks."""
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(pb.SessionReply(leaving=pb.Leaving(moves=moves)))
 

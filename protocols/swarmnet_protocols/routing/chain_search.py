@@ -12,8 +12,9 @@ or estimated from network coordinates; delays between hosts are estimated, withi
 compute: clients prefer hosts with time to spare, long before steps wait at the others. A hop may begin and end inside the span that its host
 announced.
 
-No host follows itself in a chain: hosts do not dial themselves. A chain that lost hops is searched anew as a whole, with the open hops among the
-candidates (``find_chain``, ``hops``). So a gap that only the next hop's host could fill makes that hop longer, and needs no rule of its own.
+No host follows itself in a chain: hosts do not dial themselves. A chain that lost hops is searched
+anew as a whole, with the open hops among the candidates (``find_chain``, ``hops``). So a gap that
+only the next hop's host could fill makes that hop longer, and needs no rule of its own.
 
 The search has three steps:
 
@@ -58,11 +59,12 @@ ENOUGH_DELAYS = 3
 UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
 PAIRS_AGAIN = 4
-"""Searches of which one chooses two hosts that did not reach each other before banned hosts. An attempt at such a pair takes the timeout of a dial;
-most banned hosts refuse at once."""
+"""Searches of which one chooses two hosts that did not reach each other before banned hosts. An
+attempt at such a pair takes the timeout of a dial; most banned hosts refuse at once."""
 REPLACED_S = 1.0
-"""Seconds added for each open hop that does not stay: more than hosts usually differ by, since the KV caches of its blocks are rebuilt elsewhere; and
-less than ``UNREACHABLE_COST_S``, since a hop without a neighbour that it reaches is worth nothing."""
+"""Seconds added for each open hop that does not stay: more than hosts usually differ by, since the
+KV caches of its blocks are rebuilt elsewhere; and less than ``UNREACHABLE_COST_S``, since a hop
+without a neighbour that it reaches is worth nothing."""
 PRECISION_S = 1.0
 """Seconds added where a hop computes in another precision than its upstream hop, so that chains of one precision are preferred unless far slower."""
 CANDIDATES_PER_BLOCK = 8
@@ -106,9 +108,11 @@ class HostInfo:
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
     room: float = field(default=math.inf, compare=False)
-    """Positions of one client for which it has KV caches of all its blocks, as announced; infinite if unknown."""
+    """Positions of one client for which it has KV caches of all its blocks, as announced; infinite
+    if unknown."""
     is_hop: bool = False
-    """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not stay."""
+    """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not
+    stay."""
 
     @property
     def block_s(self) -> float:
@@ -283,16 +287,19 @@ def find_chain(
     precision: str | None = None,
     hops: Sequence[Hop] = (),
 ) -> list[Hop]:
-    """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). No host follows itself.
+    """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). No
+    host follows itself.
 
-    ``precision``: that of the chain so far. ``hops``: the open hops of the chain. Each of them stays as it is, and is then part of the result,
-    or gives way, which costs ``REPLACED_S``.
+    ``precision``: that of the chain so far. ``hops``: the open hops of the chain. Each of them
+    stays as it is, and is then part of the result, or gives way, which costs ``REPLACED_S``.
 
-    A chain changes hosts where the span of some host or hop begins or ends. It costs at most ``1 + MARGIN`` times the cheapest such chain:
+    A chain changes hosts where the span of some host or hop begins or ends. It costs at most ``1 +
+    MARGIN`` times the cheapest such chain:
     each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
-    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain, or none whose neighbours reach each other; then the
-    one whose failure is oldest comes first, because it is the most likely to have recovered. Two hosts that did not reach each other may have
-    recovered, too: at one search of ``PAIRS_AGAIN`` they are tried before banned hosts.
+    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain, or
+    none whose neighbours reach each other; then the one whose failure is oldest comes first,
+    because it is the most likely to have recovered. Two hosts that did not reach each other may
+    have recovered, too: at one search of ``PAIRS_AGAIN`` they are tried before banned hosts.
 
     Raises ``NoRoute`` with the blocks that no host covers.
     """
@@ -314,7 +321,9 @@ def find_chain(
         if not missing:
             candidates = [*_shortlist(view, allowed, span, stretch), *opened]
             found = _search(candidates, view, span, stretch, (source, sink), precision)
-            if found is not None and (tries_pairs or _is_linked([source, *(hop.peer for hop in found), sink], view)):
+            if found is not None and (
+                tries_pairs or _is_linked([source, *(hop.peer for hop in found), sink], view)
+            ):
                 return found
             best = best or found
         useful = [host for host in banned if not missing or _has_some(host, missing)]
@@ -416,8 +425,9 @@ def _search(
 ) -> list[Hop] | None:
     """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
 
-    None if every chain of these hosts has a host that follows itself, the ends included. A host that costs more as the last hop has two states, one that goes to the end of the span and one that leaves before, since the factor
-    of its costs must be known when a path enters it.
+    None if every chain of these hosts has a host that follows itself, the ends included. A host
+    that costs more as the last hop has two states, one that goes to the end of the span and one
+    that leaves before, since the factor of its costs must be known when a path enters it.
     """
     source, sink = ends
     delays = _Delays(view)
