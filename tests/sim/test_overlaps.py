@@ -23,4 +23,4 @@ def test_an_answer_goes_on_over_overlapping_hosts_whatever_happens_to_one_or_two
         )
         assert answer.tokens == reference.greedy(PROMPT, TOKENS)
         assert not answer.repeats, answer
-        assert answer.longest_s <= answer.bound_s, answer
+        assert answer.longest_s <= answer.bound_s + 1e-6, answer

@@ -21,7 +21,7 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionS
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import NoRoom, OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.chain_search import Hop
@@ -113,8 +113,7 @@ class Chain:
         if positions > self._swarm.room(blocks) and any(row.count > row.outputs for row in rows):
             with suppress(SwarmnetError):  # announcements may be old
                 await self._swarm.refresh()
-            if positions > (room := self._swarm.room(blocks)):
-                raise NoRoom(positions, int(room))
+            self._swarm.check_room(positions, blocks)
         self._supervisor.need(positions)
 
     async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:

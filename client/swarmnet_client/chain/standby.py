@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, SessionRole
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import ConfigError, NoRoom, NoRoute, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
@@ -230,7 +230,7 @@ class Standbys:
                         await self.swarm.refresh()
                 try:
                     route = self._route(place, precision)
-                except (NoRoute, NoRoom):
+                except NoRoute:
                     route = []
                 if not route or (place.is_spare and len(route) > 1):
                     place.refusing.clear()
@@ -248,11 +248,13 @@ class Standbys:
         has_moved = place.live.leaving and announced not in (None, place.live.announced)
         return self.swarm.route(
             (hop.start, hop.end),
-            source=place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
-            sink=place.after.hop.peer if place.after else None,
+            ends=(
+                place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
+                place.after.hop.peer if place.after else None,
+            ),
             precision=precision,
-            positions=self._positions,
-            avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set())),
+            avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set()))
+            | self.swarm.without_room(self._positions),
         )
 
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:

@@ -52,6 +52,7 @@ from swarmnet_protocols.errors import (
     HostsBusy,
     NoRoom,
     NoRoute,
+    OutOfResources,
     ProtocolViolation,
     SwarmnetError,
     Unreachable,
@@ -140,10 +141,13 @@ class ChainSupervisor:
     def need(self, positions: int) -> None:
         """The sequences of the chain are about to have this many positions together: hops whose
         hosts lack the room are replaced."""
-        self._positions = positions
+        is_more, self._positions = positions > self._positions, positions
+        if not is_more:
+            return
+        lacking = self._swarm.without_room(positions)
         for live in self._hops:
-            if self._swarm.lacks_room(live.hop.peer, positions):
-                self._drop(live, NoRoom(positions, int(self._swarm.room((live.hop.start, live.hop.end)))))
+            if live.hop.peer in lacking:
+                self._drop(live, OutOfResources(f"{live.hop.peer} has no room for {positions} positions"))
 
     def wake(self) -> None:
         """A step is about to be sent: open again the hops whose idle sessions were ended."""
@@ -282,7 +286,7 @@ class ChainSupervisor:
     async def _fill(self) -> None:
         """Open sessions until there is no gap. A host that fails is banned for a while, and its
         blocks are filled in the next round."""
-        rounds = 0
+        rounds, blocks = 0, (0, self._spec.blocks)
         while self._gaps():
             if rounds > 2:
                 await asyncio.sleep(PAUSE_S)
@@ -291,12 +295,13 @@ class ChainSupervisor:
                     await self._swarm.refresh()
             rounds += 1
             try:
+                self._swarm.check_room(self._positions, blocks)
                 route = self._swarm.route(
-                    (0, self._spec.blocks),
+                    blocks,
                     precision=self._precision(),
+                    avoid=self._swarm.without_room(self._positions),
                     continues=self._continues,
                     hops=[live.hop for live in self._hops],
-                    positions=self._positions,
                 )
             except NoRoom as error:
                 # The directory is read first: a host with more room may have come.
@@ -330,9 +335,8 @@ class ChainSupervisor:
             self._add(opened)
             if sender is None or not opened or opened[0].hop != new[0]:
                 return
-            if (
-                isinstance(sender, ClientLink) or sender.epoch == opened[0].epoch
-            ):  # it reported no lost link meanwhile
+            # A hop that has reported meanwhile that it lost the link makes another one.
+            if isinstance(sender, ClientLink) or sender.epoch == opened[0].epoch:
                 sender.next = opened[0]
 
         await all_of(*(open_run(new, after) for new, after in runs(route, self._hops)))

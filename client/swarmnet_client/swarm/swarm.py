@@ -223,32 +223,27 @@ class Swarm:
         self,
         span: tuple[int, int],
         *,
-        source: PeerId | None = None,
-        sink: PeerId | None = None,
+        ends: tuple[PeerId | None, PeerId | None] = (None, None),
         precision: str | None = None,
         avoid: frozenset[PeerId] = frozenset(),
         continues: bool = False,
         hops: Sequence[Hop] = (),
-        positions: int = 0,
     ) -> list[Hop]:
-        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``, that of its other hops; none of ``avoid``.
+        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``.
 
-        ``continues``: the hosts are to continue an answer, and may have refused new work. ``hops``:
-        open hops, which stay where they can.
-        ``positions``: what the chain's sequences need together; hosts that announce less room are
-        not used.
+        ``ends``: the peers before and behind it; None: the client. ``avoid``: hosts not to use.
+        ``continues``: the hosts are to continue an answer, and may have refused new work.
+        ``hops``: open hops, which stay where they can.
 
-        Raises ``NoRoute``; ``HostsBusy`` where only hosts are missing that have refused work
-        because of their load; ``NoRoom`` where all hosts of a block lack room.
+        Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work
+        because of their load.
         """
-        if positions > (room := self.room(span)):
-            raise NoRoom(positions, int(room))
         view = self._view(explore=self._rng.random() < EXPLORE)
         excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
-        excluded |= {host.peer for host in self.hosts if host.room < positions}
-        view = replace(view, hosts=tuple(host for host in view.hosts if host.peer not in excluded))
+        hosts = tuple(host for host in view.hosts if host.peer not in excluded)
+        view = replace(view, hosts=hosts, hops=hops)
         try:
-            return find_chain(view, span, self._rng, source=source, sink=sink, precision=precision, hops=hops)
+            return find_chain(view, span, self._rng, source=ends[0], sink=ends[1], precision=precision)
         except NoRoute as error:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
@@ -281,8 +276,10 @@ class Swarm:
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 
     def room(self, span: tuple[int, int]) -> float:
-        """Positions of this client that fit into a chain over ``span`` [start, end), as hosts
-        announce. Infinite while some block has no known host."""
+        """Positions of this client that fit into a chain over ``span``, as hosts announce.
+
+        Infinite while some block has no known host.
+        """
         if span not in self._rooms:
             self._rooms[span] = min(
                 max((host.room for host in self.hosts if host.start <= block < host.end), default=math.inf)
@@ -290,10 +287,14 @@ class Swarm:
             )
         return self._rooms[span]
 
-    def lacks_room(self, peer: PeerId, positions: int) -> bool:
-        """Whether a host announces less room than ``positions``."""
-        info = self._hosts.get(peer)
-        return info is not None and info.room < positions
+    def check_room(self, positions: int, span: tuple[int, int]) -> None:
+        """Raise ``NoRoom`` if all hosts of a block of ``span`` announce less room."""
+        if positions > (room := self.room(span)):
+            raise NoRoom(positions, int(room))
+
+    def without_room(self, positions: int) -> frozenset[PeerId]:
+        """The hosts that announce less room than ``positions``."""
+        return frozenset(host.peer for host in self.hosts if host.room < positions)
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether other hosts have all blocks of ``hop``."""

@@ -13,7 +13,7 @@ compute: clients prefer hosts with time to spare, long before steps wait at the 
 announced.
 
 No host follows itself in a chain: hosts do not dial themselves. A chain that lost hops is searched
-anew as a whole, with the open hops among the candidates (``find_chain``, ``hops``). So a gap that
+anew as a whole, with the open hops among the candidates (``View.hops``). So a gap that
 only the next hop's host could fill makes that hop longer, and needs no rule of its own.
 
 The search has three steps:
@@ -164,6 +164,8 @@ class View:
     """Share of the memory for KV caches that is free, as hosts reported."""
     busy: Mapping[PeerId, float] = field(default_factory=dict)
     """Share of the last seconds in which the host computed, as hosts reported."""
+    hops: Sequence[Hop] = ()
+    """The open hops of the chain that is searched for."""
     explore: bool = False
     """Whether an unmeasured host may count as fast as the fastest measured one, if it announces that, so that it gets measured."""
 
@@ -285,21 +287,21 @@ def find_chain(
     source: PeerId | None = None,
     sink: PeerId | None = None,
     precision: str | None = None,
-    hops: Sequence[Hop] = (),
 ) -> list[Hop]:
-    """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client). No
-    host follows itself.
+    """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
 
-    ``precision``: that of the chain so far. ``hops``: the open hops of the chain. Each of them
-    stays as it is, and is then part of the result, or gives way, which costs ``REPLACED_S``.
+    No host follows itself. An open hop of the view stays as it is, and is then part of the result,
+    or gives way, which costs ``REPLACED_S``. ``precision``: that of the chain so far.
 
-    A chain changes hosts where the span of some host or hop begins or ends. It costs at most ``1 +
-    MARGIN`` times the cheapest such chain:
-    each host's costs are multiplied by a random factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
-    ``GUARD_MARGIN`` times as much. A banned host is used only where the others make no chain, or
-    none whose neighbours reach each other; then the one whose failure is oldest comes first,
-    because it is the most likely to have recovered. Two hosts that did not reach each other may
-    have recovered, too: at one search of ``PAIRS_AGAIN`` they are tried before banned hosts.
+    A chain changes hosts where the span of some host or hop begins or ends. It costs at most
+    ``1 + MARGIN`` times the cheapest such chain: each host's costs are multiplied by a random
+    factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
+    ``GUARD_MARGIN`` times as much.
+
+    A banned host is used only where the others make no chain, or none whose neighbours reach each
+    other. The one whose failure is oldest comes first: it is the most likely to have recovered.
+    Two hosts that did not reach each other may have recovered, too: one search of ``PAIRS_AGAIN``
+    tries them before banned hosts.
 
     Raises ``NoRoute`` with the blocks that no host covers.
     """
@@ -313,7 +315,7 @@ def find_chain(
     }
     banned = [usable.pop(peer) for peer in view.banned if peer in usable]
     allowed = list(usable.values())
-    opened = [_as_host(hop) for hop in hops]
+    opened = [_as_host(hop) for hop in view.hops]
     stretch = {host.peer: 1 + MARGIN * rng.random() for host in (*allowed, *banned, *opened)}
     tries_pairs, best = rng.random() * PAIRS_AGAIN < 1, None
     while True:
