@@ -1,16 +1,20 @@
 """Defences against more work than hosts can do, and against hosts that only say that they have it."""
 
+import math
 from collections.abc import Hashable, Mapping
+from functools import partial
 
+from swarmnet_client.chain import failures
 from swarmnet_client.chain.failures import WaitBudget
 from swarmnet_client.swarm import swarm
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.hosting import host, host_limits
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.net import PeerId
 from tests.defences import Defence, Patch, replacing, yes
 from tests.limit_defences import of_a_host
-from tests.sim import test_overload
+from tests.sim import test_overload, test_room
 from tests.support.swarm_lab import Reference
 
 
@@ -79,5 +83,19 @@ OVERLOAD = (
         "a client does not flood a busy host with requests",
         replacing(swarm, "MIN_OVERLOADED_S", 0.0),
         of_a_host(test_overload.test_a_busy_host_is_asked_at_most_once_a_second),
+    ),
+    Defence(
+        "no host computes a prompt that never fits",
+        replacing(Swarm, "room", lambda *_: math.inf),
+        of_a_host(
+            partial(
+                test_room.test_a_prompt_that_never_fits_is_refused_before_anything_is_computed, knows=True
+            )
+        ),
+    ),
+    Defence(
+        "a host without room is not asked to compute a prompt again and again",
+        replacing(failures, "FULL_ATTEMPTS", failures.ATTEMPTS),
+        of_a_host(test_room.test_a_host_that_is_full_is_asked_again_after_a_growing_pause),
     ),
 )

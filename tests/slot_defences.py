@@ -67,6 +67,11 @@ EVICTIONS = (
         of_a_swarm(test_handover.test_a_spare_standby_gives_way_to_other_work),
     ),
     Defence(
+        "a client that does not answer does not keep a host from leaving",
+        replacing(HostedSession, "end_leaving", nothing),
+        of_a_swarm(test_handover.test_a_host_that_leaves_ends_the_sessions_of_a_client_that_does_not_answer),
+    ),
+    Defence(
         "a session without steps is evicted from a full host",
         replacing(slots, "slot_to_evict", nothing),
         of_a_host(test_slots.test_sessions_without_steps_are_evicted_for_a_client_with_work),

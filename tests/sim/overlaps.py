@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.failures import PAUSE_S
 from swarmnet_client.chain.supervisor import NOTICE_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
@@ -183,20 +184,15 @@ class Answer:
         """Longest wait for a token that these faults explain, where computing takes no time.
 
         The chain is opened, or a step goes through it. For each fault: half a round trip until it
-        is noticed, or ``NOTICED_S``; three round trips for another host; and the step once more. Of
-        two silent faults, the second may be at the host that takes over, where a dial has to time
-        out.
+        is noticed, or ``NOTICED_S``; three round trips for another host; and the step once more.
+        Of two silent faults, the second may be at the host that takes over, where a dial has to
+        time out. A host that has moved is known once the directory shows it.
         """
-        trip_s = (max(map(len, self.routes)) + 1) * DELAY_S
+        round_trip_s, trip_s = 2 * DELAY_S, (max(map(len, self.routes)) + 1) * DELAY_S
         silent = sum(kind in SILENT for kind in self.kinds)
-        each_s = 3.5 * 2 * DELAY_S + trip_s
-        return (
-            3 * 2 * DELAY_S
-            + trip_s
-            + len(self.kinds) * each_s
-            + silent * NOTICED_S
-            + (silent > 1) * Timing.open_s
-        )
+        opening_s = 3 * round_trip_s + trip_s
+        repairs_s = len(self.kinds) * (3.5 * round_trip_s + trip_s) + ("move" in self.kinds) * PAUSE_S
+        return opening_s + repairs_s + silent * NOTICED_S + (silent > 1) * Timing.open_s
 
     @property
     def repeats(self) -> bool:
