@@ -29,6 +29,7 @@ from swarmnet_client.chain.failures import (
     RetryPolicy,
     WaitBudget,
     explain,
+    is_full,
     is_missing_experts,
 )
 from swarmnet_client.chain.hops import (
@@ -195,8 +196,10 @@ class ChainSupervisor:
                     is_idle = self._in_flight.is_empty
                     if self._retries.is_given_up(loop.time(), self._last_error, idle=is_idle):
                         raise self._explain(missing) from self._last_error
-                    await asyncio.sleep(self._retries.pause_s(self._last_error))
-                    await self._fill()
+                    pause_s = self._retries.pause_s(self._last_error)
+                    if not is_full(self._last_error):  # else other hosts may have room at once
+                        await asyncio.sleep(pause_s)
+                    await self._fill(pause_s)
                     self._retries.repaired(loop.time())
                 await self._relink()
         except TimeoutError:
@@ -283,7 +286,7 @@ class ChainSupervisor:
             if replaced is not None:
                 replaced.cancel()
 
-    async def _fill(self) -> None:
+    async def _fill(self, pause_s: float) -> None:
         """Open sessions until there is no gap. A host that fails is banned for a while, and its
         blocks are filled in the next round."""
         rounds, blocks = 0, (0, self._spec.blocks)
@@ -316,6 +319,8 @@ class ChainSupervisor:
             else:
                 if rounds > 1 or not self._is_doubtful(route):
                     await self._open(route)
+                elif is_full(self._last_error):
+                    await asyncio.sleep(pause_s)
 
     def _is_doubtful(self, route: Sequence[Hop]) -> bool:
         """Whether new hops are on hosts that failed lately. The directory may know others: read it
