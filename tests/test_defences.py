@@ -25,6 +25,7 @@ from tests.p2pd_defences import P2PD
 from tests.pylibp2p_defences import PYLIBP2P
 from tests.reachability_defences import REACHABILITY
 from tests.routing_defences import ROUTING
+from tests.sighting_defences import SIGHTINGS
 from tests.slot_defences import EVICTIONS
 from tests.support.virtual_time import DeadlockError
 from tests.switching_defences import SWITCHING
@@ -56,6 +57,7 @@ DEFENCES = (
     *GATEWAY,
     *ROUTING,
     *SWITCHING,
+    *SIGHTINGS,
     *EVICTIONS,
     *OVERLOAD,
     *AUDITS,

@@ -4,8 +4,9 @@ A node looks at the claims of all hosts from time to time, and moves as ``routin
 
 1. **Announced.** Its announcement names the next blocks, so that others neither join nor move to the same place.
 2. **Loaded.** They are loaded beside the present ones, whose sessions go on.
-3. **Served.** When other hosts have the present blocks, new sessions use the next ones, and those of the former are handed over.
-4. **Dropped.** The former blocks are freed.
+3. **Confirmed.** Other hosts of the present blocks compute what this node computes. Announcements alone do not count.
+4. **Served.** New sessions use the next blocks, and those of the former are handed over.
+5. **Dropped.** The former blocks are freed.
 
 Where the memory has no room for both, the node ends once its sessions are handed over, and its supervisor runs it with the next blocks.
 
@@ -23,9 +24,18 @@ from typing import Protocol
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.host_checks import Trial
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.routing.rebalancing import LOOK_S, Looks, Move, Outlook, may_leave, should_move
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.routing.rebalancing import (
+    LOOK_S,
+    Looks,
+    Move,
+    Outlook,
+    may_leave,
+    should_move,
+    staying,
+)
+from swarmnet_protocols.routing.throughput import Claim, holders
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +93,9 @@ class Movable(Protocol):
 
     def has_room_for(self, blocks: int) -> bool:
         """Whether the memory has room for ``blocks`` more blocks beside the present ones."""
+
+    async def make_trial(self, span: tuple[int, int]) -> Trial:
+        """Random inputs of some of the present blocks, and their outputs."""
 
     async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
@@ -144,9 +157,22 @@ class Mover:
         others, _ = await self._claims.read(blocks=blocks)
         return self._node.claim, others
 
-    async def _may_leave(self, kept: tuple[int, int] = (0, 0)) -> bool:
+    async def _may_leave(self, kept: tuple[int, int] = (0, 0), *, fills_gap: bool = False) -> bool:
+        """Whether other hosts have shown that they have the blocks of this node but those ``kept``.
+
+        ``fills_gap``: blocks that no other host claims need none. The plan of all hosts has others shift there.
+        """
         mine, others = await self._settled_claims(self._node.placed.span)
-        return may_leave([mine, *others], mine, blocks=self._blocks, kept=kept)
+        left = [block for block in range(mine.start, mine.end) if not kept[0] <= block < kept[1]]
+        there = staying(others, mine)
+        if fills_gap:
+            claimed = holders(there, self._blocks)
+            left = [block for block in left if claimed[block]]
+        elif not may_leave(others, mine, blocks=self._blocks, kept=kept):
+            return False  # no host need compute anything
+        found = await self._claims.computing(there, self._node.make_trial, blocks=left, least=1)
+        counts = holders(found, self._blocks)
+        return all(counts[block] for block in left)
 
     async def _move(self, move: Move) -> None:
         """Serve other blocks in place of the present ones, and go on serving these until the others are loaded.
@@ -167,9 +193,12 @@ class Mover:
                     await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
             elif node.has_room_for(move.end - move.start):
                 loaded = await node.load(node.next.span)
-                if move.fills_gap or await self._will_be_spared(node.next.span):
+                kept = node.next.span
+                if await (
+                    self._may_leave(kept, fills_gap=True) if move.fills_gap else self._will_be_spared(kept)
+                ):
                     await node.swap(loaded, drain_s)
-            elif move.fills_gap or await self._may_leave():
+            elif await self._may_leave(fills_gap=move.fills_gap):
                 ends = True
                 node.finish(drain_s)
         except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has

@@ -32,6 +32,7 @@ from swarmnet_node.experts.trunk import (
     own_experts,
     trunk_status,
 )
+from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
 from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
@@ -52,16 +53,19 @@ from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
+from swarmnet_protocols.net import Stream
+from swarmnet_protocols.net.protocol_ids import EXPERTS, PING, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
 from swarmnet_protocols.routing.rebalancing import Looks, Outlook, shrink
 from swarmnet_protocols.routing.switching import Switch, SwitchLooks
 from swarmnet_protocols.routing.throughput import Claim, usual_speed
+from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
-from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire import report_pb2, session_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -134,14 +138,16 @@ class Node(RunningNode):
         model = CatalogModel(hosting.manifest, clean(name_for_peers(hosting.model)), hosting.total_blocks)
         super().__init__(dependencies, model)
         self._hosting = hosting
+        self._own = OwnCoordinate(dependencies.rng)
+        self._checker = HostChecker(dependencies.transport, self._own, dependencies.rng, dependencies.timing)
         self._claims = ClaimReader(
             dependencies.directory,
             hosting.manifest,
             dependencies.rng,
+            self._checker,
             me=dependencies.transport.peer_id,
             blocks=hosting.total_blocks,
         )
-        self._own = OwnCoordinate(dependencies.rng)
         looks = Looks(moved_at=hosting.switch_looks.switched_at)
         self.placed = hosting.placed or Placed((0, hosting.num_blocks), "", looks=looks)
         self.next: Placed | None = None
@@ -180,7 +186,7 @@ class Node(RunningNode):
                         persist("the choice of blocks", lambda: self._mover().run()), name="move"
                     )
                 if hosting.others is not None:
-                    switcher = Switcher(self, self._claims, hosting.others, self._dependencies)
+                    switcher = Switcher(self, self._claims, hosting.others, self._dependencies, self._checker)
                     self._switching = asyncio.create_task(
                         persist("the choice of a model", switcher.run), name="switch"
                     )
@@ -195,6 +201,7 @@ class Node(RunningNode):
     async def _load_and_serve(self, services: Services) -> None:
         """Choose blocks, load them, wait for the experts that they lack, and serve clients."""
         dependencies, hosting = self._dependencies, self._hosting
+        await services.serve(PING, self._answer_pings)  # until the host does
         if hosting.placed is None:
             await self._choose()
         elif hosting.may_move:
@@ -225,6 +232,22 @@ class Node(RunningNode):
         self._state = pb.HOST_STATE_ONLINE
         await self._announce()
         self._log("online")
+
+    async def _answer_pings(self, stream: Stream) -> None:
+        """Show other hosts that this node exists, while it chooses and loads its blocks."""
+
+        def pong(nonce: int) -> session_pb2.Pong:
+            start, end = self.span
+            return session_pb2.Pong(nonce=nonce, manifest=self._hosting.manifest, start=start, end=end)
+
+        pings = TypedStream(
+            stream,
+            session_pb2.Pong,
+            session_pb2.Ping,
+            silence_s=self._dependencies.timing.client_silence_s,
+            send_s=self._dependencies.timing.chunk_s,
+        )
+        await answer_pings(pings, pong)
 
     async def _share_experts(self, stage: Stage, services: Services, options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
@@ -455,6 +478,18 @@ class Node(RunningNode):
         stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
         return LoadedBlocks(stage, await self._measure(stage))
 
+    async def make_trial(self, span: tuple[int, int]) -> Trial:
+        """Random inputs of some of the present blocks, and their outputs. Raises ``Unreachable`` if the node does not serve them."""
+        engine, first = self._engine, self.span[0]
+        if engine is None or not self.span[0] <= span[0] < span[1] <= self.span[1]:
+            raise Unreachable(f"this node does not serve blocks {span[0]}:{span[1]}")
+        stage = engine.stage.part(span[0] - first, span[1] - first)
+        generator = torch.Generator().manual_seed(self._dependencies.rng.getrandbits(63))
+        inputs = torch.randn(TRIAL_POSITIONS, stage.hidden_size, generator=generator)
+        compute = partial(stage.run_sequences, inputs, (TRIAL_POSITIONS,))
+        outputs = await engine.compute_pass(lambda: compute, TRIAL_POSITIONS)
+        return Trial(span, inputs, outputs.float())
+
     async def _fit(self) -> None:
         """Choose fewer of its blocks before they are loaded, if its owner has allowed less memory meanwhile."""
         start, end = self.span
@@ -533,7 +568,8 @@ class Node(RunningNode):
     async def _keep_located(self) -> NoReturn:
         dependencies = self._dependencies
         hosts = HostSample(dependencies.directory, self._hosting.manifest, dependencies.rng)
-        await keep_located(dependencies.transport, hosts, self._own, dependencies.rng, dependencies.timing)
+        me = dependencies.transport.peer_id
+        await keep_located(self._checker.call, hosts, me, dependencies.rng, dependencies.timing)
 
     async def _keep_announcing(self) -> NoReturn:
         dependencies = self._dependencies

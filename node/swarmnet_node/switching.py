@@ -4,6 +4,7 @@ A node looks at the models that the swarm file lists from time to time, and swit
 
 1. **Announced.** It announces, beside the blocks that it serves, those of the other model that it intends to take.
 2. **Confirmed.** After a while it looks once more: others may have left its model, or gone to the other one, at the same time.
+   The hosts that stay compute what this node computes. Announcements alone do not count.
 3. **Left.** Its sessions are handed over to other hosts of its model, which it leaves only if they suffice.
 4. **Joined.** Its supervisor reads the other model, and runs a node that chooses its blocks and loads them as any joining node does.
 
@@ -19,6 +20,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from swarmnet_node.claims import ClaimReader
+from swarmnet_node.host_checks import HostChecker, Trial
 from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.moving import DRAIN_S, Placed
 from swarmnet_node.running_node import Dependencies
@@ -28,12 +30,14 @@ from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
 from swarmnet_protocols.routing.switching import (
     LOOK_S,
+    OTHER_HOSTS,
     ServedModel,
     Switch,
     SwitchLooks,
     is_confirmed,
     may_leave_model,
     should_switch,
+    staying,
 )
 from swarmnet_protocols.routing.throughput import Claim
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -121,6 +125,9 @@ class Switchable(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of the weights of these blocks."""
 
+    async def make_trial(self, span: tuple[int, int]) -> Trial:
+        """Random inputs of some of these blocks, and their outputs."""
+
     def intent(self, switch: Switch) -> Intent: ...
 
     def finish(self, grace_s: float) -> None:
@@ -133,10 +140,16 @@ class Switcher:
     """Has ``node`` switch to one of ``models`` when that needs it more."""
 
     def __init__(
-        self, node: Switchable, claims: ClaimReader, models: OtherModels, dependencies: Dependencies
+        self,
+        node: Switchable,
+        claims: ClaimReader,
+        models: OtherModels,
+        dependencies: Dependencies,
+        checker: HostChecker,
     ) -> None:
         """``claims``: those of the node's own model."""
         self._node = node
+        self._checker = checker
         self._claims = claims
         self._models = models
         self._dependencies = dependencies
@@ -192,7 +205,12 @@ class Switcher:
             if manifest not in self._readers:
                 me = dependencies.transport.peer_id
                 self._readers[manifest] = ClaimReader(
-                    dependencies.directory, manifest, dependencies.rng, me=me, blocks=model.blocks
+                    dependencies.directory,
+                    manifest,
+                    dependencies.rng,
+                    self._checker,
+                    me=me,
+                    blocks=model.blocks,
                 )
             claims, _ = await self._readers[manifest].read()
             found.append(replace(model, claims=claims))
@@ -223,5 +241,12 @@ class Switcher:
             return False
         own, mine = await self._own(self._node.placed.span)
         others = await self._others(mine)
+        found = await self._claims.computing(
+            staying(own, mine, others),
+            self._node.make_trial,
+            blocks=range(mine.start, mine.end),
+            least=OTHER_HOSTS,
+        )
+        own = replace(own, claims=[mine, *found])
         decide = partial(is_confirmed, own, mine, others, switch)
         return await asyncio.get_running_loop().run_in_executor(None, decide)

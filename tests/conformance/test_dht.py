@@ -334,7 +334,8 @@ def test_two_halves_that_forgot_each_other_become_one_when_the_network_heals(
 
 
 def mallorys(**changes: Any) -> Record:
-    record = Record(SWARM, "target", MALLORY.public_key, 1, round(wall_clock() + 60, 3), b"evil")
+    certificate = certify(MALLORY.peer_id, ANY_ROLE)
+    record = Record(SWARM, "target", MALLORY.public_key, 1, round(wall_clock() + 60, 3), b"evil", certificate)
     return replace(record, **changes)
 
 
@@ -393,6 +394,26 @@ def test_an_honest_raw_store_is_accepted(five: Five) -> None:
         store = RawStore.of(mallorys(topic="honest"))
         assert await raw_store(peers[0], peers[1], store) == [True]
         assert await bodies(peers[2], "honest") == {b"evil"}
+
+    five.run(scenario)
+
+
+def test_a_record_of_no_member_is_neither_stored_nor_read_in_a_private_swarm(
+    five: Five, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario(peers: list[Peer]) -> None:
+        from hivemind.dht.routing import DHTID
+
+        is_open = rules_of(peers) is OPEN
+        store = RawStore.of(mallorys(topic="stranger", certificate=b""))
+        assert await raw_store(peers[0], peers[1], store) == [is_open]
+        entry = store.subkey, msgpack.packb(store.sealed), store.expires_at
+        forged = {DHTID.generate(source=key): [entry] for key in dht_keys(SWARM, "stranger")}
+        for liar in peers:  # members that store it all the same
+            monkeypatch.setattr(liar.node.protocol, "storage", Lies(liar.node.protocol.storage, forged))
+        bootstrap = tuple(peers[0].transport.addresses())
+        async with join(tmp_path / "reader", bootstrap, client_mode=True, rules=rules_of(peers)) as reader:
+            assert await bodies(reader, "stranger") == ({b"evil"} if is_open else set())
 
     five.run(scenario)
 

@@ -20,6 +20,7 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.routing.rebalancing import CONFIRM_S, LOOK_S
 from swarmnet_protocols.session.steps import Row
 from tests.support.fake_machine import FakeMachine
+from tests.support.private_swarm import PrivateSwarm
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.virtual_time import TimedExecutor
 
@@ -102,7 +103,8 @@ def test_a_host_moves_to_where_hosts_are_short_while_its_clients_go_on(reference
     simulate(reference, scenario, limit_s=2000.0)
 
 
-def test_blocks_whose_host_is_gone_are_filled(reference: Reference) -> None:
+@pytest.mark.parametrize("private", [None, PrivateSwarm()], ids=["open", "private"])
+def test_blocks_whose_host_is_gone_are_filled(reference: Reference, private: PrivateSwarm | None) -> None:
     async def scenario(lab: Lab) -> None:
         mover = await lab.start("mover", lab.hosting((0, 3), num_blocks=3, may_move=True))
         await lab.start("stays", lab.hosting((0, 3)))
@@ -114,7 +116,7 @@ def test_blocks_whose_host_is_gone_are_filled(reference: Reference) -> None:
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             assert await lab.generate(chain, PROMPT, 8) == reference.greedy(PROMPT, 8)
 
-    simulate(reference, scenario, limit_s=2000.0)
+    simulate(reference, scenario, limit_s=2000.0, private=private)
 
 
 def test_a_host_whose_owner_forbids_it_stays(reference: Reference) -> None:
@@ -363,7 +365,7 @@ def test_a_node_with_more_memory_grows_once_the_swarm_gains_by_it(
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
             node.set_limits(Limits(max_ram_bytes=limit_for(10, reference)))
-            await asyncio.sleep(FOUND_S)
+            await asyncio.sleep(CONFIRM_S + 5 * LOOK_S)
             assert node.span == (0, 3), "the swarm gains nothing"
             for name in ("a", "b"):
                 await lab.start(name, lab.hosting((0, 3)))

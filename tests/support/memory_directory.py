@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import Publisher, Record, newest, open_valid
+from swarmnet_protocols.directory.signers import Signers
 from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.net.identity import Identity
 from tests.support.memory_network import MemoryNetwork
 
@@ -45,11 +47,20 @@ class MemoryBoard:
 class MemoryDirectory:
     """A peer's view of a :class:`MemoryBoard`. A peer that is crashed, hung or isolated neither writes nor reads."""
 
-    def __init__(self, board: MemoryBoard, identity: Identity, swarm: bytes) -> None:
+    def __init__(
+        self,
+        board: MemoryBoard,
+        identity: Identity,
+        swarm: bytes,
+        membership: Membership | None = None,
+    ) -> None:
+        """``membership``: that of the peer in a private swarm."""
         self._board = board
         self._peer_id = identity.peer_id
         self._swarm = swarm
-        self._publisher = Publisher(identity, swarm, board.clock)
+        self._signers = None if membership is None else Signers(membership)
+        certificate = bytes if membership is None else lambda: membership.certificate
+        self._publisher = Publisher(identity, swarm, board.clock, certificate)
         self._rng = random.Random(identity.peer_id)
         self.refused = 0
 
@@ -73,7 +84,8 @@ class MemoryDirectory:
         if not self._board.network.is_online(self._peer_id):
             return ()
         now = self._board.clock()
-        return newest(open_valid(self._board.read(topic), swarm=self._swarm, now=now))
+        check = (lambda _: None) if self._signers is None else self._signers.check
+        return newest(open_valid(self._board.read(topic), swarm=self._swarm, now=now, check=check))
 
     async def sample(
         self,

@@ -200,7 +200,7 @@ class Lab:
     async def _world(self, name: str) -> AsyncIterator[Dependencies]:
         identity = peer(name)
         async with self._transport(name, identity, Role.HOST) as transport:
-            directory = MemoryDirectory(self.board, identity, SWARM)
+            directory = MemoryDirectory(self.board, identity, SWARM, self.memberships.get(name))
             rng = random.Random(f"{self.seed}/{name}")
             # Virtual time runs the calls of executors in place.
             stopwatch = asyncio.get_running_loop().time
@@ -236,7 +236,7 @@ class Lab:
         identity = peer(name)
         async with AsyncExitStack() as stack:
             transport = await stack.enter_async_context(self._transport(name, identity, Role.CLIENT))
-            directory = MemoryDirectory(self.board, identity, SWARM)
+            directory = MemoryDirectory(self.board, identity, SWARM, self.memberships.get(name))
             watching = Swarm.watch(
                 transport,
                 directory,

@@ -5,6 +5,7 @@ A vector that has been released never changes: an older peer still sends it.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.Ping(nonce=(1 << 64) - 1)
     yield pb.Pong(nonce=1, queue_s=0.25)
     yield pb.Pong(nonce=1, queue_s=0.25, sessions=3, cache_free=0.5, coordinate=_COORDINATE, busy=0.75)
+    yield pb.Pong(nonce=1, manifest=bytes(32), start=3, end=6)
 
 
 def record_messages() -> Iterator[Protobuf]:
@@ -203,6 +205,7 @@ def record_messages() -> Iterator[Protobuf]:
         body=host.SerializeToString(deterministic=True),
     )
     yield pb.SignedRecord.FromString(seal(signer, record))
+    yield pb.SignedRecord.FromString(seal(signer, replace(record, certificate=b"a certificate")))
     yield pb.CatalogRecord(model=pb.CatalogModel(manifest=_MANIFEST, name="org/name", blocks=126))
     yield pb.CatalogRecord(job=pb.CatalogJob(id=_MANIFEST))
     yield pb.ProcessRecord(process=bytes(range(16)), addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])

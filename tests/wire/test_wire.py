@@ -108,12 +108,14 @@ def test_every_message_and_every_field_has_a_vector() -> None:
     assert wanted - seen == set(), "add an example to tests/wire/examples.py"
 
 
-def test_the_signed_record_verifies() -> None:
-    (vector,) = [vector for vector in MESSAGES if vector["message"].endswith(".SignedRecord")]
-    sealed = bytes.fromhex(vector["hex"])
-    swarm = records_pb2.SignedRecord.FromString(sealed).swarm
-    record = open_record(sealed, swarm=swarm, now=1_800_000_000.0)
-    assert records_pb2.HostRecord.FromString(record.body).public_name == "a volunteer"
+def test_the_signed_records_verify() -> None:
+    found = [vector for vector in MESSAGES if vector["message"].endswith(".SignedRecord")]
+    for vector, certificate in zip(found, (b"", b"a certificate"), strict=True):
+        sealed = bytes.fromhex(vector["hex"])
+        swarm = records_pb2.SignedRecord.FromString(sealed).swarm
+        record = open_record(sealed, swarm=swarm, now=1_800_000_000.0)
+        assert records_pb2.HostRecord.FromString(record.body).public_name == "a volunteer"
+        assert record.certificate == certificate
 
 
 def test_the_signed_certificate_verifies() -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,29 +19,24 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
     ConfigError,
-    DeadlineExceeded,
     NoRoute,
     OutOfResources,
     PeerUnreachable,
-    ProtocolViolation,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import all_of, cancel
-from swarmnet_protocols.net import Buffer, PeerId, Stream
+from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
     MAX_SEQUENCES,
-    receive_tensor,
-    split_tensor,
+    request_pass,
     unpack_tensors,
 )
 from swarmnet_protocols.session.wire_tensors import wire_code
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -350,66 +345,14 @@ async def ask_pass(
 ) -> list[torch.Tensor]:
     """Have ``hop`` compute the pass ``begin`` from ``tensors``; returns tensors of ``shapes``.
 
-    Raises ``GraphGone``, what opening a stream raises, ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
+    Raises ``GraphGone``, what opening a stream raises, and what ``request_pass`` raises.
     """
-    timing = swarm.timing
-    stream = await swarm.transport.open(hop.peer, PASS, addresses=hop.addresses, deadline_s=timing.open_s)
     try:
-        async with asyncio.timeout(timing.stall_s) as limit:
-            request = _PassRequest.on(stream, timing, limit)
-            sending = asyncio.create_task(request.send(begin, tensors))
-            try:
-                return [
-                    await receive_tensor(request.next_part, positions=rows, hidden_size=width)
-                    for rows, width in shapes
-                ]
-            finally:
-                await cancel(sending)  # the receiving side has seen the same error
+        stream = await swarm.transport.open(
+            hop.peer, PASS, addresses=hop.addresses, deadline_s=swarm.timing.open_s
+        )
+        return await request_pass(stream, begin, tensors, shapes, swarm.timing)
     except Refused as refusal:
         if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
             raise GraphGone(str(refusal)) from refusal
         raise
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{hop.peer} has not computed for {timing.stall_s:g} s") from error
-    finally:
-        stream.close()
-
-
-@dataclass(frozen=True)
-class _PassRequest:
-    """The client's side of one pass. Each part moves the deadline ``limit``; tensors are sent once the host has ``admitted`` the pass."""
-
-    stream: TypedStream[pb.PassRequest, pb.PassReply]
-    timing: Timing
-    limit: asyncio.Timeout
-    admitted: asyncio.Event
-
-    @classmethod
-    def on(cls, stream: Stream, timing: Timing, limit: asyncio.Timeout) -> Self:
-        admitted = asyncio.Event()  # by the first heartbeat
-        typed = TypedStream(
-            stream,
-            pb.PassRequest,
-            pb.PassReply,
-            silence_s=timing.silence_s,
-            on_heartbeat=lambda _: admitted.set(),
-        )
-        return cls(typed, timing, limit, admitted)
-
-    async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
-        await self.stream.send(pb.PassRequest(begin=begin))
-        await self.admitted.wait()
-        for tensor in tensors:
-            for part, payload in split_tensor(tensor):
-                await self.stream.send(pb.PassRequest(part=part), payload)
-                self._moved()
-
-    async def next_part(self) -> tuple[pb.Part, Buffer]:
-        reply, payload = await self.stream.receive()
-        if not reply.HasField("part"):
-            raise ProtocolViolation("an unexpected message on a pass")
-        self._moved()
-        return reply.part, payload
-
-    def _moved(self) -> None:
-        self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)

@@ -362,6 +362,7 @@ class Engine:
                 await self._run_pass(work)
                 self._last_pass_at = asyncio.get_running_loop().time()
                 self._remove_pass(work)
+                del work  # it refers to the weights of blocks that a move may drop
                 continue
             await self._wait_for_more()
             if self._steps:  # clients may have left meanwhile

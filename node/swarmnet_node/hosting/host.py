@@ -19,7 +19,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ from swarmnet_node.hosting.session import (
 )
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
-from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation, StreamEnded
+from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
@@ -56,6 +56,7 @@ from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
+from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -460,12 +461,8 @@ class Host:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
     async def _serve_pings(self, stream: Stream) -> None:
-        """Answer pings until the other side closes."""
         client = self._typed(stream, pb.Pong, pb.Ping, silence_s=self.timing.client_silence_s)
-        with suppress(StreamEnded):
-            while True:
-                ping, _ = await client.receive()
-                await client.send(self._pong(ping.nonce))
+        await answer_pings(client, self._pong)
 
     def _pong(self, nonce: int) -> pb.Pong:
         engine = self.engine
@@ -476,6 +473,9 @@ class Host:
             cache_free=max(0.0, 1 - engine.cache_bytes / max(1, engine.max_cache_bytes)),
             coordinate=self.coordinate().numbers(),
             busy=engine.busy.at(engine.stopwatch()),
+            manifest=self._model.manifest,
+            start=self.start,
+            end=self.end,
         )
 
 

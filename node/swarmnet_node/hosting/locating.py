@@ -3,18 +3,14 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from swarmnet_protocols.directory.host_announcements import Announced, HostSample
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.protocol_ids import PING
-from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import HostInfo
-from swarmnet_protocols.routing.coordinates import OwnCoordinate
-from swarmnet_protocols.session.pings import PingStream, ping
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import session_pb2 as pb
 
 NEIGHBOURS = 16
 """Hosts that are pinged in turn: few, so that connections are reused, and drawn at random, so that no host can choose to be among them."""
@@ -24,22 +20,24 @@ FIRST_FACTOR = 5
 
 
 async def keep_located(
-    transport: Transport, hosts: HostSample, own: OwnCoordinate, rng: random.Random, timing: Timing
+    call: Callable[[HostInfo], Awaitable[bool]],
+    hosts: HostSample,
+    me: PeerId,
+    rng: random.Random,
+    timing: Timing,
 ) -> NoReturn:
-    """Ping a host every ``Timing.locate_s`` and correct ``own``, until cancelled."""
+    """Ping a host every ``Timing.locate_s``, until cancelled. ``call`` pings one, and returns whether it answered."""
     neighbours: list[HostInfo] = []
     rounds = 0
     while True:
         await asyncio.sleep(timing.locate_s / (FIRST_FACTOR if rounds < FIRST_ROUNDS else 1))
         if rounds % NEIGHBOURS == 0 or not neighbours:
             with contextlib.suppress(SwarmnetError):  # the present neighbours are kept
-                neighbours = _drawn(neighbours, await hosts.refresh(), transport.peer_id, rng)
+                neighbours = _drawn(neighbours, await hosts.refresh(), me, rng)
         rounds += 1
         if neighbours:
             host = neighbours[rounds % len(neighbours)]
-            try:
-                await _measure(transport, host, own, rng, timing)
-            except SwarmnetError:
+            if not await call(host):
                 neighbours.remove(host)
 
 
@@ -49,14 +47,3 @@ def _drawn(before: list[HostInfo], found: list[Announced], own: PeerId, rng: ran
     kept = [online.pop(host.peer) for host in before if host.peer in online]
     others = list(online.values())
     return kept + rng.sample(others, min(len(others), NEIGHBOURS - len(kept)))
-
-
-async def _measure(
-    transport: Transport, host: HostInfo, own: OwnCoordinate, rng: random.Random, timing: Timing
-) -> None:
-    stream = await transport.open(host.peer, PING, addresses=host.addresses, deadline_s=timing.open_s)
-    with contextlib.closing(stream):
-        pings: PingStream = TypedStream(stream, pb.Ping, pb.Pong, silence_s=timing.pong_s)
-        answer = await ping(pings, rng)
-        if answer.coordinate is not None:
-            own.measured(host.peer, answer.coordinate, answer.delay_s)

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -41,12 +41,18 @@ class Record:
     expires_at: float
     """Unix time, kept to the millisecond."""
     body: bytes
+    certificate: bytes = b""
+    """The sealed certificate of the signer; empty where members need none. ``signers.py`` checks it."""
     sealed: bytes = field(default=b"", compare=False, repr=False)
     """The encoded record with its signature, as received; empty for a record made here."""
 
     @property
     def peer_id(self) -> PeerId:
         return peer_id_of(self.signer)
+
+
+Check = Callable[[Record], None]
+"""Raises ``IntegrityError`` or ``NotAuthorised`` for a record whose signer may not publish it: see ``signers.py``."""
 
 
 def seal(identity: Identity, record: Record) -> bytes:
@@ -64,6 +70,7 @@ def seal(identity: Identity, record: Record) -> bytes:
         sequence=record.sequence,
         expires_at_ms=round(record.expires_at * 1000),
         body=record.body,
+        certificate=record.certificate,
     )
     message.signature = identity.sign(_signed_bytes(message))
     data = message.SerializeToString(deterministic=True)
@@ -79,7 +86,11 @@ class Publisher:
     max_lifetime_s = MAX_LIFETIME_S
     """Longest lifetime that replicas accept, in seconds."""
 
-    def __init__(self, identity: Identity, swarm: bytes, clock: Clock) -> None:
+    def __init__(
+        self, identity: Identity, swarm: bytes, clock: Clock, certificate: Callable[[], bytes] = bytes
+    ) -> None:
+        """``certificate``: the current sealed certificate of this peer; empty where members need none."""
+        self.certificate = certificate
         self._identity = identity
         self.swarm = swarm
         self.clock = clock
@@ -95,7 +106,15 @@ class Publisher:
             # clock was ahead: replicas refused it, and would refuse a successor that expires even later.
             if last.expires_at < now + self.max_lifetime_s:
                 expires_at = max(expires_at, last.expires_at + 0.001)
-        record = Record(self.swarm, topic, self._identity.public_key, sequence, round(expires_at, 3), body)
+        record = Record(
+            self.swarm,
+            topic,
+            self._identity.public_key,
+            sequence,
+            round(expires_at, 3),
+            body,
+            self.certificate(),
+        )
         sealed = seal(self._identity, record)
         self._last[topic] = record
         return record, sealed
@@ -136,15 +155,26 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
     if not verify(message.signer, message.signature, _signed_bytes(message)):
         raise IntegrityError("the signature is wrong")
     return Record(
-        message.swarm, message.topic, message.signer, message.sequence, expires_at, message.body, data
+        message.swarm,
+        message.topic,
+        message.signer,
+        message.sequence,
+        expires_at,
+        message.body,
+        message.certificate,
+        data,
     )
 
 
-def open_valid(sealed: Iterable[bytes], *, swarm: bytes, now: float) -> Iterator[Record]:
-    """The records in ``sealed`` that :func:`open_record` accepts."""
+def open_valid(
+    sealed: Iterable[bytes], *, swarm: bytes, now: float, check: Check = lambda _: None
+) -> Iterator[Record]:
+    """The records in ``sealed`` that :func:`open_record` and ``check`` accept."""
     for data in sealed:
         with contextlib.suppress(IntegrityError, NotAuthorised):
-            yield open_record(data, swarm=swarm, now=now)
+            record = open_record(data, swarm=swarm, now=now)
+            check(record)
+            yield record
 
 
 def newest(records: Iterable[Record]) -> tuple[Record, ...]:
@@ -165,6 +195,7 @@ def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
 
 
 def _signed_bytes(message: pb.SignedRecord) -> bytes:
+    certificate = [message.certificate] if message.certificate else []
     return _SIGNATURE_CONTEXT + _with_sizes(
         message.swarm,
         message.topic.encode(),
@@ -172,6 +203,7 @@ def _signed_bytes(message: pb.SignedRecord) -> bytes:
         message.sequence.to_bytes(8, "big"),
         message.expires_at_ms.to_bytes(8, "big"),
         message.body,
+        *certificate,
     )
 
 
@@ -188,5 +220,6 @@ def _canonical(message: pb.SignedRecord) -> bytes:
         expires_at_ms=message.expires_at_ms,
         body=message.body,
         signature=message.signature,
+        certificate=message.certificate,
     )
     return known.SerializeToString(deterministic=True)

@@ -242,13 +242,16 @@ async def connect(
         )
         if not client_mode:
             reachability.on_change = directory.set_reachable
-        finder = RelayFinder(directory, random.Random())
+        finder = RelayFinder(directory, random.Random(), lambda: reachability.relays_held)
         reachability.more_relays = finder.find
         if not client_mode:
             announcing = persist(
                 "the announcement as a relay",
                 lambda: keep_relay_announced(
-                    directory, lambda: routed.addresses() if relay.relays else (), random.Random()
+                    directory,
+                    lambda: routed.addresses() if relay.relays else (),
+                    random.Random(),
+                    reachability.answers,
                 ),
             )
             stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))

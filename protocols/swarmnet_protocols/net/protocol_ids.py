@@ -30,7 +30,7 @@ PASS = ProtocolSpec(
     "/swarmnet/pass/3",
     max_header_bytes=4096,
     max_payload_bytes=_PART_BYTES,
-    roles=_CLIENT,
+    roles=_CLIENT | _HOST,
     served_by=_HOST,
     has_flow_control=True,
 )

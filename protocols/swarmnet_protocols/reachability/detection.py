@@ -172,6 +172,10 @@ class Reachability:
             _log.debug("%s did not dial back: %s", address, error)
             return None
 
+    async def answers(self, address: str) -> bool:
+        """Whether the peer at a multiaddr answers as a peer of this swarm that may be a relay."""
+        return await self._ask(address, ()) is not None
+
     async def _candidates(self) -> Sequence[str]:
         bootstrap = random.sample(self._bootstrap, len(self._bootstrap))
         return [*bootstrap, *await self.more_relays()]

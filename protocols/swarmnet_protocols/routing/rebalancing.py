@@ -14,13 +14,13 @@ All hosts that see the same claims compute the same state of the swarm (:class:`
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span, draw
-from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed
+from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed, holders
 
 LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's intents."""
@@ -179,35 +179,21 @@ def should_move(
     return Move(*target, reason), replace(looks, moved_at=now, target=None, target_since=math.inf)
 
 
-def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int, kept: tuple[int, int] = (0, 0)) -> bool:
-    """Whether every block of ``mine`` outside of ``kept`` [start, end) has another host that serves it and does not move.
-
-    Of two hosts that would leave the same block at the same time, the one with the lower peer id leaves.
-    """
+def staying(claims: Sequence[Claim], mine: Claim) -> list[Claim]:
+    """The settled claims of other hosts that do not move. Of two hosts that would leave the same block at once, the one with the lower peer id leaves."""
     moving = {claim.peer for claim in claims if not claim.settled and claim.peer < mine.peer}
-    staying = [
+    return [
         claim for claim in claims if claim.settled and claim.peer != mine.peer and claim.peer not in moving
     ]
-    counts = holders(staying, blocks)
+
+
+def may_leave(claims: Sequence[Claim], mine: Claim, *, blocks: int, kept: tuple[int, int] = (0, 0)) -> bool:
+    """Whether every block of ``mine`` outside of ``kept`` [start, end) has another host that serves it and does not move."""
+    counts = holders(staying(claims, mine), blocks)
     return all(
         kept[0] <= block < kept[1] or counts[block]
         for block in range(max(mine.start, 0), min(mine.end, blocks))
     )
-
-
-def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
-    """The number of claims to each block."""
-    changes = [0] * (blocks + 1)
-    for claim in claims:
-        start, end = max(claim.start, 0), min(claim.end, blocks)
-        if start < end:
-            changes[start] += 1
-            changes[end] -= 1
-    counts, count = [], 0
-    for change in changes[:-1]:
-        count += change
-        counts.append(count)
-    return counts
 
 
 def _target(
@@ -316,7 +302,7 @@ def _repairs(outlook: Outlook) -> dict[PeerId, Claim]:
         for claim in outlook.placed
         if claim.start < blocks and claim.end > 0
     }
-    movable = {claim.peer for claim in outlook.staying if claim.may_move}
+    movable = {claim.peer for claim in outlook.staying if claim.may_move and claim.seen}
     before = dict(placed)
     while not all(counts := holders(placed.values(), blocks)):
         rates = Supply(blocks, placed.values(), outlook.most).rates()

@@ -19,8 +19,8 @@ from statistics import median
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span
-from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S, Outlook, holders
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S, Outlook
+from swarmnet_protocols.routing.throughput import Claim, holders
 
 LOOK_S = 60.0
 """Mean seconds between two looks of a host at other models. Callers add jitter, so that hosts see each other's intents."""
@@ -61,8 +61,8 @@ class ServedModel:
 
     @cached_property
     def load(self) -> float:
-        """The median load of its hosts, which few false announcements change; 0 without hosts."""
-        return median([claim.load for claim in self.outlook.staying] or [0.0])
+        """The median load of its hosts that this host has called, which few false announcements change; 0 without any."""
+        return median([claim.load for claim in self.outlook.staying if claim.seen] or [0.0])
 
     @cached_property
     def load_soon(self) -> float:
@@ -158,15 +158,26 @@ def is_confirmed(own: ServedModel, mine: Claim, others: Sequence[ServedModel], s
 
     Hosts of its own model with higher peer ids that have announced a switch, too, are expected to give it up.
     """
+    before = _without_yielding(own, mine, others)
+    need = _need(own, mine, [model for model in before if model.manifest == switch.manifest], before)
+    return need is not None
+
+
+def staying(own: ServedModel, mine: Claim, others: Sequence[ServedModel]) -> list[Claim]:
+    """The claims of the other hosts of ``own`` that neither move nor switch, of which ``is_confirmed`` needs some."""
+    gone = {claim.peer for model in _without_yielding(own, mine, others) for claim in model.claims}
+    return [claim for claim in own.outlook.staying if claim.peer not in gone | {mine.peer}]
+
+
+def _without_yielding(own: ServedModel, mine: Claim, others: Sequence[ServedModel]) -> list[ServedModel]:
+    """``others`` without the intents of this host, and of hosts of ``own`` that are expected to give theirs up."""
     hosts = {claim.peer for claim in own.claims if claim.settled}
 
     def counts(claim: Claim) -> bool:
         yields = not claim.settled and claim.peer in hosts and claim.peer > mine.peer
         return claim.peer != mine.peer and not yields
 
-    before = [replace(model, claims=[claim for claim in model.claims if counts(claim)]) for model in others]
-    need = _need(own, mine, [model for model in before if model.manifest == switch.manifest], before)
-    return need is not None
+    return [replace(model, claims=[claim for claim in model.claims if counts(claim)]) for model in others]
 
 
 def may_leave_model(own: ServedModel, mine: Claim) -> bool:

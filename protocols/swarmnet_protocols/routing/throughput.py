@@ -13,10 +13,11 @@ as one.
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from swarmnet_protocols.net import PeerId
@@ -48,6 +49,10 @@ class Claim:
     """Whether the host may switch to another model of the swarm."""
     load: float = 0.0
     """Share of the last minutes in which the host computed."""
+    seen: bool = True
+    """Whether the reader has called the host, and it answered that it has these blocks: see ``sightings.py``."""
+    place: str = ""
+    """The subnet where the reader reached the host. Hosts of one place count as one host; empty: the host counts for itself."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:
@@ -61,6 +66,27 @@ def highest_speed(claims: Iterable[Claim]) -> float:
     if not speeds:
         return MAX_SPEED
     return min(speeds[math.ceil((1 - FASTEST) * len(speeds)) - 1], MAX_SPEED * median(speeds))
+
+
+def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
+    """The number of hosts of each block; all hosts of one place are one host."""
+    changes = [0] * (blocks + 1)
+    shared = defaultdict[str, list[tuple[int, int]]](list)
+    for claim in claims:
+        start, end = max(claim.start, 0), min(claim.end, blocks)
+        if start < end and claim.place:
+            shared[claim.place].append((start, end))
+        elif start < end:
+            changes[start] += 1
+            changes[end] -= 1
+    for spans in shared.values():
+        reached = 0
+        for start, end in sorted(spans):
+            if end > reached:
+                changes[max(start, reached)] += 1
+                changes[end] -= 1
+                reached = end
+    return list(accumulate(changes[:-1]))
 
 
 def throughput(claims: Iterable[Claim], blocks: int) -> float:

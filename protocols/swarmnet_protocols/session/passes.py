@@ -1,16 +1,24 @@
-"""Passes: forwards and backwards of whole sequences through some blocks, for training. Their limits, and how their tensors are sent.
+"""Passes: forwards and backwards of whole sequences through some blocks, without caches. Their limits, and how they are requested.
+
+Clients send them for training and for audits; hosts send short ones to see whether another host has their blocks.
 
 Shapes: P positions of all sequences of a pass together, D hidden size.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Buffer, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_dtype
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
@@ -68,3 +76,71 @@ async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: in
 
 def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
     return max(1, PASS.max_payload_bytes // position_bytes(dtype, hidden_size))
+
+
+async def request_pass(
+    stream: Stream,
+    begin: pb.Begin,
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[torch.Size],
+    timing: Timing,
+) -> list[torch.Tensor]:
+    """Have the host at the other end of a PASS stream compute ``begin`` from ``tensors``; returns tensors of ``shapes``.
+
+    Closes the stream. Raises ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
+    """
+    try:
+        async with asyncio.timeout(timing.stall_s) as limit:
+            request = _PassRequest.on(stream, timing, limit)
+            sending = asyncio.create_task(request.send(begin, tensors))
+            try:
+                return [
+                    await receive_tensor(request.next_part, positions=rows, hidden_size=width)
+                    for rows, width in shapes
+                ]
+            finally:
+                await cancel(sending)  # the receiving side has seen the same error
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{stream.peer} has not computed for {timing.stall_s:g} s") from error
+    finally:
+        stream.close()
+
+
+@dataclass(frozen=True)
+class _PassRequest:
+    """The asking side of one pass. Each part moves the deadline ``limit``; tensors are sent once the host has ``admitted`` the pass."""
+
+    stream: TypedStream[pb.PassRequest, pb.PassReply]
+    timing: Timing
+    limit: asyncio.Timeout
+    admitted: asyncio.Event
+
+    @classmethod
+    def on(cls, stream: Stream, timing: Timing, limit: asyncio.Timeout) -> Self:
+        admitted = asyncio.Event()  # by the first heartbeat
+        typed = TypedStream(
+            stream,
+            pb.PassRequest,
+            pb.PassReply,
+            silence_s=timing.silence_s,
+            on_heartbeat=lambda _: admitted.set(),
+        )
+        return cls(typed, timing, limit, admitted)
+
+    async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
+        await self.stream.send(pb.PassRequest(begin=begin))
+        await self.admitted.wait()
+        for tensor in tensors:
+            for part, payload in split_tensor(tensor):
+                await self.stream.send(pb.PassRequest(part=part), payload)
+                self._moved()
+
+    async def next_part(self) -> tuple[pb.Part, Buffer]:
+        reply, payload = await self.stream.receive()
+        if not reply.HasField("part"):
+            raise ProtocolViolation("an unexpected message on a pass")
+        self._moved()
+        return reply.part, payload
+
+    def _moved(self) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)

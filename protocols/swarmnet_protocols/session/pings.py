@@ -1,11 +1,13 @@
-"""A ping: measures the delay to a host, which replies with its load and its coordinate."""
+"""A ping: measures the delay to a host, which replies with its blocks, its load and its coordinate."""
 
 import asyncio
 import math
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate, read_coordinate
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -27,6 +29,18 @@ class Pong:
     """Share of the last seconds in which the host computed, as it reports; 1 if the report is out of range. At most n / (n + 1) with n open
     sessions, because one more has an equal part of the host's time."""
     coordinate: Coordinate | None
+    manifest: bytes
+    """The model that the host names."""
+    span: tuple[int, int]
+    """The blocks [start, end) that it names."""
+
+
+async def answer_pings(stream: TypedStream[pb.Pong, pb.Ping], pong: Callable[[int], pb.Pong]) -> None:
+    """Answer each ping with ``pong``, which gets its nonce, until the other side closes the stream."""
+    with suppress(StreamEnded):
+        while True:
+            message, _ = await stream.receive()
+            await stream.send(pong(message.nonce))
 
 
 async def ping(stream: PingStream, rng: random.Random) -> Pong:
@@ -44,4 +58,6 @@ async def ping(stream: PingStream, rng: random.Random) -> Pong:
         pong.cache_free if 0 <= pong.cache_free <= 1 else 1.0,
         min(pong.busy, pong.sessions / (pong.sessions + 1)) if 0 <= pong.busy <= 1 else 1.0,
         read_coordinate(pong.coordinate),
+        pong.manifest,
+        (pong.start, pong.end),
     )

@@ -34,7 +34,7 @@ NAT_CONE: Nat
 NAT_SYMMETRIC: Nat
 
 class SignedRecord(_message.Message):
-    __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature")
+    __slots__ = ("swarm", "topic", "signer", "sequence", "expires_at_ms", "body", "signature", "certificate")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     SIGNER_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class SignedRecord(_message.Message):
     EXPIRES_AT_MS_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     topic: str
     signer: bytes
@@ -49,7 +50,8 @@ class SignedRecord(_message.Message):
     expires_at_ms: int
     body: bytes
     signature: bytes
-    def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    certificate: bytes
+    def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class HostRecord(_message.Message):
     __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "coordinate", "next_start", "next_end", "stays", "missing_experts", "may_switch", "load", "room")

@@ -443,17 +443,23 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "queue_s", "sessions", "cache_free", "coordinate", "busy")
+    __slots__ = ("nonce", "queue_s", "sessions", "cache_free", "coordinate", "busy", "manifest", "start", "end")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FREE_FIELD_NUMBER: _ClassVar[int]
     COORDINATE_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     queue_s: float
     sessions: int
     cache_free: float
     coordinate: _containers.RepeatedScalarFieldContainer[float]
     busy: float
-    def __init__(self, nonce: _Optional[int] = ..., queue_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_free: _Optional[float] = ..., coordinate: _Optional[_Iterable[float]] = ..., busy: _Optional[float] = ...) -> None: ...
+    manifest: bytes
+    start: int
+    end: int
+    def __init__(self, nonce: _Optional[int] = ..., queue_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_free: _Optional[float] = ..., coordinate: _Optional[_Iterable[float]] = ..., busy: _Optional[float] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...

@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook, holders, may_leave
-from swarmnet_protocols.routing.throughput import Claim, Supply
+from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook, may_leave
+from swarmnet_protocols.routing.throughput import Claim, Supply, holders
 from swarmnet_protocols.timing import Timing
 from tests.sim.scale.population import Peer
 

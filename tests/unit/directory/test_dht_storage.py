@@ -6,6 +6,7 @@ import pytest
 
 from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
 
@@ -211,6 +212,20 @@ def test_replacing_records_does_not_grow_the_queues(clock: Time) -> None:
         from_origin(store, "alice", range(1), size=10, expires_at=1010.0 + number)
     assert len(store._expiries) < 100
     assert len(store._expiries_of["alice"]) < 100
+
+
+def test_a_subnet_with_many_records_keeps_those_of_others_out_of_no_sample(clock: Time) -> None:
+    store = storage(clock)
+    resources = ResourceManager()
+    for number in range(300):
+        scope = resources.peer(PeerId(f"mallory-{number % 3}"), 0.0)
+        with store.stored_by(scope, "203.0.113.0/24"):
+            assert store.store_subkey(1, b"%d" % number, b"invented", 1010.0)
+    for number in range(3):
+        with store.stored_by(resources.peer(PeerId("alice"), 0.0), f"198.51.{number}.0/24"):
+            assert store.store_subkey(1, b"alice-%d" % number, b"true", 1010.0)
+    for seed in range(20):
+        assert store.draw(1, 16, random.Random(seed)).count(b"true") == 3
 
 
 def test_records_are_drawn_at_random_and_only_those_of_hosts_with_the_wanted_blocks(clock: Time) -> None:

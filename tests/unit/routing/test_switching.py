@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span
-from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S, holders
+from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
 from swarmnet_protocols.routing.switching import (
     CALM,
     CONFIRM_S,
@@ -24,7 +24,7 @@ from swarmnet_protocols.routing.switching import (
     may_leave_model,
     should_switch,
 )
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.routing.throughput import Claim, holders
 
 BLOCKS = 6
 OWN = ServedModel(b"a", "alpha", BLOCKS, 1.0, ())

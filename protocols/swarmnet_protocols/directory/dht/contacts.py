@@ -10,25 +10,31 @@ from collections.abc import Callable, Iterable, Sequence
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
-from swarmnet_protocols.directory.records import Publisher, Record, open_valid
+from swarmnet_protocols.directory.records import Check, Publisher, Record, open_valid
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import records_pb2 as pb
 
 TOPIC = "contact"
 LIFETIME_S = 3600.0
-MAX_CONTACT_BYTES = 2048
+MAX_CONTACT_BYTES = 3072
 MAX_CONTACTS = 64
 """Most contacts in one answer."""
 MAX_KNOWN = 4096
-"""Most contacts kept, the most recently used ones: at most 8 MiB."""
+"""Most contacts kept, the most recently used ones: at most 12 MiB."""
 
 
 class Contacts:
     """The contact of this peer, and those of the peers it may dial."""
 
-    def __init__(self, publisher: Publisher, addresses: Callable[[], Sequence[str]]) -> None:
-        """``addresses``: the current addresses of this peer, with its peer id."""
+    def __init__(
+        self,
+        publisher: Publisher,
+        addresses: Callable[[], Sequence[str]],
+        check: Check = lambda _: None,
+    ) -> None:
+        """``addresses``: the current addresses of this peer, with its peer id. ``check``: whether a signer is a member."""
         self._publisher = publisher
+        self._check = check
         self._addresses = addresses
         self._mine: tuple[Record, bytes] | None = None
         self._known: OrderedDict[PeerId, tuple[Record, bytes]] = OrderedDict()
@@ -36,19 +42,20 @@ class Contacts:
         """The sealed contacts in ``_known``, whose signatures need no second check."""
 
     def mine(self) -> bytes:
-        """The sealed contact of this peer, renewed when its addresses change or half of its lifetime is over."""
+        """The sealed contact of this peer, renewed when its addresses or its certificate change, or half of its lifetime is over."""
         body = pb.ContactRecord(addresses=self._addresses()[:MAX_ADDRESSES]).SerializeToString()
-        expires_by = self._publisher.clock() + LIFETIME_S / 2
-        if self._mine is None or self._mine[0].body != body or self._mine[0].expires_at < expires_by:
-            self._mine = self._publisher.seal(TOPIC, body, lifetime_s=LIFETIME_S)
-        return self._mine[1]
+        expires_by, content = self._publisher.clock() + LIFETIME_S / 2, (body, self._publisher.certificate())
+        mine = self._mine
+        if mine is None or (mine[0].body, mine[0].certificate) != content or mine[0].expires_at < expires_by:
+            mine = self._mine = self._publisher.seal(TOPIC, body, lifetime_s=LIFETIME_S)
+        return mine[1]
 
     def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
         """Keep the valid contacts, or only that of the peer ``only``."""
         new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
         swarm, now = self._publisher.swarm, self._publisher.clock()
         for sealed in new[:MAX_CONTACTS]:
-            for record in open_valid([sealed], swarm=swarm, now=now):
+            for record in open_valid([sealed], swarm=swarm, now=now, check=self._check):
                 peer = record.peer_id
                 before = self._known.get(peer)
                 is_newer = before is None or before[0].sequence < record.sequence

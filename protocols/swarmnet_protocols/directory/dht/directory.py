@@ -1,7 +1,7 @@
 """The directory over the network: signed records in hivemind's Kademlia DHT.
 
 hivemind's DHT trusts its peers. Here the id of a DHT node follows from its authenticated peer id, a record is stored and read only
-with the signature of its signer, every call comes from an admitted peer, and storage is bounded.
+with the signature of its signer, who must be a member, every call comes from an admitted peer, and storage is bounded.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
+from swarmnet_protocols.directory.signers import Signers
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
@@ -59,6 +60,7 @@ class DhtDirectory:
         self._bootstrap = bootstrap
         self._publisher = publisher
         self._contacts = contacts
+        self._signers = Signers(handshakes.membership)
         self._replicator = Replicator(node, publisher.clock)
         self._sampler = RecordSampler(node, publisher.swarm, publisher.clock)
         self._opened: OrderedDict[bytes, Record] = OrderedDict()
@@ -96,14 +98,24 @@ class DhtDirectory:
         """
 
         from swarmnet_protocols.directory.dht.contacts import Contacts
-        from swarmnet_protocols.directory.dht.node import create_node, find_lost_peers
+        from swarmnet_protocols.directory.dht.node import (
+            SignedRecordValidator,
+            create_node,
+            find_lost_peers,
+        )
         from swarmnet_protocols.directory.dht.rpc import GuardedP2P
 
         swarm, clock = handshakes.membership.rules.swarm, handshakes.membership.clock
-        contacts = Contacts(Publisher(identity, swarm, clock), transport.addresses)
+        signers = Signers(handshakes.membership)
+
+        def publisher() -> Publisher:
+            return Publisher(identity, swarm, clock, lambda: handshakes.membership.certificate)
+
+        contacts = Contacts(publisher(), transport.addresses, signers.check)
         p2p = GuardedP2P(transport, handshakes, contacts)
-        node = await create_node(p2p, swarm, client_mode=client_mode, clock=clock)
-        directory = cls(transport, handshakes, node, bootstrap, Publisher(identity, swarm, clock), contacts)
+        validator = SignedRecordValidator(swarm, clock, signers.check)
+        node = await create_node(p2p, validator, client_mode=client_mode, clock=clock)
+        directory = cls(transport, handshakes, node, bootstrap, publisher(), contacts)
         if not client_mode:
             directory.set_reachable(is_reachable)
         finding = asyncio.create_task(persist("the search for lost peers", lambda: find_lost_peers(node)))
@@ -136,7 +148,14 @@ class DhtDirectory:
         sealed = [
             item.value for value in found.values() if value is not None for item in value.value.values()
         ]
-        return newest(open_valid(sealed, swarm=self._publisher.swarm, now=self._publisher.clock()))
+        return newest(
+            open_valid(
+                sealed,
+                swarm=self._publisher.swarm,
+                now=self._publisher.clock(),
+                check=self._signers.check,
+            )
+        )
 
     async def sample(
         self,
@@ -155,7 +174,9 @@ class DhtDirectory:
                 opened = open_valid([sealed], swarm=self._publisher.swarm, now=now)
                 self._opened.update((sealed, record) for record in opened)
             record = self._opened.get(sealed)
-            if record is not None and record.topic in topics and record.expires_at > now:
+            # A signer may have been revoked since.
+            is_current = record is not None and record.topic in topics and record.expires_at > now
+            if record is not None and is_current and self._signers.admits(record):
                 records.append(record)
         while len(self._opened) > _MAX_OPENED:
             self._opened.popitem(last=False)

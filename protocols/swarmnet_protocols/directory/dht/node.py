@@ -22,7 +22,7 @@ from swarmnet_protocols.directory.dht.replication import REPLICAS
 from swarmnet_protocols.directory.dht.rpc import BUCKET_SIZE, BYTES_PER_FRAME, MAX_KEYS, GuardedP2P
 from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.host_announcements import announced_blocks
-from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys, open_record
+from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Check, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.limits.resources import Rate, Resource
@@ -68,11 +68,12 @@ def _blocks_of(value: bytes) -> tuple[int, int]:
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts a value only under the key, with the subkey and with the expiry that its signature covers."""
+    """Accepts a value only under the key, with the subkey and with the expiry that its signature covers, and of a signer that may publish it."""
 
-    def __init__(self, swarm: bytes, clock: Clock) -> None:
+    def __init__(self, swarm: bytes, clock: Clock, check: Check) -> None:
         self._swarm = swarm
         self._clock = clock
+        self._check = check
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -83,6 +84,7 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
             return False
         try:
             opened = open_record(sealed, swarm=self._swarm, now=self._clock())
+            self._check(opened)
         except (IntegrityError, NotAuthorised):
             return False
         keys = (DHTID.generate(source=key).to_bytes() for key in dht_keys(opened.swarm, opened.topic))
@@ -224,7 +226,9 @@ async def find_lost_peers(node: DHTNode) -> None:
             await node.find_nearest_nodes([node.node_id])
 
 
-async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock: Clock) -> DHTNode:
+async def create_node(
+    p2p: GuardedP2P, validator: SignedRecordValidator, *, client_mode: bool, clock: Clock
+) -> DHTNode:
     """A node with an empty routing table."""
     node_id = node_id_of(p2p.peer_id)
     settings: dict[str, Any] = {
@@ -233,7 +237,7 @@ async def create_node(p2p: GuardedP2P, swarm: bytes, *, client_mode: bool, clock
         "num_replicas": REPLICAS,
         "parallel_rpc": _PARALLEL_RPC,
         "wait_timeout": _WAIT_S,
-        "record_validator": SignedRecordValidator(swarm, clock),
+        "record_validator": validator,
     }
     # A cache would answer with old records.
     no_cache = {

@@ -147,12 +147,23 @@ class BoundedStorage:
     def draw(
         self, key: "DHTID", most: int, rng: random.Random, blocks: tuple[int, int] | None = None
     ) -> list[bytes]:
-        """Up to ``most`` values under ``key``, drawn at random; with ``blocks`` [start, end), only of hosts with one of these blocks."""
+        """Up to ``most`` values under ``key``, drawn at random; with ``blocks`` [start, end), only of hosts with one of these blocks.
+
+        If there are more, one that was stored from each subnet is drawn before a second one from any: a subnet that stores
+        thousands of records does not keep those of others out of a sample.
+        """
         self._expire(self._clock())
         kept = list(self._records.get(key, {}).values())
         if blocks is not None:
             kept = [each for each in kept if each.blocks[0] < blocks[1] and blocks[0] < each.blocks[1]]
-        return [each.value for each in rng.sample(kept, min(most, len(kept)))]
+        rng.shuffle(kept)
+        drawn: Counter[str] = Counter()
+
+        def turn(each: _Kept) -> int:
+            drawn[each.origin] += 1
+            return drawn[each.origin]
+
+        return [each.value for each in sorted(kept, key=turn)[:most]]
 
     def items(self) -> "Iterator[tuple[DHTID, ValueWithExpiration[DictionaryDHTValue]]]":
         self._expire(self._clock())

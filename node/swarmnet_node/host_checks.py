@@ -1,0 +1,205 @@
+"""Calls to other hosts, by which a node learns which announced hosts exist:
+``routing/sightings.py`` decides whom it calls.
+
+1. **Called.** A host answers a ping with its model and its blocks. Before it has loaded them, it
+   answers too.
+2. **Asked to compute.** Before the node leaves blocks, other hosts of these blocks compute a few
+   random positions, and the node compares the outputs with its own. A machine without the blocks
+   cannot answer; one that asks a third host can.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+
+import torch
+
+from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.limits.subnets import subnet_of
+from swarmnet_protocols.net.protocol_ids import PASS, PING
+from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.coordinates import OwnCoordinate
+from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
+from swarmnet_protocols.routing.throughput import Claim, holders
+from swarmnet_protocols.session.passes import request_pass
+from swarmnet_protocols.session.pings import PingStream, ping
+from swarmnet_protocols.session.wire_tensors import wire_code
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""Times that a node calls further hosts at one look, because those called before did not answer."""
+TRIAL_POSITIONS = 4
+"""Positions that another host computes: few, so that its sessions hardly wait."""
+TRIAL_BLOCKS = 4
+"""Most blocks through which it computes them. More add up the errors of different precisions."""
+TRIAL_S = 10.0
+"""Seconds within which it must answer. A busy host lets sessions go first for
+``Timing.pass_wait_s``."""
+TOLERANCE = 0.5
+"""Largest error of an output, as a share of what the blocks change in the input. Two honest
+precisions differ by less than a quarter of the whole; an output that was guessed differs by all of
+it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Random inputs [P, D] of blocks [start, end), and the outputs that this node computed."""
+
+    span: tuple[int, int]
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+
+    def agrees(self, outputs: torch.Tensor) -> bool:
+        """Whether ``outputs`` of another host, of any precision, may come from the same blocks."""
+        change = torch.linalg.vector_norm(self.outputs - self.inputs, dim=1)
+        return bool((torch.linalg.vector_norm(outputs - self.outputs, dim=1) <= TOLERANCE * change).all())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The question whether other hosts have blocks of a model: ``least`` hosts of different places
+    for each of ``blocks``."""
+
+    swarm: bytes
+    manifest: bytes
+    blocks: frozenset[int]
+    least: int
+
+
+MakeTrial = Callable[[tuple[int, int]], Awaitable[Trial]]
+"""Makes a trial of blocks [start, end) that this node serves."""
+
+
+class HostChecker:
+    """What one node has seen of other hosts, of any model of its swarm."""
+
+    def __init__(self, transport: Transport, own: OwnCoordinate, rng: random.Random, timing: Timing) -> None:
+        """``own``: the coordinate of the node, which each answer corrects."""
+        self.sightings = Sightings()
+        self._transport = transport
+        self._own = own
+        self._rng = rng
+        self._timing = timing
+
+    async def call(self, host: HostInfo) -> bool:
+        """Ping ``host``, and note what it answers. Returns whether it answered."""
+        timing = self._timing
+        try:
+            stream = await self._transport.open(
+                host.peer, PING, addresses=host.addresses, deadline_s=timing.open_s
+            )
+            with contextlib.closing(stream):
+                pings: PingStream = TypedStream(stream, pb.Ping, pb.Pong, silence_s=timing.pong_s)
+                answer = await ping(pings, self._rng)
+                place = self._place_of(stream.address)
+        except SwarmnetError:
+            self.sightings.failed(host.peer, now=_now())
+            return False
+        self.sightings.answered(host.peer, answer.manifest, answer.span, place, now=_now())
+        if answer.coordinate is not None:
+            self._own.measured(host.peer, answer.coordinate, answer.delay_s)
+        return True
+
+    async def counted(self, hosts: Mapping[PeerId, HostInfo], model: ModelClaims) -> list[Claim]:
+        """The claims that count, after a few calls. ``hosts``: the hosts of the claims."""
+        model = replace(model, subnets=_subnets(hosts))
+        left, extra = MAX_CALLS, 1
+        for _ in range(ROUNDS):
+            called = self.sightings.to_call(model, now=_now(), rng=self._rng, most=left, extra=extra)
+            answers = await asyncio.gather(*(self.call(hosts[peer]) for peer in called))
+            # Where hosts do not answer, as many others are called.
+            left, extra = left - len(called), answers.count(False)
+            if not extra or not left:
+                break
+        return self.sightings.counted(model, now=_now())
+
+    async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
+        """Those of the settled ``claims`` whose hosts compute what this node computes, until there
+        are as many as ``asked``.
+
+        Hosts that this node has seen are asked first.
+        """
+        if not asked.blocks:
+            return []
+        end = max(asked.blocks) + 1
+        there = [claim for claim in claims if asked.blocks.intersection(range(claim.start, claim.end))]
+        left = in_turn(there, _subnets({claim.peer: claims[claim] for claim in there}), self._rng)
+        left.sort(key=lambda claim: not claim.seen)
+        found: list[Claim] = []
+        for _ in range(ROUNDS):
+            counts = holders(found, end)
+            counts = [counts[block] if block in asked.blocks else asked.least for block in range(end)]
+            peers = covering(left, counts, least=asked.least, most=MAX_CALLS)
+            if not peers:
+                break
+            chosen = [claim for claim in left if claim.peer in peers]
+            left = [claim for claim in left if claim.peer not in peers]
+            results = await asyncio.gather(
+                *(self._computes(claim, claims[claim], asked, make) for claim in chosen)
+            )
+            found += [claim for claim in results if claim is not None]
+        return found
+
+    async def _computes(self, claim: Claim, host: HostInfo, asked: Asked, make: MakeTrial) -> Claim | None:
+        """``claim`` with the place of its host, if that computes as this node does; else None."""
+        own = asked.blocks
+        shared = [block for block in range(claim.start, claim.end) if block in own]
+        first = self._rng.choice(shared)
+        last = first
+        while last + 1 in own and last + 1 < claim.end and last + 1 - first < TRIAL_BLOCKS:
+            last += 1
+        trial = await make((first, last + 1))
+        request = pb.Begin(
+            swarm=asked.swarm,
+            manifest=asked.manifest,
+            span=pb.Span(start=trial.span[0], end=trial.span[1]),
+            counts=[len(trial.inputs)],
+            wire=wire_code(torch.float32),
+        )
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                if not await self.call(host):
+                    return None
+                stream = await self._transport.open(
+                    host.peer, PASS, addresses=host.addresses, deadline_s=self._timing.open_s
+                )
+                [outputs] = await request_pass(
+                    stream, request, [trial.inputs], [trial.outputs.shape], self._timing
+                )
+        except PeerUnreachable:
+            self.sightings.failed(host.peer, now=_now())
+            return None
+        except (SwarmnetError, TimeoutError) as error:  # it may be busy, or have moved
+            _log.debug("%s does not compute: %s", host.peer, error)
+            return None
+        if not trial.agrees(outputs.float()):
+            _log.warning("%s claims blocks %d:%d and computes something else", host.peer, *trial.span)
+            self.sightings.refuted(host.peer, now=_now())
+            return None
+        return replace(claim, seen=True, place=self.sightings.of(host.peer).place)
+
+    def _place_of(self, address: str) -> str:
+        """The subnet of ``address``; empty for a network of this node, where strangers have no
+        addresses, or if unknown."""
+        subnet = subnet_of(address)
+        if not subnet or not ip_address(subnet.partition("/")[0]).is_global:
+            return ""
+        return "" if subnet in {subnet_of(each) for each in self._transport.addresses()} else subnet
+
+
+def _subnets(hosts: Mapping[PeerId, HostInfo]) -> dict[PeerId, str]:
+    """The subnet that each host announces; empty if it announces none."""
+    return {peer: subnet_of(next(iter(host.addresses), "")) for peer, host in hosts.items()}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

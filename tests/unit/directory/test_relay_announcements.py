@@ -1,0 +1,103 @@
+"""Invented relays neither silence real ones nor keep them from being found."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from swarmnet_protocols.directory import relay_announcements
+from swarmnet_protocols.directory.records import Publisher, Record
+from swarmnet_protocols.directory.relay_announcements import (
+    ENOUGH,
+    MAX_FOUND,
+    TOPIC,
+    RelayFinder,
+    choose,
+    keep_relay_announced,
+)
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.wire import records_pb2
+from tests.support import virtual_time
+
+
+def announced(number: int, address: str = "/ip4/25.0.0.1/tcp/4001") -> Record:
+    """The announcement of a relay at ``address``."""
+    identity = Identity.from_seed(number.to_bytes(4, "big"))
+    addresses = [f"{address}/p2p/{identity.peer_id}"]
+    body = records_pb2.RelayRecord(addresses=addresses).SerializeToString()
+    return Publisher(identity, bytes(32), lambda: 1.0).seal(TOPIC, body, lifetime_s=10)[0]
+
+
+def test_relays_are_drawn_from_different_subnets() -> None:
+    invented = [announced(number) for number in range(500)]
+    real = [announced(1000 + number, f"/ip4/26.0.{number}.1/tcp/4001") for number in range(5)]
+    for seed in range(10):
+        drawn = choose([*invented, *real], random.Random(seed))
+        assert sum("/ip4/26." in address for address in drawn) == 5
+
+
+class Announcements:
+    """A directory of announced relays."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        self.published = 0
+
+    async def sample(self, topics: Collection[str], most: int, *, copies: int) -> Sequence[Record]:
+        return self.records
+
+    async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
+        self.published += 1
+
+
+@pytest.mark.parametrize(
+    ("subnets", "answer", "announces"),
+    [(1, True, True), (ENOUGH, False, True), (ENOUGH, True, False)],
+    ids=["invented in one subnet", "invented in many subnets", "real"],
+)
+def test_a_relay_is_silent_only_where_enough_others_answer(
+    subnets: int, answer: bool, announces: bool
+) -> None:
+    records = [announced(number, f"/ip4/25.0.{number % subnets}.1/tcp/4001") for number in range(2 * ENOUGH)]
+    called: list[str] = []
+
+    async def answers(address: str) -> bool:
+        called.append(address)
+        return answer
+
+    async def scenario() -> None:
+        directory = Announcements(records)
+        keeping = keep_relay_announced(
+            directory,  # type: ignore[arg-type]
+            lambda: ("/ip4/27.0.0.1/tcp/1/p2p/12D3KooW",),
+            random.Random(0),
+            answers,
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await keeping
+        assert bool(directory.published) is announces
+        assert len(called) <= relay_announcements.CHECKED
+
+    virtual_time.run(scenario())
+
+
+def test_relays_that_have_held_a_reservation_come_before_announced_ones() -> None:
+    async def scenario() -> None:
+        directory = Announcements([announced(0)])
+        held: list[PeerId] = []
+        finder = RelayFinder(directory, random.Random(0), lambda: held)  # type: ignore[arg-type]
+        [known] = await finder.find()
+        held.append(PeerId(known.rpartition("/p2p/")[2]))
+        await finder.find()
+        held.clear()
+        directory.records = [announced(number, f"/ip4/25.1.{number}.1/tcp/4001") for number in range(1, 200)]
+        await asyncio.sleep(relay_announcements.FIND_S)
+        found = await finder.find()
+        assert found[0] == known
+        assert len(found) == MAX_FOUND
+
+    virtual_time.run(scenario())

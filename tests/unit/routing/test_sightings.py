@@ -1,0 +1,184 @@
+"""Hosts that do not answer do not count, however many are announced; live hosts are found among
+them with few calls."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.sightings import (
+    DOUBTS,
+    FIRST_PAUSE_S,
+    LEAST_SEEN,
+    MAX_CALLS,
+    MAX_KNOWN,
+    MAX_PAUSE_S,
+    REFUTED_S,
+    SEEN_S,
+    ModelClaims,
+    Sightings,
+    sharing,
+)
+from swarmnet_protocols.routing.throughput import Claim, holders
+
+MODEL = b"alpha"
+BLOCKS = 6
+
+
+def claims(name: str, count: int, start: int = 0, end: int = 3) -> list[Claim]:
+    return [Claim(PeerId(f"{name}-{number}"), start, end) for number in range(count)]
+
+
+def of_model(found: Sequence[Claim], **subnets: str) -> ModelClaims:
+    """``subnets``: of the hosts whose names begin so."""
+    known = {claim.peer: subnets.get(claim.peer.partition("-")[0], "") for claim in found}
+    return ModelClaims(MODEL, BLOCKS, found, known)
+
+
+def answer(sightings: Sightings, found: Sequence[Claim], now: float = 0.0, place: str = "") -> None:
+    for claim in found:
+        sightings.answered(claim.peer, MODEL, (claim.start, claim.end), place, now=now)
+
+
+def look(sightings: Sightings, found: Sequence[Claim], live: str, now: float, seed: int = 0) -> list[PeerId]:
+    """Call hosts, of which those answer whose names begin with ``live``; returns those called."""
+    called = sightings.to_call(of_model(found), now=now, rng=random.Random(seed), extra=MAX_CALLS)
+    for claim in found:
+        if claim.peer in called and claim.peer.startswith(live):
+            answer(sightings, [claim], now)
+        elif claim.peer in called:
+            sightings.failed(claim.peer, now=now)
+    return called
+
+
+def counted(sightings: Sightings, found: Sequence[Claim], now: float = 0.0) -> dict[PeerId, bool]:
+    """Whether each host that counts was seen."""
+    return {claim.peer: claim.seen for claim in sightings.counted(of_model(found), now=now)}
+
+
+def test_hosts_count_before_they_are_called_and_as_seen_once_they_have_answered() -> None:
+    sightings, found = Sightings(), claims("live", 3)
+    assert counted(sightings, found) == {claim.peer: False for claim in found}
+    answer(sightings, found[:1])
+    assert counted(sightings, found) == {"live-0": True, "live-1": False, "live-2": False}
+    assert not counted(sightings, found, now=SEEN_S)[found[0].peer]
+
+
+def test_a_host_that_does_not_answer_does_not_count_until_it_does() -> None:
+    sightings, [host] = Sightings(), claims("host", 1)
+    sightings.failed(host.peer, now=0.0)
+    for now in (0.0, 1e6):
+        assert counted(sightings, [host], now) == {}
+    answer(sightings, [host], now=1e6)
+    assert counted(sightings, [host], now=1e6) == {"host-0": True}
+
+
+def test_one_lost_call_says_nothing_about_a_host_that_has_answered_before() -> None:
+    sightings, [host] = Sightings(), claims("host", 1)
+    answer(sightings, [host])
+    sightings.failed(host.peer, now=10.0)
+    assert counted(sightings, [host], now=10.0) == {"host-0": True}
+    assert look(sightings, [host], "none", now=11.0) == [host.peer], "it is called again"
+    assert counted(sightings, [host], now=11.0) == {}
+
+
+def test_a_host_that_answers_for_other_blocks_or_another_model_is_not_seen() -> None:
+    sightings, [host] = Sightings(), claims("host", 1)
+    for manifest, span in ((MODEL, (0, 2)), (b"beta", (0, 3))):
+        sightings.answered(host.peer, manifest, span, "", now=0.0)
+        assert counted(sightings, [host]) == {"host-0": False}
+        intent = replace(host, settled=False)
+        assert counted(sightings, [intent]) == {"host-0": True}, "its intent needs a machine only"
+
+
+def test_where_most_hosts_do_not_answer_those_that_were_not_called_do_not_count() -> None:
+    sightings, found = Sightings(), claims("invented", 100)
+    others = claims("other", 2, 3, 6)
+    for claim in found[:DOUBTS]:
+        sightings.failed(claim.peer, now=0.0)
+    assert len(counted(sightings, [*found, *others])) == 100 - DOUBTS + 2
+    sightings.failed(found[DOUBTS].peer, now=0.0)
+    assert counted(sightings, [*found, *others]) == {"other-0": False, "other-1": False}
+    answer(sightings, claims("live", 1))
+    assert len(counted(sightings, [*found, *others, *claims("live", 1)])) == 100 - DOUBTS - 1 + 3
+
+
+def test_many_identities_at_one_place_do_not_speak_for_others() -> None:
+    sightings, found = Sightings(), claims("invented", 100)
+    liars = claims("liar", 50)
+    answer(sightings, liars, place="203.0.113.0/24")
+    for claim in found[: DOUBTS + 2]:
+        sightings.failed(claim.peer, now=0.0)
+    assert set(counted(sightings, [*found, *liars])) == {claim.peer for claim in liars}
+
+
+def test_hosts_of_one_place_are_one_host() -> None:
+    place = "203.0.113.0/24"
+    found = [replace(claim, place=place) for claim in [*claims("a", 5), *claims("b", 5, 2, 5)]]
+    assert holders(found, BLOCKS) == [1, 1, 1, 1, 1, 0]
+    assert holders([*found, *claims("c", 2)], BLOCKS) == [3, 3, 3, 1, 1, 0]
+
+
+def test_hosts_of_one_place_have_the_speed_of_one_host() -> None:
+    found = [replace(claim, place="203.0.113.0/24") for claim in claims("a", 5)]
+    counted = sharing([*found, *claims("b", 2)])
+    assert [claim.blocks_per_s for claim in counted] == [0.2] * 5 + [1.0] * 2
+
+
+@pytest.mark.parametrize("count", [20, 2_000])
+def test_the_number_of_calls_is_bounded_however_many_hosts_are_announced(count: int) -> None:
+    sightings, found = Sightings(), claims("invented", count)
+    calls = [len(look(sightings, found, "none", now=30.0 * number)) for number in range(20)]
+    assert max(calls) <= MAX_CALLS
+
+
+def test_in_a_swarm_of_live_hosts_few_are_called() -> None:
+    sightings, found = Sightings(), [*claims("a", 500), *claims("b", 500, 3, 6)]
+    first = sightings.to_call(of_model(found), now=0.0, rng=random.Random(0))
+    assert len(first) == 2 * LEAST_SEEN + 1
+    answer(sightings, [claim for claim in found if claim.peer in first])
+    assert len(sightings.to_call(of_model(found), now=30.0, rng=random.Random(1))) == 1
+
+
+def test_a_live_host_is_called_at_once_among_hundreds_that_are_announced_in_one_subnet(seed: int) -> None:
+    found = [*claims("invented", 400), *claims("live", 1)]
+    model = of_model(found, invented="203.0.113.0/24", live="198.51.100.0/24")
+    called = Sightings().to_call(model, now=0.0, rng=random.Random(seed))
+    assert "live-0" in called
+
+
+def test_hosts_that_have_answered_before_are_called_first() -> None:
+    sightings, live = Sightings(), claims("live", 2)
+    answer(sightings, live)
+    found = [*claims("invented", 1000), *live]
+    assert {"live-0", "live-1"} <= set(look(sightings, found, "live", now=2 * SEEN_S))
+
+
+def test_a_host_that_does_not_answer_is_called_again_after_growing_pauses() -> None:
+    sightings, found = Sightings(), claims("host", 1)
+    at = [now for now in range(0, 20_000, 10) if look(sightings, found, "none", now=float(now))]
+    pauses = [after - before for before, after in pairwise(at)]
+    assert pauses[0] == FIRST_PAUSE_S
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == MAX_PAUSE_S
+
+
+def test_a_host_that_computed_wrong_outputs_does_not_count_even_if_it_answers() -> None:
+    sightings, [host] = Sightings(), claims("host", 1)
+    answer(sightings, [host])
+    sightings.refuted(host.peer, now=0.0)
+    answer(sightings, [host], now=10.0)
+    assert counted(sightings, [host], now=10.0) == {}
+    assert look(sightings, [host], "host", now=10.0) == []
+    answer(sightings, [host], now=REFUTED_S)
+    assert counted(sightings, [host], now=REFUTED_S) == {"host-0": True}
+
+
+def test_a_bounded_number_of_hosts_is_remembered() -> None:
+    sightings = Sightings()
+    for number in range(2 * MAX_KNOWN):
+        sightings.failed(PeerId(f"invented-{number}"), now=0.0)
+    assert len(sightings._known) == MAX_KNOWN
