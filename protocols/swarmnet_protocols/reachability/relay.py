@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -100,6 +100,8 @@ class Relay:
         self._reserved: dict[PeerId, TypedStream[pb.RelayReply, pb.RelayRequest]] = {}
         self._circuits: dict[bytes, _Circuit] = {}
         """Circuits that are made or open, by id, oldest first."""
+        self._waiting: defaultdict[PeerId, deque[asyncio.Future[None]]] = defaultdict(deque)
+        """Peers that wait for a circuit, by its target."""
         self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
         self.circuits = 0
         """Circuits open now."""
@@ -159,7 +161,7 @@ class Relay:
         reserved = self._reserved.get(target)
         if reserved is None or target == stream.peer:
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation here")
-        self._make_room(target, reserved.stream, stream)
+        await self._wait_for_room(target, reserved.stream, stream)
         with (
             stream.scope.reserve(Resource.CIRCUITS) as mine,
             reserved.stream.scope.reserve(Resource.CIRCUITS) as theirs,
@@ -176,6 +178,7 @@ class Relay:
                 await send_within(stream, Message(accepted.SerializeToString(), reply), OPEN_S)
                 confirmation = await receive_within(stream, OPEN_S)
                 circuit.is_confirmed = True
+                self._has_room(target)
                 await send_within(outgoing, Message(b"", confirmation.payload), OPEN_S)
                 await self._forward_both(stream, outgoing)
             except TimeoutError as error:
@@ -186,24 +189,46 @@ class Relay:
                     now = asyncio.get_running_loop().time()
                     stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, now)
                 del self._circuits[circuit_id]
+                self._has_room(target)
                 circuit.over.set()
 
-    def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
-        """End a circuit to ``target`` if it has no room for one more. Raises ``Refusal`` for a peer with as large a share as any."""
+    async def _wait_for_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
+        """Wait until ``target`` has room for one more circuit. Raises ``Refusal`` when that takes longer than ``OPEN_S``."""
+        try:
+            async with asyncio.timeout(OPEN_S):
+                while not self._make_room(target, reserved, newcomer):
+                    turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._waiting[target].append(turn)
+                    await turn
+        except TimeoutError as error:
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer") from error
+
+    def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> bool:
+        """Whether ``target`` has room for one more circuit: if need be, that of a peer with a larger share ends."""
         circuits = [each for each in self._circuits.values() if each.target == target]
         unconfirmed = [each for each in circuits if not each.is_confirmed]
         if newcomer.scope.available(Resource.CIRCUITS) < 1:
-            return  # it may not have another one at all
+            return True  # it may not have another one at all, and is refused
         if len(unconfirmed) >= MAX_UNCONFIRMED:
             counted = unconfirmed
         elif reserved.scope.available(Resource.CIRCUITS) < 1:
             counted = circuits
         else:
-            return
+            return True
         largest = circuit_to_end(counted)
         if largest is None or not has_larger_share(largest, newcomer, counted):
-            raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer")
+            return False
         largest.end()
+        return True
+
+    def _has_room(self, target: PeerId) -> None:
+        """The next peer that waits for a circuit to ``target`` looks again."""
+        waiting = self._waiting[target]
+        while waiting:
+            if not (turn := waiting.popleft()).done():
+                turn.set_result(None)
+                return
+        del self._waiting[target]
 
     async def _accept(self, stream: Stream, circuit_id: bytes, reply: bytes) -> None:
         """Join the stream of a reserved peer to the circuit that it accepts, until the circuit ends."""
