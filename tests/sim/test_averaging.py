@@ -24,7 +24,7 @@ from tests.support.training_lab import (
 )
 from tests.support.virtual_time import TimedExecutor, run
 
-KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "ack", "decided")
+KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "vote", "decided")
 ROUNDS_PER_SEED = 2
 
 

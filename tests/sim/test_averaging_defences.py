@@ -177,8 +177,10 @@ def test_a_member_with_another_roster_is_refused_and_ends_behind() -> None:
         pb.ExchangeRequest(
             result=pb.Result(slice=1, size_bytes=8, hash=bytes(32))
         ),  # not the hash of 8 zeros
-        pb.ExchangeRequest(plan=pb.Plan(attempt=0)),
+        pb.ExchangeRequest(plan=pb.Plan()),
         pb.ExchangeRequest(prepare=pb.Prepare(attempt=1 << 20)),
+        pb.ExchangeRequest(vote=pb.Vote(signature=bytes(63))),
+        pb.ExchangeRequest(decided=pb.Decided(votes=[pb.Ballot(member=4, signature=bytes(64))])),
         pb.ExchangeRequest(decided=pb.Decided(hashes=bytes(31))),
         pb.ExchangeRequest(),
     ],
@@ -192,7 +194,7 @@ def test_a_message_out_of_bounds_ends_only_its_stream(request_: pb.ExchangeReque
     terms = RoundTerms.of(JOB, 0, members, SIZE, work.codec)
 
     async def lie() -> str:
-        hello = pb.Hello(exchange_number=0, agreement=terms.digest())
+        hello = pb.Hello(exchange_number=0, agreement=terms.agreement())
         stream = await lab.transports[bad].open(target, EXCHANGE, deadline_s=2.0)
         await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
         await stream.send(Message(request_.SerializeToString(), bytes(8)))
@@ -227,7 +229,7 @@ def test_a_peer_outside_the_roster_is_refused() -> None:
         async with lab.network.transport(PEERS[12]) as stranger:
             await lab.average(work)
             stream = await stranger.open(lab.peers[0], EXCHANGE, deadline_s=2.0)
-            hello = pb.Hello(exchange_number=0, agreement=terms.digest())
+            hello = pb.Hello(exchange_number=0, agreement=terms.agreement())
             await stream.send(Message(pb.ExchangeRequest(hello=hello).SerializeToString()))
             return (await final_refusal(stream)).detail
 

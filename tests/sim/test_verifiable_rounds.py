@@ -13,16 +13,14 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.rounds import round_runner
 from swarmnet_protocols.training.rounds import terms as terms_module
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
-from swarmnet_protocols.training.rounds.averaging import AggregationRules, Averager
+from swarmnet_protocols.training.rounds.averaging import AggregationRules
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
     ResultReader,
     SliceTerms,
-    reduce_slice,
     result_hash,
 )
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
@@ -85,6 +83,20 @@ def only_its_own(terms: SliceTerms, payloads: Payloads) -> Result:
     return bundle(terms, [(member, each) for member, each in payloads if member == LIAR])
 
 
+def lying_reducers(patch: pytest.MonkeyPatch, lie: Lie, liars: set[PeerId]) -> None:
+    """Make ``liars`` send results of their own making whenever they reduce a slice."""
+    honest = RoundRunner._reduce
+
+    async def reduce(self: RoundRunner, index: int, payloads: list[tuple[int, Contribution]]) -> None:
+        if self._terms.members[self._me].peer not in liars:
+            await honest(self, index, payloads)
+            return
+        terms = self._terms.slice(index)
+        self._keep(index, lie(terms, payloads), torch.full((terms.count,), 1e6))
+
+    patch.setattr(RoundRunner, "_reduce", reduce)
+
+
 LIES = [another_average, other_contributions, its_own_signature, only_its_own]
 
 
@@ -95,14 +107,7 @@ def average_with(
     lab = TrainingLab(count, rules=rules)
     work = Work.random(lab, COUNT, codec)
 
-    def reduce(
-        terms: SliceTerms, rules: AggregationRules, payloads: Payloads
-    ) -> tuple[Result, torch.Tensor] | None:
-        if terms.index != LIAR:
-            return reduce_slice(terms, rules, payloads)
-        return lie(terms, payloads), torch.full((terms.count,), 1e6)
-
-    patch.setattr(round_runner, "reduce_slice", reduce)
+    lying_reducers(patch, lie, {lab.peers[LIAR]})
     return work, simulate(lambda lab: lab.average(work), lab)
 
 
@@ -182,32 +187,9 @@ def test_a_contribution_to_another_round_slice_or_job_is_refused() -> None:
 
 
 def test_a_worker_without_a_key_cannot_take_part() -> None:
-    lab = TrainingLab(1)
-    with pytest.raises(ConfigError, match="need a key"):
-        Averager(lab.network.transport(lab.peers[0]), JOB, rules=ROBUST)
+    member = replace(TrainingLab(1).members()[0], peer=PeerId("QmNoKey"))
     with pytest.raises(ConfigError, match="cannot sign"):
-        RoundTerms.of(
-            JOB,
-            0,
-            [replace(lab.members()[0], peer=PeerId("QmNoKey"))],
-            8,
-            get_codec("float32"),
-            verifiable=True,
-        )
-
-
-def lying_workers(patch: pytest.MonkeyPatch, liars: set[PeerId]) -> None:
-    """Workers that send averages of their own making whenever they reduce a slice."""
-    honest = RoundRunner._reduce
-
-    async def reduce(self: RoundRunner, index: int, payloads: list[tuple[int, Contribution]]) -> None:
-        if self._terms.members[self._me].peer not in liars:
-            await honest(self, index, payloads)
-            return
-        terms = self._terms.slice(index)
-        self._keep(index, another_average(terms, payloads), torch.full((terms.count,), 1e6))
-
-    patch.setattr(RoundRunner, "_reduce", reduce)
+        RoundTerms.of(JOB, 0, [member], 8, get_codec("float32"))
 
 
 @pytest.mark.parametrize(("honest", "lying"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
@@ -223,7 +205,7 @@ def test_workers_exclude_liars_and_train_on(
         [f"{kind}-{number}" for number in range(count)] for kind, count in (("good", honest), ("bad", lying))
     ]
     liars = {lab.peer(name) for name in bad}
-    lying_workers(monkeypatch, liars)
+    lying_reducers(monkeypatch, another_average, liars)
 
     def stop_liars(name: str, event: dict[str, Any]) -> None:
         if name in good and event["event"] == "done":
@@ -248,7 +230,7 @@ def test_an_exclusion_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.Mon
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
     monkeypatch.setattr(terms_module, "ALIGNMENT", 16)
     liar = lab.peer("liar")
-    lying_workers(monkeypatch, {liar})
+    lying_reducers(monkeypatch, another_average, {liar})
     remembered: list[set[PeerId]] = []
 
     def watch(name: str, event: dict[str, Any]) -> None:

@@ -62,9 +62,7 @@ class TrainingLab:
     async def __aenter__(self) -> "TrainingLab":
         for peer in self.peers:
             transport = await self._stack.enter_async_context(self.network.transport(peer))
-            exchange = Averager(
-                transport, JOB, timing=self.timing, rules=self.rules, sign=IDENTITIES[peer].sign
-            )
+            exchange = Averager(transport, JOB, IDENTITIES[peer].sign, timing=self.timing, rules=self.rules)
             self.transports[peer] = transport
             self.exchanges[peer] = await self._stack.enter_async_context(exchange)
         return self

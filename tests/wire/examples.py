@@ -261,21 +261,21 @@ def worker_messages() -> Iterator[Protobuf]:
 
 def training_messages() -> Iterator[Protobuf]:
     pb = training_pb2
-    vote = pb.Vote(attempt=3, hashes=_MANIFEST + _MANIFEST[::-1])
+    hashes, signature = _MANIFEST + _MANIFEST[::-1], bytes(range(64))
+    vote = pb.Vote(hashes=hashes, signature=signature)
     yield pb.ExchangeRequest(hello=pb.Hello(exchange_number=1 << 40, agreement=_MANIFEST[:16]))
     yield pb.ExchangeRequest(prepare=pb.Prepare(attempt=3))
-    yield pb.ExchangeRequest(
-        report=pb.Report(attempt=3, held=[pb.Held(slice=1, hash=_MANIFEST)], vote=pb.Vote(attempt=2))
-    )
+    yield pb.ExchangeRequest(report=pb.Report(held=[pb.Held(slice=1, hash=_MANIFEST)], vote=vote))
     yield pb.ExchangeRequest(
         plan=pb.Plan(
-            attempt=3,
             assignments=[pb.Assignment(reducer=1), pb.Assignment(reducer=2, chosen=_MANIFEST, holder=7)],
         )
     )
-    yield pb.ExchangeRequest(propose=vote)
-    yield pb.ExchangeRequest(ack=pb.Ack(attempt=3))
-    yield pb.ExchangeRequest(decided=pb.Decided(hashes=vote.hashes))
+    yield pb.ExchangeRequest(propose=pb.Proposal(hashes=hashes))
+    yield pb.ExchangeRequest(vote=vote)
+    yield pb.ExchangeRequest(
+        decided=pb.Decided(hashes=hashes, votes=[pb.Ballot(member=5, signature=signature)])
+    )
     yield pb.ExchangeRequest(request_result=pb.RequestResult(slice=1, hash=_MANIFEST))
     yield pb.ExchangeRequest(request_contribution=pb.RequestContribution(slice=1))
     yield pb.ExchangeRequest(

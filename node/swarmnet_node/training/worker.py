@@ -142,10 +142,10 @@ class Worker:
         self._averager = Averager(
             self._transport,
             job_hash,
+            dependencies.sign,
             timing=RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s),
             rules=averaging_rules(self._job),
             executor=dependencies.codec_executor,
-            sign=dependencies.sign,
         )
 
     async def run(self) -> None:
@@ -280,6 +280,7 @@ class Worker:
             torch.zeros(end - start) if contribution is None else contribution,
             weight=float(report.tokens),
             codec=self._replica.codec,
+            state=self._state if self._method.shares_weights else b"",
             spread_s=0.0 if is_last else self._method.overlap_steps * self._step_s,
         )
         self._last_exchange = roster.exchange_number

@@ -91,7 +91,7 @@ STATE = ProtocolSpec(
 )
 
 EXCHANGE = ProtocolSpec(
-    "/swarmnet/exchange/4",
+    "/swarmnet/exchange/5",
     max_header_bytes=64 << 10,
     max_payload_bytes=1 << 20,
     roles=_TRAINER,

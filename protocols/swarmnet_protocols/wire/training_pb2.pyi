@@ -7,13 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "prepare", "report", "plan", "propose", "ack", "decided", "request_result", "request_contribution", "contribution", "result")
+    __slots__ = ("hello", "prepare", "report", "plan", "propose", "vote", "decided", "request_result", "request_contribution", "contribution", "result")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_RESULT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
@@ -23,14 +23,14 @@ class ExchangeRequest(_message.Message):
     prepare: Prepare
     report: Report
     plan: Plan
-    propose: Vote
-    ack: Ack
+    propose: Proposal
+    vote: Vote
     decided: Decided
     request_result: RequestResult
     request_contribution: RequestContribution
     contribution: Contribution
     result: Result
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Vote, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
     __slots__ = ("heartbeat",)
@@ -57,14 +57,12 @@ class Prepare(_message.Message):
     def __init__(self, attempt: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("attempt", "held", "vote")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("held", "vote")
     HELD_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
     vote: Vote
-    def __init__(self, attempt: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+    def __init__(self, held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("slice", "hash")
@@ -75,12 +73,10 @@ class Held(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("attempt", "assignments")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("assignments",)
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
     assignments: _containers.RepeatedCompositeFieldContainer[Assignment]
-    def __init__(self, attempt: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...
+    def __init__(self, assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("reducer", "chosen", "holder")
@@ -92,25 +88,35 @@ class Assignment(_message.Message):
     holder: int
     def __init__(self, reducer: _Optional[int] = ..., chosen: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
 
-class Vote(_message.Message):
-    __slots__ = ("attempt", "hashes")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    hashes: bytes
-    def __init__(self, attempt: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
-
-class Ack(_message.Message):
-    __slots__ = ("attempt",)
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    def __init__(self, attempt: _Optional[int] = ...) -> None: ...
-
-class Decided(_message.Message):
+class Proposal(_message.Message):
     __slots__ = ("hashes",)
     HASHES_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("hashes", "signature")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    signature: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Decided(_message.Message):
+    __slots__ = ("hashes", "votes")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    votes: _containers.RepeatedCompositeFieldContainer[Ballot]
+    def __init__(self, hashes: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Ballot, _Mapping]]] = ...) -> None: ...
+
+class Ballot(_message.Message):
+    __slots__ = ("member", "signature")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    signature: bytes
+    def __init__(self, member: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class RequestResult(_message.Message):
     __slots__ = ("slice", "hash")

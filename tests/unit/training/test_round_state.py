@@ -10,26 +10,39 @@ from functools import partial
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.codecs import ALIGNMENT
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
+    MAX_ATTEMPT,
     Assignment,
+    Decided,
     Effect,
     Finish,
     Prepare,
+    Proposal,
     Reduce,
+    Refute,
     Report,
     Send,
     SendContribution,
     SendResult,
+    SlicePlan,
     Vote,
 )
 from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import MAX_FRACTION, partition
+from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
+KEYS = [Identity.from_seed(f"member {number}".encode()) for number in range(8)]
+TERMS = bytes(range(32))
 ROUNDS_PER_SEED = 6
+
+
+def electorate(me: int, members: int, terms: bytes = TERMS) -> Electorate:
+    return Electorate(me, [key.public_key for key in KEYS[:members]], terms, KEYS[me].sign)
 
 
 class Net:
@@ -45,9 +58,11 @@ class Net:
         self.loss = loss
         self.now = 0.0
         self.order = order
-        self.rounds = [RoundState(me, order, range(members), TIMING, 0.0) for me in range(members)]
+        self.rounds = [
+            RoundState(electorate(me, members), order, range(members), TIMING, 0.0) for me in range(members)
+        ]
         self.finishes: dict[int, Finish] = {}
-        self.accepted: dict[int, dict[int, tuple[bytes, ...]]] = {}
+        self.votes: dict[int, set[Vote]] = {}
         self.asleep: set[int] = set()
         self.stuck: set[int] = set()
         self.dead: set[int] = set()
@@ -87,7 +102,7 @@ class Net:
         match effect:
             case Send(member, message):
                 if isinstance(message, Vote):
-                    self.accepted.setdefault(message.attempt, {})[me] = message.hashes
+                    self.votes.setdefault(me, set()).add(message)
                 self.carry(
                     me,
                     member,
@@ -164,19 +179,18 @@ class Net:
                 action()
 
     def check(self) -> None:
-        """Assert that there is one decision and one proposal an attempt, and that after the deadline only members that slept act."""
+        """Assert that there is one decision, and that no member has voted twice."""
         decided = {finish.hashes for finish in self.finishes.values() if finish.hashes is not None}
         decisions = decided | {each.decision for each in self.rounds if each.decision is not None}
         assert len(decisions) <= 1
-        for votes in self.accepted.values():
-            assert len(set(votes.values())) == 1
+        assert all(len(votes) == 1 for votes in self.votes.values())
 
 
-def test_without_faults_all_members_commit_in_the_first_attempt() -> None:
+def test_without_faults_all_members_commit_at_once() -> None:
     net = Net(5, random.Random(0))
     net.run()
     net.check()
-    assert {finish.reason for finish in net.finishes.values()} == {"committed in attempt 0"}
+    assert {finish.reason for finish in net.finishes.values()} == {"committed"}
     assert net.now < 2.0
 
 
@@ -243,7 +257,8 @@ def test_there_is_one_decision_whatever_is_lost(seed: int, index: int) -> None:
 
 
 def machine(me: int, members: int = 3) -> RoundState:
-    machine = RoundState(me, range(members), range(members), TIMING, 0.0)
+    """Member ``me`` of a round of three slices, reduced by members 0 to 2."""
+    machine = RoundState(electorate(me, members), range(members), range(3), TIMING, 0.0)
     for other in range(members):
         if other != me:
             machine.link_up(other, 0.0)
@@ -251,35 +266,128 @@ def machine(me: int, members: int = 3) -> RoundState:
 
 
 HASHES = (b"a" * 32, b"b" * 32, b"c" * 32)
+OTHER = (b"a" * 32, b"b" * 32, b"d" * 32)
 NOTHING_HELD = ((), (), ())
+LATE_S = TIMING.majority_s + 0.1
 
 
-def test_an_accepted_proposal_is_proposed_again() -> None:
+def vote(member: int, hashes: tuple[bytes, ...], terms: bytes = TERMS) -> Vote:
+    return Votes(electorate(member, len(KEYS), terms)).cast(hashes)
+
+
+def decided(hashes: tuple[bytes, ...], *voters: int, terms: bytes = TERMS) -> Decided:
+    return Decided(hashes, tuple((voter, vote(voter, hashes, terms).signature) for voter in voters))
+
+
+def hold_all(member: RoundState, hashes: tuple[bytes, ...] = HASHES) -> list[Effect]:
+    return [effect for index, result in enumerate(hashes) for effect in member.hold(index, result, 0.1)]
+
+
+def test_an_outcome_that_may_be_decided_is_proposed_again() -> None:
     coordinator = machine(1)
-    coordinator.link_down(0, 1.0)  # the first coordinator is gone: attempt 1 is ours
-    effects = coordinator.receive(2, Report(1, NOTHING_HELD, Vote(0, HASHES)), 1.0)
-    assert Send(2, Vote(1, HASHES)) in effects
+    coordinator.link_down(0, 1.0)  # the first coordinator is gone
+    coordinator.receive(2, Report(NOTHING_HELD, vote(2, HASHES)), 1.0)
+    effects = hold_all(coordinator, OTHER) + hold_all(coordinator)
+    assert Send(2, Proposal(HASHES)) in effects
+    assert Send(2, Proposal(OTHER)) not in effects
 
 
-def test_the_later_of_two_accepted_proposals_counts() -> None:
-    coordinator = RoundState(3, range(5), range(3), TIMING, 0.0)
-    for other in (0, 1, 2, 4):
-        coordinator.link_up(other, 0.0)
-    coordinator.receive(4, Prepare(3), 1.0)
-    coordinator.receive(1, Report(3, NOTHING_HELD, Vote(0, DISCARD)), 1.0)
-    effects = coordinator.receive(2, Report(3, NOTHING_HELD, Vote(1, HASHES)), 1.0)
-    assert Send(1, Vote(3, HASHES)) in effects
-
-
-def test_after_a_promise_lower_attempts_get_no_acceptance() -> None:
+def test_a_member_votes_once_and_only_for_results_that_it_holds() -> None:
     member = machine(2)
-    member.receive(1, Prepare(1), 0.1)
-    assert member.receive(0, Vote(0, HASHES), 0.2) == [Send(0, Prepare(1))]
+    assert Send(0, vote(2, HASHES)) not in member.receive(0, Proposal(HASHES), 0.1)
+    assert Send(0, vote(2, HASHES)) in hold_all(member)
+    hold_all(member, OTHER)
+    effects = member.receive(0, Proposal(OTHER), 0.2)
+    assert effects == [Send(0, Report(((HASHES[0],), (HASHES[1],), (HASHES[2], OTHER[2])), vote(2, HASHES)))]
+
+
+def test_the_first_coordinator_alone_discards_no_complete_round() -> None:
+    empty, complete = machine(2), machine(2)
+    hold_all(complete)
+    for member in (empty, complete):
+        member.begin(0, 0.0)
+        assert Send(0, vote(2, DISCARD)) not in member.receive(0, Proposal(DISCARD), 1.0), "it is too early"
+    assert Send(0, vote(2, DISCARD)) in empty.tick(LATE_S)
+    assert Send(0, vote(2, DISCARD)) not in complete.tick(LATE_S)
 
 
 def test_a_proposal_from_a_member_that_is_not_the_coordinator_is_ignored() -> None:
     member = machine(2)
-    assert member.receive(1, Vote(0, HASHES), 0.1) == []
+    hold_all(member)
+    assert member.receive(1, Proposal(HASHES), 0.1) == []
+
+
+def reported_to(effects: list[Effect]) -> list[int]:
+    return [each.member for each in effects if isinstance(each, Send) and isinstance(each.message, Report)]
+
+
+def test_no_minority_has_a_coordinator_passed_over() -> None:
+    member = machine(4, members=5)  # three of five are needed, so at least one is honest
+    for liar in (1, 2):
+        member.receive(liar, Prepare(MAX_ATTEMPT - 1), 0.1)
+    assert reported_to(member.tick(0.2)) == [0]
+    member.receive(3, Prepare(1), 0.3)
+    assert reported_to(member.tick(0.4)) == [1]
+
+
+def test_a_silent_coordinator_is_passed_over() -> None:
+    member = machine(2)
+    hold_all(member)
+    for other in (0, 1):
+        member.begin(other, 0.0)
+    effects = member.tick(TIMING.majority_s + TIMING.attempt_s)
+    assert reported_to(effects) == [1]
+
+
+FALSE_DECISIONS = {
+    "without votes": decided(DISCARD),
+    "with one vote": decided(HASHES, 1),
+    "with one vote twice": decided(HASHES, 1, 1),
+    "with votes for another outcome": Decided(HASHES, decided(OTHER, 0, 1).votes),
+    "with votes of a round with other terms": decided(HASHES, 0, 1, terms=bytes(32)),
+    "with the vote of another member": Decided(
+        HASHES, ((0, vote(1, HASHES).signature), decided(HASHES, 1).votes[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FALSE_DECISIONS.values(), ids=FALSE_DECISIONS)
+def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -> None:
+    member = machine(2)
+    (refuted,) = [each for each in member.receive(1, message, 0.1) if isinstance(each, Refute)]
+    assert refuted == Refute(1, "sent a decision without the votes of a majority")
+    assert member.decision is None
+    assert not any(isinstance(each, Refute) for each in member.receive(0, decided(HASHES, 0, 1), 0.2))
+    assert member.decision == HASHES
+
+
+def test_a_member_that_votes_for_two_outcomes_is_refuted() -> None:
+    coordinator = machine(0)
+    assert not coordinator.receive(1, Report(NOTHING_HELD, vote(1, HASHES)), 0.1)
+    assert Refute(1, "voted for two outcomes of one round") in coordinator.receive(1, vote(1, OTHER), 0.2)
+    assert Refute(2, "sent a vote that it did not sign") in coordinator.receive(2, vote(1, HASHES), 0.2)
+
+
+def test_members_that_signed_two_decisions_of_one_round_are_refuted() -> None:
+    member = machine(0, members=5)
+    member.receive(1, decided(HASHES, 1, 2, 4), 0.1)
+    effects = member.receive(3, decided(OTHER, 0, 3, 4), 0.2)
+    assert [effect for effect in effects if isinstance(effect, Refute)] == [
+        Refute(4, "voted for two outcomes of one round")
+    ]
+    assert member.decision == HASHES
+
+
+def plans(effects: list[Effect]) -> set[Assignment]:
+    """What the plans among ``effects`` assign to the last slice."""
+    messages = [effect.message for effect in effects if isinstance(effect, Send)]
+    return {message.assignments[2] for message in messages if isinstance(message, SlicePlan)}
+
+
+def test_a_result_that_one_member_claims_to_hold_is_not_chosen_before_it_arrives() -> None:
+    coordinator = machine(0)
+    coordinator.receive(1, Report(((), (), (b"f" * 32,)), None), 0.1)
+    assert plans(coordinator.tick(0.4)) == {Assignment(2)}
 
 
 def test_a_minority_never_decides() -> None:
@@ -293,21 +401,16 @@ def test_a_minority_never_decides() -> None:
     assert "1 of 3" in finish.reason
 
 
-def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_holds_its_result() -> None:
-    for held, assignment in (
-        (NOTHING_HELD, Assignment(0)),
-        (((), (), (b"r" * 32,)), Assignment(2, b"r" * 32, 1)),
-    ):
+def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_has_its_result() -> None:
+    result = b"r" * 32
+    for held, planned in ((NOTHING_HELD, Assignment(0)), (((), (), (result,)), Assignment(2))):
         coordinator = machine(0)
-        coordinator.receive(1, Report(0, held, None), 0.5)
+        coordinator.receive(1, Report(held, None), 0.5)
         coordinator.link_down(2, 1.0)
-        effects = coordinator.tick(1.0 + 2 * TIMING.heartbeat_s)
-        (plan,) = {
-            effect.message
-            for effect in effects
-            if isinstance(effect, Send) and hasattr(effect.message, "assignments")
-        }
-        assert plan.assignments[2] == assignment
+        assert plans(coordinator.tick(1.0 + 2 * TIMING.heartbeat_s)) == {planned}
+    assert coordinator.accepts_result(1, 2, result)
+    coordinator.hold(2, result, 2.0)
+    assert plans(coordinator.tick(2.0)) == {Assignment(2, result, 0)}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -49,18 +50,16 @@ class Averager:
         self,
         transport: Transport,
         job: bytes,
+        sign: Callable[[bytes], bytes],
         *,
         timing: RoundTiming = _TIMING,
         rules: AggregationRules = _RULES,
         executor: Executor | None = None,
-        sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """``job``: the job's id, 32 bytes. ``executor`` encodes, decodes and reduces; None: the loop's default executor.
+        """``job``: the job's id, 32 bytes. ``sign`` signs with the key of ``transport``'s peer id.
 
-        ``sign`` signs with the key of ``transport``'s peer id. Raises ``ConfigError`` for verifiable rounds without it.
+        ``executor`` encodes, decodes and reduces; None: the loop's default executor.
         """
-        if rules.verifiable and sign is None:
-            raise ConfigError("verifiable rounds need a key to sign contributions with")
         if len(job) != HASH_BYTES:
             raise ConfigError(f"a job id has {HASH_BYTES} bytes, not {len(job)}")
         self._transport = transport
@@ -68,7 +67,7 @@ class Averager:
         self._timing = timing
         self._rules = rules
         self._executor = executor
-        self._sign = sign or _cannot_sign
+        self._sign = sign
         self._runners: dict[int, RoundRunner] = {}
         """The exchanges under way, by exchange number."""
         self._latest = -1
@@ -89,7 +88,7 @@ class Averager:
             self._begun.notify_all()
         await cancel(*self._tasks)
 
-    async def average(
+    async def average(  # noqa: PLR0913 - what, with whom, and how
         self,
         exchange_number: int,
         members: Sequence[RoundMember],
@@ -97,12 +96,14 @@ class Averager:
         *,
         weight: float,
         codec: Codec,
+        state: bytes = b"",
         spread_s: float = 0.0,
     ) -> Outcome:
         """Average ``values``, float32 [n] on the CPU, with the other ``members``, which must use the same roster, n and codec.
 
-        ``exchange_number`` must be higher than in the call before. ``weight`` 0: this worker receives without contributing. ``spread_s``: seconds over
-        which transfers are spread, as far as the deadlines allow; 0: as fast as possible. Returns within ``deadline_s`` and a
+        ``exchange_number`` must be higher than in the call before. ``weight`` 0: this worker receives without contributing. ``state``: the id of
+        the state from which all members start, so that members with other states refuse each other; empty if states may differ. ``spread_s``:
+        seconds over which transfers are spread, as far as the deadlines allow; 0: as fast as possible. Returns within ``deadline_s`` and a
         heartbeat period, plus the time to encode and decode. Raises ``ConfigError`` for invalid arguments.
         """
         if not self._open or exchange_number <= self._latest:
@@ -115,6 +116,7 @@ class Averager:
         terms = RoundTerms.of(
             self._job, exchange_number, members, values.numel(), codec, verifiable=verifiable
         )
+        terms = replace(terms, state=state)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         context = RoundContext(
@@ -179,7 +181,3 @@ class Averager:
         if runner is None or not self._open:
             raise ProtocolViolation(f"exchange {exchange_number} is over here, or was skipped")
         return runner
-
-
-def _cannot_sign(_: bytes) -> bytes:
-    raise ConfigError("this averager has no key to sign with")

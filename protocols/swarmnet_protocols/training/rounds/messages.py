@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net.identity import SIGNATURE_BYTES
 from swarmnet_protocols.wire import training_pb2 as pb
 
 HASH_BYTES = 32
 MAX_ATTEMPT = 1 << 16
 CANDIDATES = 2
-"""Most results of one slice that a member keeps. There are two if a reducer was replaced after some members had its result."""
+"""Most results of one slice that a member reports. There are two if a reducer was replaced after some members had its result."""
 
 Hashes = tuple[bytes, ...]
-"""A proposal: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
+"""An outcome: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
 
 DISCARD: Hashes = ()
 
@@ -34,27 +35,23 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Asks for a report to the coordinator of attempt ``attempt``, which has begun (Paxos phase 1a)."""
+    """The sender takes the coordinator of attempt ``attempt`` for that of the round. If the sender is this coordinator, it asks for a report."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Vote:
-    """Hashes proposed or accepted in an attempt (Paxos phase 2a, and the accepted value in phase 1b)."""
+    """The sender's only vote in the round. ``signature`` covers the round's terms and ``hashes`` (``votes.py``)."""
 
-    attempt: int
     hashes: Hashes
+    signature: bytes
 
 
 @dataclass(frozen=True)
 class Report:
-    """A promise of the sender to accept no attempt below ``attempt`` (Paxos phase 1b).
+    """To the coordinator: for each slice, the hashes of the results that the sender holds, and its vote if it has voted."""
 
-    ``held`` has, for each slice, the hashes of the results that the sender holds; ``vote`` is the last proposal that it accepted.
-    """
-
-    attempt: int
     held: tuple[tuple[bytes, ...], ...]
     vote: Vote | None
 
@@ -73,22 +70,22 @@ class Assignment:
 class SlicePlan:
     """The coordinator's assignment of every slice."""
 
-    attempt: int
     assignments: tuple[Assignment, ...]
 
 
 @dataclass(frozen=True)
-class Ack:
-    """The sender has accepted the proposal of this attempt (Paxos phase 2b)."""
+class Proposal:
+    """The outcome for which the coordinator asks the members to vote."""
 
-    attempt: int
+    hashes: Hashes
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The decision of the round, which is final."""
+    """The decision of the round, which is final: an outcome, and the signature of each member that voted for it, in the order of members."""
 
     hashes: Hashes
+    votes: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class RequestContribution:
     slice: int
 
 
-Control = Prepare | Report | SlicePlan | Vote | Ack | Decided | RequestResult | RequestContribution
+Control = Prepare | Report | SlicePlan | Proposal | Vote | Decided | RequestResult | RequestContribution
 
 
 # Effects: what a member must do -------------------------------------------------------------------------
@@ -146,6 +143,14 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Refute:
+    """``member`` is proven to be dishonest: take nothing more from it, and name it with ``reason``."""
+
+    member: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finish:
     """The round has ended at this member: committed (``hashes``), discarded (``DISCARD``) or behind (None)."""
 
@@ -153,7 +158,7 @@ class Finish:
     reason: str
 
 
-Effect = Send | SendContribution | SendResult | Reduce | Finish
+Effect = Send | SendContribution | SendResult | Reduce | Refute | Finish
 
 
 # Wire form ----------------------------------------------------------------------------------------------
@@ -164,25 +169,26 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
     match message:
         case Prepare(attempt):
             return pb.ExchangeRequest(prepare=pb.Prepare(attempt=attempt))
-        case Report(attempt, held, vote):
+        case Report(held, vote):
             entries = [
                 pb.Held(slice=index, hash=each) for index, hashes in enumerate(held) for each in hashes
             ]
             return pb.ExchangeRequest(
-                report=pb.Report(attempt=attempt, held=entries, vote=None if vote is None else _vote(vote))
+                report=pb.Report(held=entries, vote=None if vote is None else _vote(vote))
             )
-        case SlicePlan(attempt, assignments):
+        case SlicePlan(assignments):
             parts = [
                 pb.Assignment(reducer=assignment.reducer, chosen=assignment.chosen, holder=assignment.holder)
                 for assignment in assignments
             ]
-            return pb.ExchangeRequest(plan=pb.Plan(attempt=attempt, assignments=parts))
+            return pb.ExchangeRequest(plan=pb.Plan(assignments=parts))
+        case Proposal(hashes):
+            return pb.ExchangeRequest(propose=pb.Proposal(hashes=b"".join(hashes)))
         case Vote():
-            return pb.ExchangeRequest(propose=_vote(message))
-        case Ack(attempt):
-            return pb.ExchangeRequest(ack=pb.Ack(attempt=attempt))
-        case Decided(hashes):
-            return pb.ExchangeRequest(decided=pb.Decided(hashes=b"".join(hashes)))
+            return pb.ExchangeRequest(vote=_vote(message))
+        case Decided(hashes, votes):
+            ballots = [pb.Ballot(member=member, signature=signature) for member, signature in votes]
+            return pb.ExchangeRequest(decided=pb.Decided(hashes=b"".join(hashes), votes=ballots))
         case RequestResult(index, wanted):
             return pb.ExchangeRequest(request_result=pb.RequestResult(slice=index, hash=wanted))
         case RequestContribution(index):
@@ -196,19 +202,18 @@ def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | 
     """
     match request.WhichOneof("kind"):
         case "prepare":
-            return Prepare(_attempt(request.prepare.attempt))
+            return Prepare(below(request.prepare.attempt, MAX_ATTEMPT, "attempt"))
         case "report":
-            report = request.report
-            vote = _read_vote(report.vote, shape) if report.HasField("vote") else None
-            return Report(_attempt(report.attempt), _held(report.held, shape), vote)
+            vote = _read_vote(request.report.vote, shape) if request.report.HasField("vote") else None
+            return Report(_held(request.report.held, shape), vote)
         case "plan":
-            return SlicePlan(_attempt(request.plan.attempt), _assignments(request.plan.assignments, shape))
+            return SlicePlan(_assignments(request.plan.assignments, shape))
         case "propose":
-            return _read_vote(request.propose, shape)
-        case "ack":
-            return Ack(_attempt(request.ack.attempt))
+            return Proposal(_hashes(request.propose.hashes, shape))
+        case "vote":
+            return _read_vote(request.vote, shape)
         case "decided":
-            return Decided(_hashes(request.decided.hashes, shape))
+            return Decided(_hashes(request.decided.hashes, shape), _ballots(request.decided.votes, shape))
         case "request_result":
             return RequestResult(
                 below(request.request_result.slice, shape.slices, "slice"),
@@ -234,16 +239,21 @@ def hash_of_size(value: bytes, size_bytes: int = HASH_BYTES) -> bytes:
     return value
 
 
-def _attempt(number: int) -> int:
-    return below(number, MAX_ATTEMPT, "attempt")
-
-
 def _vote(vote: Vote) -> pb.Vote:
-    return pb.Vote(attempt=vote.attempt, hashes=b"".join(vote.hashes))
+    return pb.Vote(hashes=b"".join(vote.hashes), signature=vote.signature)
 
 
 def _read_vote(vote: pb.Vote, shape: RoundShape) -> Vote:
-    return Vote(_attempt(vote.attempt), _hashes(vote.hashes, shape))
+    return Vote(_hashes(vote.hashes, shape), hash_of_size(vote.signature, SIGNATURE_BYTES))
+
+
+def _ballots(votes: Sequence[pb.Ballot], shape: RoundShape) -> tuple[tuple[int, bytes], ...]:
+    if len(votes) > shape.members:
+        raise ProtocolViolation(f"{len(votes)} votes of {shape.members} members")
+    return tuple(
+        (below(each.member, shape.members, "member"), hash_of_size(each.signature, SIGNATURE_BYTES))
+        for each in votes
+    )
 
 
 def _hashes(joined: bytes, shape: RoundShape) -> Hashes:

@@ -24,6 +24,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Effect,
     Finish,
     Reduce,
+    Refute,
     Send,
     SendContribution,
     SendResult,
@@ -51,6 +52,7 @@ from swarmnet_protocols.training.rounds.transfers import (
     parts,
     result_messages,
 )
+from swarmnet_protocols.training.rounds.votes import Electorate
 from swarmnet_protocols.wire import training_pb2 as pb
 
 T = TypeVar("T")
@@ -73,7 +75,7 @@ class Outcome:
     excluded: tuple[tuple[PeerId, str], ...]
     """Peers whose contribution arrived but was left out of a slice, with the reason."""
     refuted: tuple[PeerId, ...]
-    """Members that sent this one a false result, not the aggregate of its slice's contributions."""
+    """Members that are proven to be dishonest: by a false result, a decision without votes, or two votes."""
     reason: str
     bytes_sent: int
     bytes_received: int
@@ -118,7 +120,10 @@ class RoundRunner:
         self._me = me
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
-        self._round = RoundState(me, terms.coordinators(), terms.reducers, context.timing, self._began_s)
+        electorate = Electorate(me, terms.keys, terms.digest(), context.sign)
+        self._round = RoundState(
+            electorate, terms.coordinators(), terms.reducers, context.timing, self._began_s
+        )
         self._schedule = SendSchedule(spread_s, terms.contribution_fraction, self._began_s, context.timing)
         self._ended: asyncio.Future[Finish] = self._loop.create_future()
         self._links: dict[int, MemberLink] = {}
@@ -191,9 +196,9 @@ class RoundRunner:
             raise ProtocolViolation(
                 f"{stream.peer} is not in the roster of exchange {self._terms.exchange_number}"
             )
-        if agreement != self._terms.digest():
+        if agreement != self._terms.agreement():
             raise ProtocolViolation(
-                f"{stream.peer} has other terms of exchange {self._terms.exchange_number}: job, members, sizes or codecs differ"
+                f"{stream.peer} has other terms of exchange {self._terms.exchange_number}: job, state, members, sizes or codecs differ"
             )
         if self._closed:
             raise ProtocolViolation(f"exchange {self._terms.exchange_number} is over here")
@@ -201,10 +206,11 @@ class RoundRunner:
             before.close()
         self._incoming[member] = stream
         self._perform(self._round.begin(member, self._loop.time()))
-        while True:
+        while stream.peer not in self._refuted:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
             await self._take(member, request, payload)
+        raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer]}")
 
     def close(self) -> None:
         """End all streams and free the results. Idempotent.
@@ -239,6 +245,8 @@ class RoundRunner:
                 contributions = [(member, arrived[member]) for member in members if member in arrived]
                 self._contributions[index] = {}
                 self._context.spawn(self._reduce(index, contributions)).add_done_callback(self._reduced)
+            case Refute(member, reason):
+                self._refuted[self._terms.members[member].peer] = reason
             case Finish():
                 self._ended.set_result(effect)
 
@@ -310,8 +318,7 @@ class RoundRunner:
 
     async def _take_result(self, member: int, header: pb.Result, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
-        is_refuted = self._terms.members[member].peer in self._refuted
-        if is_refuted or self._ended.done() or not self._round.accepts_result(member, index, header.hash):
+        if self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
         self._round.note_progress(index, self._loop.time())
         reader = self._reader(index)
@@ -326,7 +333,8 @@ class RoundRunner:
                 # With signed contributions the sender is dishonest, because members forward only results that they have verified. Without
                 # signatures an honest member may forward a false result, since only the author of a contribution can detect it.
                 if reader.terms.verification is not None:
-                    self._refuted[self._terms.members[member].peer] = str(error)
+                    reason = f"sent a false result: {error}"
+                    self._perform(self._round.refute(member, reason, self._loop.time()))
                 raise
             finally:
                 self._reading.remove(index)
@@ -360,7 +368,7 @@ class RoundRunner:
 
     def _link(self, member: int) -> MemberLink:
         terms = self._terms
-        hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.digest())
+        hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.agreement())
 
         def on_change(up: bool) -> None:
             report = self._round.link_up if up else self._round.link_down
@@ -388,7 +396,7 @@ class RoundRunner:
                 self._average[start:end] = self._reader(index).read(self._results[index, result])
         peers = [member.peer for member in self._terms.members]
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
-        excluded |= {(peer, f"sent a false result: {why}") for peer, why in self._refuted.items()}
+        excluded |= {*self._refuted.items()}
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)

@@ -4,25 +4,26 @@ The actions of a member, in this order:
 
 1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates the contributions that arrived in time
    (``_reduce``) and sends the result to all members.
-2. It reports the results that it holds to the coordinator of the current attempt (``_report``).
-3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each slice, and proposes to commit or to discard.
-4. Members fetch chosen results that they lack (``_fetch``).
-5. The round ends (``_conclude``): committed, discarded, or behind.
+2. It reports the results that it holds to the coordinator (``_report``).
+3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each slice, and proposes to commit or to
+   discard (``slice_plans.py``).
+4. Members fetch chosen results that they lack (``_fetch``), and vote (``_cast``): to commit only what they hold.
+5. The votes of a majority decide (``votes.py``). The round ends (``_conclude``): committed, discarded, or behind.
 
-The decision is single-decree Paxos (Lamport, "Paxos Made Simple", 2001, section 2) among the members of a fixed roster. An attempt is a
-ballot, its number determines its coordinator, and a majority of the roster must accept. A member that is cut off from the majority never
-decides: it ends *behind*.
+Attempt k has the coordinator ``order[k % len(order)]``. Each member is at the first attempt whose coordinator takes part, as far as it
+can tell, and says so if that is not the first one. It passes over a coordinator that so many others have passed over that no majority
+is left. From ``majority_s`` on the first attempt rises with time, so a coordinator that stays silent is passed over, too. Members
+at different attempts delay the round, and nothing more: every member votes once, so one outcome has the votes of a majority at most.
+A member that is cut off from the majority ends *behind*.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     CANDIDATES,
     DISCARD,
-    MAX_ATTEMPT,
-    Ack,
     Assignment,
     Control,
     Decided,
@@ -30,7 +31,9 @@ from swarmnet_protocols.training.rounds.messages import (
     Finish,
     Hashes,
     Prepare,
+    Proposal,
     Reduce,
+    Refute,
     Report,
     RequestContribution,
     RequestResult,
@@ -40,24 +43,34 @@ from swarmnet_protocols.training.rounds.messages import (
     SlicePlan,
     Vote,
 )
+from swarmnet_protocols.training.rounds.slice_plans import claims, plan, propose, propose_again
+from swarmnet_protocols.training.rounds.votes import Electorate, Votes
+
+MAX_HELD = 2 * CANDIDATES
+"""Most results of one slice that a member keeps before the decision: those of its reducers, and the chosen ones that it fetched."""
 
 
 class RoundState:
-    """The state of one round at member ``me``. Attempt k is coordinated by ``order[k % len(order)]``.
+    """The state of one round at one member. ``order``: the members in the order in which they coordinate the round.
 
     Each method that reports an observation returns the effects that the caller performs, in order. ``now`` must not decrease between calls.
     Messages from one member to another arrive in order while their link is up; when it goes down, unread ones may be lost.
     """
 
     def __init__(
-        self, me: int, order: Sequence[int], reducers: Sequence[int], timing: RoundTiming, now: float
+        self,
+        electorate: Electorate,
+        order: Sequence[int],
+        reducers: Sequence[int],
+        timing: RoundTiming,
+        now: float,
     ) -> None:
-        self.decision: Hashes | None = None
         self.finished = False
-        self._me = me
+        self._me = electorate.me
         self._order = tuple(order)
         self._members = range(len(order))
-        self._majority = len(order) // 2 + 1
+        self._majority = electorate.majority
+        self._votes = Votes(electorate)
         self._timing = timing
         self._began = now
         self._effects: list[Effect] = []
@@ -65,6 +78,7 @@ class RoundState:
         self._linked: set[int] = set()
         self._lost: dict[int, float] = {}
         self._begun: set[int] = set()
+        self._refuted: set[int] = set()
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
@@ -81,16 +95,27 @@ class RoundState:
         """For each slice, the time at which its reducer must have delivered a result."""
         self._progress_at = [-math.inf] * len(reducers)
         self._requests_made = [0] * len(reducers)
-        # as an acceptor
-        self._promised = 0
-        self._promised_at = now
-        self._vote: Vote | None = None
+        # the vote
+        self._turn = 0
+        """The first attempt at this time."""
+        self._attempt = 0
+        self._attempts: dict[int, int] = {}
+        """The attempts at which other members are."""
+        self._proposed: Proposal | None = None
+        """The proposal of the coordinator, which may be this member."""
         self._reported: Report | None = None
-        # as the coordinator of ``_promised``
+        # as the coordinator
         self._reports: dict[int, Report] = {}
         self._announced: tuple[Assignment, ...] = ()
-        self._proposal: Vote | None = None
-        self._acks: set[int] = set()
+
+    @property
+    def _coordinator(self) -> int:
+        return self._order[self._attempt % len(self._order)]
+
+    @property
+    def decision(self) -> Hashes | None:
+        """The outcome of the round; None until a majority has decided it."""
+        return None if self._votes.decided is None else self._votes.decided.hashes
 
     def link_up(self, member: int, now: float) -> list[Effect]:
         """Report that this member's own stream to ``member`` is open."""
@@ -103,8 +128,7 @@ class RoundState:
         """Report that this member's own stream to ``member`` is lost."""
         self._linked.discard(member)
         self._lost.setdefault(member, now)
-        if not self.finished:
-            self._advance_attempt(now)
+        self._reports.pop(member, None)  # it may have voted since
         return self._advance(now)
 
     def begin(self, member: int, now: float) -> list[Effect]:
@@ -136,9 +160,12 @@ class RoundState:
 
     def tick(self, now: float) -> list[Effect]:
         """Report that time has passed. Called once in each heartbeat period."""
-        if not self.finished:
-            self._advance_attempt(now)
         return self._advance(now, tick=True)
+
+    def refute(self, member: int, reason: str, now: float) -> list[Effect]:
+        """Report that ``member`` is proven to be dishonest: it takes no part from now on."""
+        self._refute(member, reason)
+        return self._advance(now)
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
         """Whether ``member`` can still use this member's contribution to a slice."""
@@ -158,14 +185,14 @@ class RoundState:
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
         """Whether to receive a result from ``member``: one that is not held yet, and is the chosen one or comes from the slice's reducer."""
-        if result in self._held[index]:
+        if result in self._held[index] or member in self._refuted:
             return False
         if self.decision is not None:
             return bool(self.decision) and result == self.decision[index]
-        assignment = self._assignments[index]
-        return result == assignment.chosen or (
-            member == assignment.reducer and len(self._held[index]) < CANDIDATES
-        )
+        kept = len(self._held[index])
+        if result in [wanted for _, wanted in self._wanted(index)]:
+            return kept < MAX_HELD
+        return member == self._assignments[index].reducer and kept < CANDIDATES
 
     def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
         """Take all actions that the state requires, and return the effects since the last call. Idempotent."""
@@ -178,10 +205,12 @@ class RoundState:
         if self.decision is None:
             self._contribute(now)
             self._reduce(now)
-            if self._coordinator(self._promised) == self._me:
+            self._elect(now)
+            if self._coordinator == self._me:
                 self._coordinate(now, tick=tick)
             elif tick or all(self._held):
                 self._report()
+            self._cast(now)
         self._fetch(now)
         self._conclude(now)
 
@@ -201,106 +230,142 @@ class RoundState:
             return
         for key in [key for key in self._sending_until if key[1] == member]:
             del self._sending_until[key]
-        if self.decision is not None:
-            self._send(member, Decided(self.decision))
-        elif self._coordinator(self._promised) == self._me:
-            self._send(member, Prepare(self._promised))
-            if self._announced:
-                self._send(member, SlicePlan(self._promised, self._announced))
-            if self._proposal is not None:
-                self._send(member, self._proposal)
-        elif self._coordinator(self._promised) == member:
-            self._report(again=True)
+        if self._votes.decided is not None:
+            self._send(member, self._votes.decided)
+        else:
+            self._send_missed_of_attempt(member)
         for index, assignment in enumerate(self._assignments):
             if assignment.reducer == self._me:
                 self._effects.extend(SendResult(member, index, result) for result in self._held[index])
                 if index in self._taken_over and self.reduces(index):
                     self._send(member, RequestContribution(index))
 
+    def _send_missed_of_attempt(self, member: int) -> None:
+        if self._attempt or self._coordinator == self._me:
+            self._send(member, Prepare(self._attempt))
+        if self._coordinator == self._me:
+            if self._announced:
+                self._send(member, SlicePlan(self._announced))
+            if self._proposed is not None:
+                self._send(member, self._proposed)
+        elif self._coordinator == member:
+            self._report(again=True)
+
     def _receive(self, member: int, message: Control, now: float) -> None:
-        if self.decision is not None and isinstance(message, Prepare | Report | Vote | SlicePlan):
-            self._send(member, Decided(self.decision))
+        if member in self._refuted:
             return
+        decided, coordinates = self._votes.decided, self._coordinator == member
         match message:
-            case Decided(hashes):
-                self.decision = hashes if self.decision is None else self.decision
+            case Decided():
+                self._learn(member, message)
             case RequestResult(index, result):
                 if result in self._held[index]:
                     self._effects.append(SendResult(member, index, result))
             case RequestContribution(index):
                 self._sending_until.pop((index, member), None)
                 self._send_contribution(member, index, now + self._timing.contribution_s, now)
-            case Ack(attempt):
-                if attempt == self._promised:
-                    self._acks.add(member)
-            case Prepare(attempt) | Report(attempt) | SlicePlan(attempt) | Vote(attempt):
-                self._promise(attempt, now)
-                if attempt < self._promised:
-                    self._send(member, Prepare(self._promised))
-                elif attempt == self._promised:
-                    self._receive_current(member, message, now)
-
-    def _receive_current(self, member: int, message: Prepare | Report | SlicePlan | Vote, now: float) -> None:
-        """Process a message of the current attempt."""
-        coordinator = self._coordinator(self._promised)
-        match message:
-            case Prepare():
-                self._report(again=True)
-            case Report() if coordinator == self._me:
+            case Vote():
+                self._count(member, message)
+            case _ if decided is not None:
+                self._send(member, decided)
+            case Report():
+                if member not in self._reports and self._announced:
+                    self._send(member, SlicePlan(self._announced))
                 self._reports[member] = message
-                if message.vote is not None and message.vote == self._proposal:
-                    self._acks.add(member)
-            case SlicePlan() if coordinator == member:
-                self._adopt(message.assignments, now)
-            case Vote() if coordinator == member:
-                self._vote = message
-                self._reported = self._own_report()  # the Ack implies it
-                self._send(member, Ack(message.attempt))
+                if message.vote is not None:
+                    self._count(member, message.vote)
+                elif self._coordinator == self._me and self._proposed is not None:
+                    self._send(member, self._proposed)
+            case Prepare(attempt):
+                self._attempts[member] = attempt
+                if coordinates:
+                    self._report(again=True)
+            case SlicePlan(assignments) if coordinates:
+                self._adopt(assignments, now)
+            case Proposal(hashes) if coordinates:
+                self._proposed = message
+                if self._votes.own is not None and self._votes.own.hashes == hashes:
+                    self._send(member, self._votes.own)
+                elif self._votes.own is not None:
+                    self._report(again=True)
 
-    # ---- attempts ---------------------------------------------------------------------------------------
+    def _count(self, member: int, vote: Vote) -> None:
+        if reason := self._votes.count(member, vote):
+            self._refute(member, reason)
 
-    def _coordinator(self, attempt: int) -> int:
-        return self._order[attempt % len(self._order)]
-
-    def _advance_attempt(self, now: float) -> None:
-        """Advance to the next attempt with a live coordinator, if the present coordinator is lost or out of time.
-
-        Called only at a tick or a lost link: if messages advanced attempts, two members could outbid each other forever.
-        """
-        if self.decision is not None:
+    def _learn(self, member: int, decided: Decided) -> None:
+        known = self._votes.decided
+        if known is not None and known.hashes == decided.hashes:
             return
-        attempt = self._promised
-        if now >= max(self._promised_at, self._began + self._timing.majority_s) + self._timing.attempt_s:
+        if reason := self._votes.fault_of(decided):
+            self._refute(member, reason)
+        elif known is None:
+            self._votes.decided = decided
+            for reporting in self._reports:  # they take this member for the coordinator
+                self._send(reporting, decided)
+        else:
+            for liar in sorted({each for each, _ in known.votes} & {each for each, _ in decided.votes}):
+                self._refute(liar, "voted for two outcomes of one round")
+
+    def _refute(self, member: int, reason: str) -> None:
+        if member not in self._refuted:
+            self._refuted.add(member)
+            self._reports.pop(member, None)
+            self._effects.append(Refute(member, reason))
+
+    # ---- the vote ---------------------------------------------------------------------------------------
+
+    def _elect(self, now: float) -> None:
+        """Go to the first attempt whose coordinator takes part and has not been passed over by too many others for a majority."""
+        late_s = now - self._began - self._timing.majority_s
+        self._turn = max(0, int(late_s / self._timing.attempt_s))
+        blocking = len(self._order) - self._majority + 1
+        others = sorted(self._attempts.values(), reverse=True)
+        passed_over = others[blocking - 1] if len(others) >= blocking else 0
+        attempt = max(self._turn, passed_over)
+        while not self._takes_part(self._order[attempt % len(self._order)], now):
             attempt += 1
-        while not self._takes_part(self._coordinator(attempt), now):
-            attempt += 1
-        self._promise(attempt, now)
+        before, self._attempt = (self._attempt, self._coordinator), attempt
+        if before[0] == attempt:
+            return
+        if before[1] != self._coordinator:
+            self._proposed, self._reported, self._announced = None, None, ()
+        self._broadcast(Prepare(attempt))
 
     def _takes_part(self, member: int, now: float) -> bool:
         """Whether a member is reachable, and has begun this round or may still begin it."""
         begun = member in self._begun or now < self._began + self._timing.contribution_s
-        return member == self._me or (member not in self._lost and begun)
+        reachable = member not in self._lost and member not in self._refuted
+        return member == self._me or (reachable and begun)
 
-    def _promise(self, attempt: int, now: float) -> None:
-        if not self._promised < attempt < MAX_ATTEMPT:
+    def _cast(self, now: float) -> None:
+        """Vote for the coordinator's proposal, once: to commit what this member holds, or to discard when it is time.
+
+        The first coordinator alone cannot have a round discarded of which this member holds all results.
+        """
+        if self._proposed is None or self._votes.own is not None:
             return
-        self._promised, self._promised_at = attempt, now
-        self._reported = None
-        self._reports, self._announced, self._proposal, self._acks = {}, (), None, set()
-        if self._coordinator(attempt) == self._me:
-            self._broadcast(Prepare(attempt))
+        hashes = self._proposed.hashes
+        if hashes:
+            ready = all(result in held for result, held in zip(hashes, self._held, strict=True))
         else:
-            self._report()
+            is_late = now >= self._began + self._timing.majority_s
+            ready = is_late and not (all(self._held) and self._turn == 0)
+        if not ready:
+            return
+        vote = self._votes.cast(hashes)
+        self._reported = self._own_report()  # the vote implies it
+        if self._coordinator != self._me:
+            self._send(self._coordinator, vote)
 
     def _own_report(self) -> Report:
-        return Report(self._promised, tuple(self._held), self._vote)
+        return Report(tuple(held[-CANDIDATES:] for held in self._held), self._votes.own)
 
     def _report(self, *, again: bool = False) -> None:
-        coordinator = self._coordinator(self._promised)
         report = self._own_report()
-        if coordinator in self._linked and (again or report != self._reported):
+        if self._coordinator in self._linked and (again or report != self._reported):
             self._reported = report
-            self._send(coordinator, report)
+            self._send(self._coordinator, report)
 
     # ---- slices -----------------------------------------------------------------------------------------
 
@@ -344,65 +409,79 @@ class RoundState:
         if self.decision == DISCARD:
             return
         for index, assignment in enumerate(self._assignments):
-            wanted = self.decision[index] if self.decision else assignment.chosen
-            if not wanted or wanted in self._held[index]:
+            wanted = self._wanted(index)
+            if not wanted or any(result in self._held[index] for _, result in wanted):
                 continue
-            expected = self.decision is None and assignment.reducer not in self._lost
+            expected = self.decision is None and assignment.reducer not in self._lost.keys() | self._refuted
             if expected and self._progress_at[index] == -math.inf:
                 self._progress_at[index] = now
             if now - self._progress_at[index] >= self._timing.silence_s and (others := self._others()):
                 tries = self._requests_made[index]
-                holder = (
-                    assignment.holder
-                    if tries == 0 and assignment.holder in others
-                    else others[tries % len(others)]
-                )
+                holder, result = wanted[tries % len(wanted)]
+                if len(wanted) == 1 and (tries or holder not in others):
+                    holder = others[tries % len(others)]
                 self._requests_made[index] += 1
                 self._progress_at[index] = now
-                self._send(holder, RequestResult(index, wanted))
+                if holder in others:
+                    self._send(holder, RequestResult(index, result))
+
+    def _wanted(self, index: int) -> list[tuple[int, bytes]]:
+        """The (holder, hash) of results that this member needs: the one to commit, or as the coordinator one of those reported to it."""
+        assignment = self._assignments[index]
+        proposed = None if self._proposed is None else self._proposed.hashes
+        if hashes := self.decision or proposed:
+            return [(assignment.holder, hashes[index])]
+        if assignment.chosen:
+            return [(assignment.holder, assignment.chosen)]
+        if self._coordinator != self._me:
+            return []
+        reducer_is_live = assignment.reducer not in self._lost.keys() | self._refuted
+        return claims(self._reports, index, assignment.reducer, reducer_is_live=reducer_is_live)
 
     # ---- as coordinator ---------------------------------------------------------------------------------
 
     def _coordinate(self, now: float, *, tick: bool) -> None:
         reports = {member: self._reports[member] for member in sorted(self._reports)}
         reports[self._me] = self._own_report()
-        if len(reports) < self._majority:
-            return
-        if self._proposal is None:
+        if len(reports) >= self._majority and self._proposed is None:
             live = [member for member in self._members if self._takes_part(member, now)]
             replaced = [
                 index for index in range(len(self._assignments)) if self._must_be_replaced(index, now)
             ]
-            assignments = plan(self._assignments, reports, live, replaced)
+            likely = self._votes.likely(len(self._members) - len(reports))
+            assignments = plan(self._assignments, reports, self._me, live, replaced=replaced, likely=likely)
             self._adopt(assignments, now)
             if tick and assignments != self._announced:
                 self._announced = assignments
-                self._broadcast(SlicePlan(self._promised, assignments))
-            majority_suffices = now >= self._began + self._timing.majority_s
-            hashes = propose(
-                assignments, reports, live, majority=self._majority, majority_suffices=majority_suffices
-            )
-            if hashes is None:
-                return
-            self._proposal = self._vote = Vote(self._promised, hashes)
-            self._acks.add(self._me)
-            self._broadcast(self._proposal)
-        if len(self._acks) >= self._majority:
-            self.decision = self._proposal.hashes
-            self._broadcast(Decided(self.decision))
+                self._broadcast(SlicePlan(assignments))
+            late = now >= self._began + self._timing.majority_s
+            if likely is None:
+                hashes = propose(assignments, reports, live, majority=self._majority, majority_suffices=late)
+            else:
+                hashes = propose_again(likely, reports[self._me], majority_suffices=late)
+            if hashes is not None:
+                self._proposed = Proposal(hashes)
+                self._broadcast(self._proposed)
+        self._cast(now)
+        if decided := self._votes.tally():
+            self._votes.decided = decided
+            self._broadcast(decided)
 
     def _must_be_replaced(self, index: int, now: float) -> bool:
         """Whether the reducer of a slice is lost, has not begun the round, or is late with its result."""
         reducer = self._assignments[index].reducer
-        if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
-            return now - self._lost[reducer] >= 2 * self._timing.heartbeat_s
+        if reducer in self._refuted:
+            return True
         arriving = now - self._progress_at[index] < self._timing.silence_s
+        if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
+            tried = self._requests_made[index] >= len(self._wanted(index)) and not arriving
+            return now - self._lost[reducer] >= 2 * self._timing.heartbeat_s and tried
         return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
 
     # ---- the end ----------------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> None:
-        left = len(self._members) - len(self._lost)
+        left = len(self._members) - len(self._lost.keys() | self._refuted)
         self._majority_lost_at = min(self._majority_lost_at, now) if left < self._majority else math.inf
         if self.decision == DISCARD:
             empty = [index for index, held in enumerate(self._held) if not held]
@@ -410,7 +489,7 @@ class RoundState:
         elif self.decision and all(
             result in held for result, held in zip(self.decision, self._held, strict=True)
         ):
-            self._finish(self.decision, f"committed in attempt {self._promised}")
+            self._finish(self.decision, "committed")
         elif now >= self._began + self._timing.deadline_s:
             self._finish(
                 None,
@@ -422,70 +501,3 @@ class RoundState:
     def _finish(self, hashes: Hashes | None, reason: str) -> None:
         self.finished = True
         self._effects.append(Finish(hashes, reason))
-
-
-Reports = Mapping[int, Report]
-"""The reports of one attempt by member, including the coordinator's own."""
-
-
-def plan(
-    assignments: Sequence[Assignment], reports: Reports, live: Sequence[int], replaced: Sequence[int]
-) -> tuple[Assignment, ...]:
-    """The assignments of all slices: the choice of a result if a live member holds one, otherwise a new reducer for slices in ``replaced``.
-
-    A chosen result stays chosen while a live member holds it. The new reducer is the live member with the fewest slices.
-    """
-    reporting = [member for member in live if member in reports]
-    planned = list(assignments)
-    for index, assignment in enumerate(assignments):
-        holders = [member for member in reporting if reports[member].held[index]]
-        if holders:
-            planned[index] = _with_result(index, assignment, {member: reports[member] for member in holders})
-        elif index in replaced:
-            load = [each.reducer for each in planned]
-            candidates = [member for member in reporting if member != assignment.reducer] or [
-                assignment.reducer
-            ]
-            planned[index] = Assignment(min(candidates, key=lambda member: (load.count(member), member)))
-        else:
-            planned[index] = Assignment(assignment.reducer)
-    return tuple(planned)
-
-
-def _with_result(index: int, assignment: Assignment, holding: Reports) -> Assignment:
-    first = assignment.reducer if assignment.reducer in holding else min(holding)
-    if any(assignment.chosen in report.held[index] for report in holding.values()):
-        chosen = assignment.chosen
-    else:
-        chosen = holding[first].held[index][0]
-    holders = [member for member, report in holding.items() if chosen in report.held[index]]
-    return Assignment(
-        assignment.reducer, chosen, assignment.reducer if assignment.reducer in holders else min(holders)
-    )
-
-
-def propose(
-    assignments: Sequence[Assignment],
-    reports: Reports,
-    live: Sequence[int],
-    *,
-    majority: int,
-    majority_suffices: bool,
-) -> Hashes | None:
-    """The proposal of the coordinator, given reports from a majority; None if it is too early for one.
-
-    If the reports contain votes, that of the latest attempt must be proposed again (Paxos). Otherwise the proposal is COMMIT once all live
-    members hold all results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and without one it is DISCARD.
-    """
-    votes = [report.vote for report in reports.values() if report.vote is not None]
-    if votes:
-        return max(votes, key=lambda vote: vote.attempt).hashes
-    chosen = tuple(assignment.chosen for assignment in assignments)
-    complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]
-    if len(complete) >= majority and (majority_suffices or complete == list(live)):
-        return chosen
-    return DISCARD if majority_suffices else None
-
-
-def _holds_all(report: Report, hashes: Hashes) -> bool:
-    return all(result in held for result, held in zip(hashes, report.held, strict=True))

@@ -54,6 +54,10 @@ class RoundTerms:
     slices: tuple[Slice, ...]
     reducers: tuple[int, ...]
     codec: Codec
+    keys: tuple[bytes, ...]
+    """The members' public keys."""
+    state: bytes = b""
+    """The id of the state from which all members start; empty if their states differ."""
     verification: Verification | None = None
 
     @classmethod
@@ -69,7 +73,8 @@ class RoundTerms:
     ) -> "RoundTerms":
         """The terms for averaging ``count`` values among ``members``, given in any order. ``verifiable``: see :class:`Verification`.
 
-        Raises ``ConfigError`` for a roster that is empty, too long or names a peer twice, and for a number out of range.
+        Raises ``ConfigError`` for a roster that is empty, too long, names a peer twice or has a member without an Ed25519 key in its
+        peer id, and for a number out of range.
         """
         ordered = tuple(sorted(members, key=lambda member: member.peer))
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
@@ -83,10 +88,9 @@ class RoundTerms:
             (reducer, part) for reducer, part in zip(eligible, parts, strict=True) if part[0] < part[1]
         ]
         reducers, slices = zip(*assigned, strict=True)
-        verification = None
-        if verifiable:
-            verification = Verification(job, _keys(ordered), quorum=len(eligible) // 2 + 1)
-        return cls(job, exchange_number, ordered, slices, reducers, codec, verification)
+        keys = _keys(ordered)
+        verification = Verification(job, keys, quorum=len(eligible) // 2 + 1) if verifiable else None
+        return cls(job, exchange_number, ordered, slices, reducers, codec, keys, verification=verification)
 
     @property
     def count(self) -> int:
@@ -119,12 +123,16 @@ class RoundTerms:
         return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
-        """The first 16 bytes of the SHA-256 of all terms, which must be equal at all members."""
+        """The SHA-256 of all terms, which must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
-        text = f"{self.exchange_number} {peers} {self.slices} {self.reducers} {self.codec.name}"
+        text = f"{self.exchange_number} {self.state.hex()} {peers} {self.slices} {self.reducers} {self.codec.name}"
         if self.verification is not None:
             text += " verifiable"
-        return hashlib.sha256(self.job + text.encode()).digest()[:AGREEMENT_BYTES]
+        return hashlib.sha256(self.job + text.encode()).digest()
+
+    def agreement(self) -> bytes:
+        """The beginning of the digest, which each member sends in its first message."""
+        return self.digest()[:AGREEMENT_BYTES]
 
     def _order_key(self, member: int) -> bytes:
         number = self.exchange_number.to_bytes(8, "big")
@@ -135,7 +143,7 @@ def _keys(members: Sequence[RoundMember]) -> tuple[bytes, ...]:
     try:
         return tuple(public_key_of(member.peer) for member in members)
     except ValueError as error:
-        raise ConfigError(f"a member of the round cannot sign: {error}") from error
+        raise ConfigError(f"a member of the round cannot sign its vote: {error}") from error
 
 
 def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:

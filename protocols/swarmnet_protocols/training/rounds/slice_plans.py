@@ -1,0 +1,96 @@
+"""What the coordinator of a round plans and proposes, given the reports of the members. Pure.
+
+The coordinator chooses only results that it holds itself, so that no member can make the others wait for one that does not exist.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from swarmnet_protocols.training.rounds.messages import DISCARD, Assignment, Hashes, Report
+
+Reports = Mapping[int, Report]
+"""The reports of the members, including the coordinator's own."""
+
+
+def plan(
+    assignments: Sequence[Assignment],
+    reports: Reports,
+    me: int,
+    live: Sequence[int],
+    *,
+    replaced: Sequence[int],
+    likely: Hashes | None,
+) -> tuple[Assignment, ...]:
+    """The assignments of all slices: a chosen result where there is one, otherwise a new reducer for slices in ``replaced``.
+
+    Chosen is the result in ``likely``, the outcome that members may have decided; otherwise one that the coordinator ``me`` holds,
+    which stays chosen. The new reducer is the live member with the fewest slices.
+    """
+    reporting = [member for member in live if member in reports]
+    planned = list(assignments)
+    for index, assignment in enumerate(assignments):
+        mine = reports[me].held[index]
+        if likely:
+            planned[index] = _with_result(index, assignment, likely[index], reports, reporting, me)
+        elif mine:
+            chosen = assignment.chosen if assignment.chosen in mine else mine[0]
+            planned[index] = _with_result(index, assignment, chosen, reports, reporting, me)
+        elif index in replaced:
+            load = [each.reducer for each in planned]
+            candidates = [member for member in reporting if member != assignment.reducer] or [
+                assignment.reducer
+            ]
+            planned[index] = Assignment(min(candidates, key=lambda member: (load.count(member), member)))
+        else:
+            planned[index] = Assignment(assignment.reducer)
+    return tuple(planned)
+
+
+def _with_result(
+    index: int, assignment: Assignment, chosen: bytes, reports: Reports, reporting: Sequence[int], me: int
+) -> Assignment:
+    holders = [member for member in reporting if chosen in reports[member].held[index]]
+    holder = assignment.reducer if assignment.reducer in holders else min(holders, default=me)
+    return Assignment(assignment.reducer, chosen, holder)
+
+
+def propose(
+    assignments: Sequence[Assignment],
+    reports: Reports,
+    live: Sequence[int],
+    *,
+    majority: int,
+    majority_suffices: bool,
+) -> Hashes | None:
+    """The outcome that a coordinator proposes, given reports from a majority; None if it is too early for one.
+
+    COMMIT once all live members hold all results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and
+    without one the proposal is DISCARD.
+    """
+    chosen = tuple(assignment.chosen for assignment in assignments)
+    complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]
+    if len(complete) >= majority and (majority_suffices or complete == list(live)):
+        return chosen
+    return DISCARD if majority_suffices else None
+
+
+def propose_again(likely: Hashes, own: Report, *, majority_suffices: bool) -> Hashes | None:
+    """``likely``, the outcome that members may have decided, once the coordinator can vote for it itself; None until then.
+
+    So a member that voted for results which nobody has cannot make the others wait for them.
+    """
+    possible = _holds_all(own, likely) if likely else majority_suffices
+    return likely if possible else None
+
+
+def claims(reports: Reports, index: int, reducer: int, *, reducer_is_live: bool) -> list[tuple[int, bytes]]:
+    """The (member, hash) of results of a slice that members say they hold: those of its reducer, or of all others if it is gone."""
+    return [
+        (member, result)
+        for member, report in reports.items()
+        for result in report.held[index]
+        if (member == reducer) == reducer_is_live
+    ]
+
+
+def _holds_all(report: Report, hashes: Hashes) -> bool:
+    return all(result in held for result, held in zip(hashes, report.held, strict=True))
