@@ -22,7 +22,8 @@ class KnownWorkers:
     """The workers of ``job_id`` except ``me``.
 
     Workers come from the directory and from each roster. Voters are the members of the last roster that continued the one before;
-    a majority of them decides whether this worker is behind, so newcomers cannot outvote them. Excluded workers are not known and have no vote.
+    a majority of them decides whether this worker is behind, so newcomers cannot outvote them. Mates are the members of the last roster.
+    Excluded workers are not known and have no vote.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
@@ -33,6 +34,7 @@ class KnownWorkers:
         self._me = me
         self._known: dict[PeerId, Candidate] = {}
         self._voters: dict[PeerId, Candidate] = {}
+        self.mates: frozenset[PeerId] = frozenset()
         self._distrusted_until: dict[PeerId, float] = {}
         self._refreshed_s = -REFRESH_S
 
@@ -51,9 +53,9 @@ class KnownWorkers:
         now = asyncio.get_running_loop().time()
         return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
 
-    def distrust(self, peer: PeerId) -> None:
-        """Omit a worker from ``alive`` for ``DISTRUST_S``."""
-        self._distrusted_until[peer] = asyncio.get_running_loop().time() + DISTRUST_S
+    def distrust(self, peer: PeerId, for_s: float = DISTRUST_S) -> None:
+        """Omit a worker from ``alive`` for ``for_s`` seconds."""
+        self._distrusted_until[peer] = asyncio.get_running_loop().time() + for_s
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
         """Ignore ``peers`` for the rest of the job. Beyond ``MAX_EXCLUDED``, those excluded first are readmitted."""
@@ -69,11 +71,15 @@ class KnownWorkers:
         """The workers to ask whether this one is behind; before the first roster, the result of ``alive``."""
         return list(self._voters.values()) or self.alive()
 
-    def set_roster(self, members: Sequence[Candidate]) -> None:
-        """Replace the known workers by the members of a new roster; they become the voters if it continues the last one."""
+    def set_roster(self, members: Sequence[Candidate], *, is_new: bool = False) -> None:
+        """Replace the known workers by the members of a new roster; they become the voters if it continues the last one.
+
+        ``is_new``: this worker has only just begun, and has no voters yet.
+        """
         allowed = {member.peer: member for member in members if member.peer not in self.excluded}
         self._known = {peer: member for peer, member in allowed.items() if peer != self._me}
-        if self._known and continued([*self._voters, self._me], allowed):
+        self.mates = frozenset(self._known)
+        if self._known and not is_new and continued([*self._voters, self._me], allowed):
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:

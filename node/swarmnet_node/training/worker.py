@@ -28,7 +28,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, exchange_fields
-from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
+from swarmnet_node.training.known_workers import DISTRUST_S, REFRESH_S, KnownWorkers
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
@@ -39,7 +39,7 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catch_up import Stay, WorkerPosition, catch_up
+from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, join
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
 from swarmnet_protocols.training.jobs import Job, open_job
@@ -57,6 +57,11 @@ ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
 """Seconds before the voters are asked again, after an answer without a majority."""
+NEW_S = 60.0
+"""Seconds for which a worker without a checkpoint is new (``catch_up.join``). Less than workers take to find each other leaves those
+that start together in several groups; more lets a majority of strangers replace the weights of a worker that has trained so long."""
+NEW_DISTRUST_S = 5.0
+"""Seconds for which a new worker ignores one that claimed a later round alone: it may be in a smaller group, which will join this one."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds before another attempt to download the shared state."""
 
@@ -125,6 +130,7 @@ class Worker:
         self._step_s = 0.0
         """Seconds of a recent inner step. An exchange that overlaps N of them is paced to take N times as long."""
         self._rates = ArrivalRates()
+        self._new_until_s = 0.0
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
         job_hash = bytes.fromhex(self.job_id)
@@ -216,6 +222,8 @@ class Worker:
         if self._slot is not None:
             contribution, report = await self._train(self._slot)
         await self._finish_exchange()
+        if self.round and self._is_new() and self._method.shares_weights:
+            await self._join_larger_group()
         if self._slot is None:  # out of sync: the contribution belongs to another state than the group's
             contribution, report = None, NO_STEPS
         start_s = self._now()
@@ -254,7 +262,7 @@ class Worker:
 
     async def _form_group(self, weight: float) -> Roster:
         """Form this round's group; returns its roster. ``weight``: the tokens that this worker trained on in the round."""
-        await self._workers.refresh()
+        await self._workers.refresh(now=self._is_new())
         addresses = tuple(self._transport.addresses())
         me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
         roster = await self._matchmaking.form_group(
@@ -263,7 +271,7 @@ class Worker:
             measured=self._rates.bytes_per_s(),
             timeout_s=self._job.exchange.deadline_s,
         )
-        self._workers.set_roster(roster.members)
+        self._workers.set_roster(roster.members, is_new=self._is_new())
         return roster
 
     def _start_exchange(
@@ -365,28 +373,54 @@ class Worker:
             self.round = saved.round
             self._workers.exclude(saved.excluded)
             await self._compute(self._replica.restore, saved)
+        else:
+            self._new_until_s = self._now() + NEW_S
         await self._publish_state()
 
-    async def _catch_up(self, out_of_sync: OutOfSync) -> None:
-        """Move to the round and state that most voters have. ``out_of_sync`` is one worker's claim and decides nothing."""
-        start_s = self._now()
+    def _is_new(self) -> bool:
+        return self._replica.revision == 0 or self._now() < self._new_until_s
+
+    async def _join_larger_group(self) -> None:
+        """Move to the state of a larger group if there is one. Workers that start together may begin in several groups."""
+        verdict = await self._compare()
+        if isinstance(verdict, CatchUp):
+            await self._move(verdict)
+
+    async def _compare(self) -> CatchUp | Stay:
+        """Whether this worker, which is at another position than some, moves to theirs."""
         await self._workers.refresh(now=True)
+        mine = WorkerPosition(self.round, self._state)
+        if self._is_new() and self._method.shares_weights:
+            mates = self._workers.mates
+            others = [each for each in self._workers.alive() if each.peer not in mates or not self.round]
+            positions = await self._matchmaking.positions(others)
+            return join(mine, len(mates) + 1 if self.round else 0, positions)
         positions = await self._matchmaking.positions(self._workers.voters())
         if not positions:  # all voters have left
             positions = await self._matchmaking.positions(self._workers.alive())
-        mine = WorkerPosition(self.round, self._state)
-        verdict = catch_up(mine, positions, same_state=self._method.shares_weights)
-        if isinstance(verdict, Stay):
-            reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
-            self._emit({"event": "heal_failed", "round": out_of_sync.round, "reason": reason})
-            if verdict.is_settled and out_of_sync.round > self.round + 1:
-                self._workers.distrust(out_of_sync.peer)
-            else:
-                await asyncio.sleep(UNDECIDED_S)
+        return catch_up(mine, positions, same_state=self._method.shares_weights)
+
+    async def _catch_up(self, out_of_sync: OutOfSync) -> None:
+        """Move to the round and state that most have. ``out_of_sync`` is one worker's claim and decides nothing."""
+        verdict = await self._compare()
+        if isinstance(verdict, CatchUp):
+            await self._move(verdict)
             return
+        reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
+        self._emit({"event": "heal_failed", "round": out_of_sync.round, "reason": reason})
+        if verdict.is_settled and out_of_sync.round > self.round + 1:
+            self._workers.distrust(out_of_sync.peer, NEW_DISTRUST_S if self._is_new() else DISTRUST_S)
+        else:
+            await asyncio.sleep(UNDECIDED_S)
+
+    async def _move(self, verdict: CatchUp) -> None:
+        """Download the state of ``verdict``, and continue from there."""
+        start_s = self._now()
         if self.round and verdict.position.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
+        # Whoever asks meanwhile learns where this worker will be, and waits for it.
+        await self._matchmaking.set_position(verdict.position.round, verdict.position.state)
         download = StateDownload(
             bytes.fromhex(self.job_id),
             verdict.position.state,
@@ -401,6 +435,7 @@ class Worker:
             )
         except SwarmnetError as error:
             # The sources may have replaced the state meanwhile. The next matchmaking tells which one is current.
+            await self._matchmaking.set_position(self.round, self._state)
             self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
             await asyncio.sleep(RETRY_DOWNLOAD_S)
             return

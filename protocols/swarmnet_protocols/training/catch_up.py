@@ -3,6 +3,9 @@
 No single worker may move another one to a state of its choice. A worker that learns of a later position therefore asks its *voters*, the members
 of the last roster that continued the one before it, each over a stream that proves the peer id. It moves only to a position that more than
 half of the answering voters report. So neither a minority of its former group nor any number of newcomers can replace its weights.
+
+A *new* worker has no voters: it has not trained, or only just begun. Workers that start together may find each other late and begin
+in several groups, so a new worker moves to a group that is larger than its own (``join``).
 """
 
 from collections import Counter
@@ -65,6 +68,24 @@ def catch_up(
             return CatchUp(there[peer], (peer,))
     near = sum(each.round <= mine.round + 1 for each in votes.values())
     return Stay(is_settled=2 * near > len(votes))
+
+
+def join(mine: WorkerPosition, mates: int, others: Mapping[PeerId, WorkerPosition]) -> CatchUp | Stay:
+    """Whether a new worker at position ``mine`` moves to that of workers outside its group, given their positions.
+
+    ``mates``: the workers of its group, itself included; 0 if it has not trained. Workers at round 0 have not trained and do not
+    count. A worker that has trained moves to the largest other group if that is larger than its own; of equal groups, to the later
+    one, then to the one whose state has the larger id. One that has not trained moves to the majority of those that have.
+    """
+    trained = {peer: each for peer, each in others.items() if each.round}
+    groups = Counter(trained.values())
+    if not groups:
+        return Stay(is_settled=True)
+    position, count = max(groups.items(), key=lambda item: (item[1], item[0].round, item[0].state))
+    is_larger = (count, position.round, position.state) > (mates, mine.round, mine.state)
+    if position != mine and (is_larger if mates else 2 * count > len(trained)):
+        return CatchUp(position, tuple(peer for peer, each in trained.items() if each == position))
+    return Stay(is_settled=mates > 0)
 
 
 def continued(before: Collection[PeerId], roster: Mapping[PeerId, T]) -> bool:

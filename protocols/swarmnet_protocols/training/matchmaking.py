@@ -4,7 +4,8 @@ The worker with the lowest peer id among those believed alive is the *leader*; t
 
 1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
 2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes the missing workers, and
-stops expecting those that do not answer.
+stops expecting those that do not answer. A probe shows the leader's position: another leader at this position follows the one with the
+lower peer id, together with its followers.
 3. Every follower gets the same roster and closes its stream.
 
 A worker that asks a follower is redirected to the follower's leader. A worker at another position than the leader gets the leader's position
@@ -69,6 +70,11 @@ class OutOfSync(SwarmnetError):
         self.state = state
 
 
+ELSEWHERE_S = 10.0
+"""Seconds for which a leader waits for workers at other positions. Less leaves out workers that are about to fetch the state and
+return; more lets workers that cannot follow delay every round."""
+
+
 class Matchmaking:
     """Matchmaking of one worker in one job, as leader or as follower.
 
@@ -105,6 +111,8 @@ class Matchmaking:
         self._leader: Candidate | None = None
         """The leader that this worker follows, to which its own followers are redirected."""
         self._followers: dict[PeerId, _Follower] = {}
+        self._rival: Candidate | None = None
+        """A leader at this worker's position with a lower peer id, while this worker leads."""
         self._catching_up: dict[PeerId, Candidate] = {}
         """Workers to which this worker's position was sent since the last roster: they are expected once they have fetched the state."""
         self._changed = asyncio.Condition()
@@ -150,9 +158,11 @@ class Matchmaking:
         after = [member for member in others if member.peer > me.peer]
         self._synced_by = None
         roster = await self._follow_first([*synced_by, *before], me, measured, timeout_s)
-        if roster is None:
+        while roster is None:
             try:
                 return await self._lead(me, {member.peer: member for member in after}, measured, timeout_s)
+            except _Redirected as rival:
+                roster = await self._follow_first([rival.leader], me, measured, timeout_s)
             except OutOfSync:
                 # The leader of the others thus learns of this worker, and expects it to return with the state.
                 roster = await self._follow_first(after, me, measured, timeout_s)
@@ -268,13 +278,15 @@ class Matchmaking:
             known=book.hash if book.has(me) else b"",
         )
 
-    async def _position_of(self, member: Candidate) -> OutOfSync | None:
-        """The position of a worker; None if it does not answer."""
+    async def _position_of(self, member: Candidate, *, leading: bool = False) -> OutOfSync | None:
+        """The position of a worker; None if it does not answer. ``leading``: this worker shows that it leads, and where."""
         with contextlib.suppress(SwarmnetError):
             stream = await self._transport.open(
                 member.peer, MATCHMAKING, addresses=member.addresses, deadline_s=self._timing.open_s
             )
             request = pb.MatchmakingRequest(job=self._job)
+            if leading:
+                request.round, request.state = self._round, self._state
             reply, _ = await ask(stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s)
             return OutOfSync(member.peer, reply.position.round, reply.position.state)
         return None
@@ -287,10 +299,12 @@ class Matchmaking:
         expected |= self._catching_up
         expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
         self._catching_up.clear()
+        self._rival = None
 
         def complete() -> bool:
             here = {follower.member.peer for follower in self._ready()}
-            return {*expected} <= here or len(here) + 1 >= self._max_members
+            is_full = len(here) + 1 >= self._max_members
+            return {*expected} <= here or is_full or self._rival is not None
 
         async def enough() -> None:
             async with self._changed:
@@ -299,6 +313,9 @@ class Matchmaking:
         with contextlib.suppress(TimeoutError):  # workers that have not come in time are not in this round
             async with asyncio.timeout(timeout_s):
                 await race(enough(), self._probe_missing(expected))
+        rival, self._rival = self._rival, None
+        if rival is not None:
+            raise _Redirected(rival)
         followers = self._ready()
         roster = Roster.of(self._round, me, measured, followers, self._max_members)
         members = {member.peer for member in roster.members}
@@ -308,16 +325,21 @@ class Matchmaking:
         return roster
 
     async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
-        """Remove workers that do not answer from ``expected``. Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state."""
+        """Remove workers from ``expected`` that do not answer, or stay at another position for ``ELSEWHERE_S``.
+
+        Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state.
+        """
+        elsewhere_until = asyncio.get_running_loop().time() + ELSEWHERE_S
         pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here = {follower.member.peer for follower in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
-            positions = await asyncio.gather(*(self._position_of(member) for member in missing))
+            positions = await asyncio.gather(*(self._position_of(member, leading=True) for member in missing))
             for member, position in zip(missing, positions, strict=True):
-                if position is None:
+                is_late = asyncio.get_running_loop().time() >= elsewhere_until
+                if position is None or (is_late and not self._is_coming(position)):
                     expected.pop(member.peer, None)
             others = [each for each in positions if each is not None and self._is_elsewhere(each)]
             if others and (others[0].round > self._round or len(others) > len(here)):
@@ -329,6 +351,12 @@ class Matchmaking:
         """Whether the position is at a later round, or at this round with another state."""
         same_round = position.round == self._round and position.state != b""
         return position.round > self._round or (same_round and self._is_other(position.state))
+
+    def _is_coming(self, position: OutOfSync) -> bool:
+        """Whether a worker will be at this worker's position: it is there, or was in the last roster and has yet to finish that round."""
+        if position.round == self._round:
+            return not self._is_other(position.state)
+        return position.round == self._round - 1 and position.peer in self._book.addresses
 
     def _is_other(self, state: bytes) -> bool:
         return self._same_state and state != self._state
@@ -362,6 +390,11 @@ class Matchmaking:
         if self._left_for_good:
             return
         if not request.HasField("member"):  # only asks for the position
+            is_here = request.round == self._round and not self._is_other(request.state)
+            if request.state and is_here and stream.peer < self._transport.peer_id:
+                self._rival = Candidate(stream.peer, ())
+                async with self._changed:
+                    self._changed.notify_all()
             await typed.send(self._position_reply(self._round, self._state))
             return
         if request.known and not self._book.matches(request.known, stream.peer):

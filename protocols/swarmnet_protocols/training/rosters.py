@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
 from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS, RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
-MAX_ID = 128
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
 """Number of exchange numbers of one round: a peer that claims a high number can use up those of one round only."""
@@ -224,8 +224,10 @@ def _weight(weight: float) -> float:
 
 
 def _peer(id: str) -> PeerId:
-    if not 0 < len(id) <= MAX_ID:
-        raise ProtocolViolation("not a peer id")
+    try:
+        public_key_of(PeerId(id))
+    except ValueError as error:
+        raise ProtocolViolation("not the peer id of a worker that can sign") from error
     return PeerId(id)
 
 
