@@ -12,7 +12,7 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.training import matchmaking
-from swarmnet_protocols.training.matchmaking import OutOfSync
+from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, OutOfSync
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_PER_ROUND,
     MAX_AHEAD_OF_FOLLOWER,
@@ -20,15 +20,20 @@ from swarmnet_protocols.training.rosters import (
     AddressBook,
     Candidate,
     Roster,
+    member_from_wire,
     roster_from_wire,
     roster_to_wire,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.memory_network import Delivery, MemoryNetwork
+from tests.support.training_lab import PEERS
 from tests.support.training_peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND
 """One below the first exchange number of round 3."""
+
+
+FIRST_PEER, SECOND_PEER, THIRD_PEER = sorted(PEERS[:3])
 
 
 def names(roster: Roster) -> list[PeerId]:
@@ -61,11 +66,42 @@ def test_a_round_does_not_wait_for_dead_workers(fault: str) -> None:
 def test_a_worker_that_is_late_is_left_out() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         present = workers[:3]
+        await workers[3].matchmaking.set_position(3, START)
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
         assert TIMEOUT_S <= asyncio.get_running_loop().time() < TIMEOUT_S + 1
 
     simulate(4, scenario)
+
+
+def test_of_two_leaders_the_one_with_the_lower_peer_id_gets_both_groups() -> None:
+    """Workers that start together read the directory at different times, so the first ones may lead when a lower peer id comes."""
+
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        first, *early, last = workers
+        await last.matchmaking.set_position(3, START)
+        waiting = [asyncio.create_task(each.gather(workers[1:])) for each in early]
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in waiting), "they wait for the last one"
+        rosters = await asyncio.gather(first.gather(workers), last.gather(workers), *waiting)
+        assert set(rosters) == {rosters[0]}
+        assert names(rosters[0]) == [worker.member.peer for worker in workers]
+        assert asyncio.get_running_loop().time() < 1.0 + TIMING.matchmaking_heartbeat_s
+
+    simulate(4, scenario)
+
+
+@pytest.mark.parametrize("behind", [2, 1], ids=["two rounds behind", "one round behind"])
+def test_a_leader_waits_a_few_seconds_for_a_worker_at_another_round(behind: int) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        present, elsewhere = workers[:2], workers[2]
+        await elsewhere.matchmaking.set_position(5 - behind, b"another state")
+        rosters = await asyncio.gather(*(worker.gather(workers, round=5) for worker in present))
+        assert [names(roster) for roster in rosters] == [[each.member.peer for each in present]] * 2
+        waited_s = asyncio.get_running_loop().time()
+        assert ELSEWHERE_S <= waited_s < ELSEWHERE_S + 1.0 < TIMEOUT_S
+
+    simulate(3, scenario)
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
@@ -224,14 +260,14 @@ def test_a_follower_with_an_impossible_measurement_is_left_out(
 
 @pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
-    members = [pb.Member(id="a"), pb.Member(id="b")]
+    members = [pb.Member(id=FIRST_PEER), pb.Member(id=SECOND_PEER)]
     wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
-    assert roster_from_wire(wire, round=3, me=Candidate(PeerId("a"), ())).members[1].bytes_per_s == 2e6
+    assert roster_from_wire(wire, round=3, me=Candidate(FIRST_PEER, ())).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
             pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
             round=3,
-            me=Candidate(PeerId("a"), ()),
+            me=Candidate(FIRST_PEER, ()),
         )
 
 
@@ -386,18 +422,24 @@ def test_a_follower_without_the_address_book_gets_the_whole_roster(change: str) 
 
 
 A = Candidate(
-    PeerId("a"), ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
+    FIRST_PEER, ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
 )
-B = Candidate(PeerId("b"), (), bytes_per_s=2e6, weight=0.0)
+B = Candidate(SECOND_PEER, (), bytes_per_s=2e6, weight=0.0)
 ROSTER = Roster(3, FIRST + 7, (A, B))
 SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
+
+
+@pytest.mark.parametrize("id", ["", "b", "QmNoKey", FIRST_PEER + "1", "1" * 200])
+def test_a_member_that_cannot_sign_is_refused(id: str) -> None:
+    with pytest.raises(ProtocolViolation, match="can sign"):
+        member_from_wire(pb.Member(id=id))
 
 
 def test_a_roster_by_hash_has_the_same_members() -> None:
     assert not SHORT.members
     short = roster_from_wire(SHORT, round=3, me=A, book=AddressBook.of(ROSTER.members))
     assert short.members == (replace(A, last_exchange=0), B)
-    equal = Roster(3, FIRST + 7, (A, replace(A, peer=PeerId("b"))))
+    equal = Roster(3, FIRST + 7, (A, replace(A, peer=SECOND_PEER)))
     book = AddressBook.of(equal.members)
     wire = roster_to_wire(equal, book.hash)
     assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
@@ -411,7 +453,7 @@ def test_a_roster_by_hash_has_the_same_members() -> None:
         pb.Roster(weights=[1.0, 1.0, 1.0]),
         pb.Roster(weights=[float("nan")]),
         pb.Roster(bytes_per_s=[1.0]),
-        pb.Roster(members=[pb.Member(id="c")]),
+        pb.Roster(members=[pb.Member(id=THIRD_PEER)]),
         pb.Roster(round=4),
         pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND),
         pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),

@@ -70,7 +70,7 @@ class OutOfSync(SwarmnetError):
         self.state = state
 
 
-ELSEWHERE_S = 10.0
+ELSEWHERE_S = 8.0
 """Seconds for which a leader waits for workers at other positions. Less leaves out workers that are about to fetch the state and
 return; more lets workers that cannot follow delay every round."""
 
@@ -329,16 +329,18 @@ class Matchmaking:
 
         Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state.
         """
-        elsewhere_until = asyncio.get_running_loop().time() + ELSEWHERE_S
+        clock = asyncio.get_running_loop().time
+        elsewhere_until = clock() + ELSEWHERE_S
         pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
         while True:
-            await asyncio.sleep(pause_s)
+            left_s = elsewhere_until - clock()
+            await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)
             pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here = {follower.member.peer for follower in self._ready()}
             missing = [member for peer, member in expected.items() if peer not in here]
             positions = await asyncio.gather(*(self._position_of(member, leading=True) for member in missing))
             for member, position in zip(missing, positions, strict=True):
-                is_late = asyncio.get_running_loop().time() >= elsewhere_until
+                is_late = clock() >= elsewhere_until
                 if position is None or (is_late and not self._is_coming(position)):
                     expected.pop(member.peer, None)
             others = [each for each in positions if each is not None and self._is_elsewhere(each)]

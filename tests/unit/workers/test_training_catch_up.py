@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued
+from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued, join
 
 MINE = WorkerPosition(5, b"mine")
 LATER = WorkerPosition(9, b"later")
@@ -29,6 +29,34 @@ def test_the_smaller_part_of_a_split_round_follows_the_larger() -> None:
     other = WorkerPosition(5, b"other")
     assert isinstance(catch_up(MINE, votes(MINE, other, other), same_state=True), CatchUp)
     assert isinstance(catch_up(other, votes(other, MINE, MINE), same_state=True), Stay)
+
+
+def test_a_worker_that_has_not_trained_follows_the_majority_of_those_that_have() -> None:
+    start, here, there = WorkerPosition(0, b"start"), WorkerPosition(2, b"here"), WorkerPosition(7, b"there")
+    assert join(start, 0, votes(start, start, start, here)) == CatchUp(here, (PeerId("p3"),))
+    assert join(start, 0, votes(here, here, there)) == CatchUp(here, (PeerId("p0"), PeerId("p1")))
+    assert isinstance(join(start, 0, votes(here, there)), Stay)
+    assert isinstance(join(start, 0, votes(start, start)), Stay)
+
+
+def test_a_new_worker_moves_to_a_larger_group_and_no_minority_moves_it() -> None:
+    here, there = WorkerPosition(2, b"here"), WorkerPosition(1, b"there")
+    liars = WorkerPosition(300, b"forged")
+    assert isinstance(join(here, 2, votes(there, there, there)), CatchUp)
+    assert isinstance(join(here, 5, votes(liars, liars, liars)), Stay)
+    assert isinstance(join(here, 3, votes(there, there, liars)), Stay)
+
+
+@given(st.lists(positions, min_size=2, max_size=6), st.integers(1, 4), st.integers(1, 4))
+def test_of_two_new_groups_exactly_one_moves(places: list[WorkerPosition], few: int, many: int) -> None:
+    one, other = places[0], places[-1]
+    if one == other or not (one.round and other.round):
+        return
+    moves = [
+        isinstance(join(one, few, votes(*[other] * many)), CatchUp),
+        isinstance(join(other, many, votes(*[one] * few)), CatchUp),
+    ]
+    assert moves.count(True) == 1
 
 
 def test_with_different_replicas_the_median_round_counts() -> None:
