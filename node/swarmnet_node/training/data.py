@@ -1,7 +1,8 @@
 """The training data of a job: documents tokenised into a memory-mapped cache, and divided among the workers.
 
 1. ``open_corpus`` tokenises the documents (``documents.py``) once, into files keyed by the content of the data and the tokenizer.
-2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts.
+2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts. Where no sequence of a
+   small corpus falls into one part, the tokens are divided between the parts instead.
 3. Each part is cut into ``Sequences`` of equal length.
 4. ``BatchSampler`` computes the sequences of each slot from the job's seed, so workers divide the data without communication.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 4096
 _PARTS = ("train", "validation")
-_VERSION = 2
+_VERSION = 3
 _DIFFERS = "get the same files that the job was created with, or create another job"
 _DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
 _FEISTEL_ROUNDS = 6
@@ -71,9 +72,7 @@ class ModelTokenizer:
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        ids = self._tokenizer.encode(
-            document.decode("utf-8", "replace"), add_special_tokens=False, verbose=False
-        )
+        ids = self._tokenizer.encode(document.decode(), add_special_tokens=False, verbose=False)
         return np.array(ids + self._end, dtype=np.uint32)
 
 
@@ -117,7 +116,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
     if cached is None:
         source = _with_progress(documents(data, files), data, _size_bytes(data, files), progress)
         try:
-            cached = _write_cache(folder, source, tokenizer, data.validation)
+            cached = _write_cache(folder, source, tokenizer, data)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
@@ -139,7 +138,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
                 "data",
                 "hub" if data.path is None else "path",
                 f"is wrong: its {part} part has {len(sequences.tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
-                hint="give more data, shorter sequences or another 'validation'",
+                hint=f"give more data ({_least_tokens(data)} tokens suffice), or shorter sequences",
             )
     return Corpus(train, validation, tokenizer.vocab_size, digest, size_bytes)
 
@@ -251,6 +250,7 @@ def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer,
         content.append(sha256_of(path, None).hex())
         progress("reading the data", number, len(files))
     what = [_VERSION, data.format, data.field, data.max_documents, data.validation, data.hub, data.split]
+    what.append(data.sequence_length)  # it decides how much of a small corpus is held out
     return hashlib.sha256(json.dumps([*what, tokenizer.name, content]).encode()).hexdigest()
 
 
@@ -288,12 +288,12 @@ def _digest(hashes: Sequence[bytes]) -> str:
 
 
 def _write_cache(
-    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float
+    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
 ) -> tuple[str, int]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
-        digest, size_bytes = _tokenise(temporary, source, tokenizer, validation)
+        digest, size_bytes = _tokenise(temporary, source, tokenizer, data)
         (temporary / _ABOUT).write_text(json.dumps(_about(digest, size_bytes)))
         try:
             os.rename(temporary, folder)
@@ -306,23 +306,54 @@ def _write_cache(
 
 
 def _tokenise(
-    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, validation: float
+    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
 ) -> tuple[str, int]:
     """Write both parts; returns their digest and the bytes of all documents."""
     size_bytes = 0
-    hashes = [hashlib.sha256(), hashlib.sha256()]
     dtype = _dtype(tokenizer)
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as held_out:
         for document in source:
-            part = _is_validation(document, validation)
-            tokens = tokenizer.encode(document).astype(dtype).tobytes()
-            hashes[part].update(tokens)
+            part = held_out if _is_validation(document, data.validation) else train
+            part.write(tokenizer.encode(document).astype(dtype).tobytes())
             size_bytes += len(document)
-            (held_out if part else train).write(tokens)
         for stream in (train, held_out):
             stream.flush()
             os.fsync(stream.fileno())
-    return _digest([each.digest() for each in hashes]), size_bytes
+    _hold_out(folder, dtype, data)
+    return _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS]), size_bytes
+
+
+def _hold_out(folder: Path, dtype: np.dtype[np.unsignedinteger], data: DataSection) -> None:
+    """Divide the tokens again if one part has no sequence: the validation part gets its share of them, at least one sequence.
+
+    Documents are drawn by their hash. Of a few, none or all may be drawn.
+    """
+    train, held_out = (folder / f"{part}.bin" for part in _PARTS)
+    tokens, drawn = (path.stat().st_size // dtype.itemsize for path in (train, held_out))
+    sequence = data.sequence_length + 1
+    if min(tokens, drawn) >= sequence or tokens + drawn < _least_tokens(data):
+        return
+    share = max(sequence, round(data.validation * (tokens + drawn)))
+    if share > drawn:
+        _move_end(train, held_out, (share - drawn) * dtype.itemsize)
+    else:
+        _move_end(held_out, train, (drawn - share) * dtype.itemsize)
+
+
+def _move_end(source: Path, target: Path, size_bytes: int) -> None:
+    with source.open("r+b") as giving, target.open("ab") as taking:
+        giving.seek(-size_bytes, os.SEEK_END)
+        shutil.copyfileobj(giving, taking)
+        giving.seek(-size_bytes, os.SEEK_END)
+        giving.truncate()
+        for stream in (giving, taking):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _least_tokens(data: DataSection) -> int:
+    """The tokens of a sequence for each part."""
+    return 2 * (data.sequence_length + 1)
 
 
 def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

@@ -1,5 +1,6 @@
 """Reading a job's documents, one at a time, from local files or a Hugging Face dataset."""
 
+import codecs
 import glob
 import json
 import sysconfig
@@ -15,6 +16,19 @@ from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobErro
 
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10
+_KINDS = {
+    b"\x1f\x8b": ("compressed by gzip", "decompress it: gunzip FILE"),
+    b"BZh": ("compressed by bzip2", "decompress it: bunzip2 FILE"),
+    b"\xfd7zXZ\0": ("compressed by xz", "decompress it: unxz FILE"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it: unzstd FILE"),
+    b"\x04\x22\x4d\x18": ("compressed by lz4", "decompress it: unlz4 FILE"),
+    b"PK\x03\x04": ("a zip archive or an office document", "extract its text"),
+    b"%PDF-": ("a PDF", "extract its text: pdftotext FILE"),
+    codecs.BOM_UTF16_LE: ("in UTF-16 or UTF-32", "save it as UTF-8"),
+    codecs.BOM_UTF16_BE: ("in UTF-16", "save it as UTF-8"),
+    codecs.BOM_UTF32_BE: ("in UTF-32", "save it as UTF-8"),
+}
+"""Files that are no text in UTF-8, by their first bytes: what they are, and what to do."""
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 _INSTALL = "pip install '.[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -50,8 +64,8 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
     """Every document as UTF-8 bytes, one in memory at a time. A Hugging Face dataset's split is its files whose names begin with it.
 
-    A text file is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` that names a file it cannot
-    read, ``Unreachable`` if the hub does not answer.
+    A text file is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` that names a file that it cannot
+    read, or that is no text in UTF-8, and the place; ``Unreachable`` if the hub does not answer.
     """
     return islice(_all_documents(data, files), data.max_documents)
 
@@ -69,16 +83,54 @@ def _all_documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes
 
 def _file_documents(stream: BinaryIO, where: str, data: DataSection) -> Iterator[bytes]:
     if data.format == "text":
-        yield from _text_documents(stream)
+        yield from _text_documents(stream, where)
     elif data.format == "jsonl":
         yield from _json_lines(stream, where, data.field)
     else:
         yield from _parquet_rows(stream, where, data.field)
 
 
-def _text_documents(stream: BinaryIO) -> Iterator[bytes]:
+def _text_documents(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    """The documents of a text file, without a byte order mark. Each is whole characters, even where a line is longer than a document."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
     while part := stream.read(TEXT_DOCUMENT_BYTES):
-        yield part + stream.readline(TEXT_DOCUMENT_BYTES)
+        part += stream.readline(TEXT_DOCUMENT_BYTES)
+        if not done:
+            _check_kind(part, name)
+        yield from _decoded(decoder, part, name, done, final=False)
+        done += len(part)
+    yield from _decoded(decoder, b"", name, done, final=True)
+
+
+def _decoded(
+    decoder: codecs.IncrementalDecoder, part: bytes, name: str, done: int, *, final: bool
+) -> Iterator[bytes]:
+    """The whole characters of ``part``, which begins at byte ``done`` of the file; none or one document."""
+    begun = len(decoder.getstate()[0])
+    try:
+        text = decoder.decode(part, final)
+    except UnicodeDecodeError as error:
+        place = done - begun + error.start + 1
+        raise _not_text(name, f"is not UTF-8 at byte {place}", "save it as UTF-8") from error
+    if "\0" in text:
+        place = done - begun + len(text[: text.index("\0")].encode()) + 1
+        raise _not_text(name, f"has a zero byte at byte {place}, so it is no text", "save it as UTF-8")
+    if done == 0:
+        text = text.removeprefix("\ufeff")
+    if text:
+        yield text.encode()
+
+
+def _check_kind(start: bytes, name: str) -> None:
+    """Raise ``JobError`` if the first bytes of a file show that it is no text in UTF-8."""
+    for magic, (kind, hint) in _KINDS.items():
+        if start.startswith(magic):
+            raise _not_text(name, f"is {kind}", hint)
+
+
+def _not_text(name: str, what: str, hint: str) -> JobError:
+    return JobError("data", "path", f"is wrong: {name} {what}", hint=hint)
 
 
 def _json_lines(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
@@ -86,6 +138,8 @@ def _json_lines(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
         line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
+        if number == 1:
+            _check_kind(line, name)
         if not line.strip():
             continue
         where = f"{name}:{number}"
@@ -147,4 +201,8 @@ def _field_of(row: Any, field: str, where: str) -> bytes:
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str):
         raise JobError("data", "field", f"is wrong: {where} has no text in {field!r}")
-    return value.encode("utf-8", "replace")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        what = f"{where} has half a character in {field!r}: \\u{ord(value[error.start]):x}"
+        raise JobError("data", "field", f"is wrong: {what}") from error

@@ -1,14 +1,19 @@
 """Training data: documents, tokens, and the sequences of each slot."""
 
+import bz2
+import codecs
+import gzip
 import json
+import lzma
 import sysconfig
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -251,14 +256,72 @@ def test_an_unknown_tokenizer_is_a_job_error(tmp_path: Path) -> None:
         open_corpus(section, tmp_path / "cache")
 
 
-def test_too_short_data_is_a_job_error_for_each_part(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(JobError, match="train part has 0 tokens"):
-        open_corpus(_section(tmp_path / "empty.txt"), tmp_path / "cache")
-    texts = _write_texts(tmp_path / "texts", 1)
-    part = "train" if data_module._is_validation(texts[0], 0.25) else "validation"
-    with pytest.raises(JobError, match=f"{part} part has 0 tokens"):
-        open_corpus(_section(tmp_path / "texts"), tmp_path / "cache")
+def test_too_short_data_is_a_job_error_that_says_how_much_is_needed(tmp_path: Path) -> None:
+    for size in (0, 16):
+        (tmp_path / "short.txt").write_bytes(b"x" * size)
+        with pytest.raises(JobError, match="part has 0 tokens, and a sequence needs 9") as caught:
+            open_corpus(_section(tmp_path / "short.txt"), tmp_path / "cache")
+        assert "18 tokens suffice" in caught.value.hint
+
+
+@settings(max_examples=20)
+@given(text=st.binary(min_size=17, max_size=300).map(bytes.hex), validation=st.floats(0.01, 0.5))
+def test_of_a_small_file_a_sequence_or_the_share_is_held_out(text: str, validation: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "book.txt")
+        path.write_text(text)
+        corpus = open_corpus(_section(path, validation=validation), Path(folder, "cache"))
+        total = len(text) + 1
+        assert len(corpus.train.tokens) + len(corpus.validation.tokens) == total
+        assert len(corpus.validation.tokens) == max(9, round(validation * total))
+        tokens = bytes([*corpus.train.tokens, *corpus.validation.tokens])
+        assert sorted(tokens) == sorted(text.encode() + b"\0")
+
+
+NO_TEXT = {
+    "gzip": (gzip.compress(b"text"), "compressed by gzip"),
+    "bzip2": (bz2.compress(b"text"), "compressed by bzip2"),
+    "xz": (lzma.compress(b"text"), "compressed by xz"),
+    "UTF-16": ("text".encode("utf-16"), "in UTF-16"),
+    "UTF-16 big endian": (codecs.BOM_UTF16_BE + "text".encode("utf-16-be"), "in UTF-16"),
+    "UTF-32": ("text".encode("utf-32"), "in UTF-16 or UTF-32"),
+    "UTF-16 without a mark": (b"one\n" + "text".encode("utf-16-le"), "zero byte at byte 6"),
+    "Latin-1": ("ein schöner Tag".encode("latin-1"), "not UTF-8 at byte 8"),
+    "Latin-1 far behind": (b"x" * 100_000 + b"\n" + b"y" * 40_000 + b"\xf6", "not UTF-8 at byte 140002"),
+    "half a character at the end": ("ö".encode()[:1], "not UTF-8 at byte 1"),
+}
+
+
+@pytest.mark.parametrize(("content", "what"), NO_TEXT.values(), ids=NO_TEXT)
+def test_a_file_that_is_no_text_in_utf8_is_refused_with_the_place(
+    tmp_path: Path, content: bytes, what: str
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(content)
+    with pytest.raises(JobError, match=rf"book\.txt (is|has a) {what}") as caught:
+        open_corpus(_section(path), tmp_path / "cache")
+    assert caught.value.hint
+
+
+def test_compressed_json_lines_and_half_characters_in_them_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    section = _section(path, format="jsonl")
+    path.write_bytes(gzip.compress(b'{"text": "one"}'))
+    with pytest.raises(JobError, match="compressed by gzip"):
+        list(documents.documents(section, (path,)))
+    path.write_text('{"text": "one"}\n{"text": "two \\ud83d"}\n')
+    with pytest.raises(JobError, match=r"rows\.jsonl:2 has half a character in 'text': \\ud83d"):
+        list(documents.documents(section, (path,)))
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "with a byte order mark"])
+def test_no_character_of_a_long_line_is_cut(tmp_path: Path, mark: bytes) -> None:
+    path = tmp_path / "one-line.txt"
+    text = "日本語の長い文" * 20_000
+    path.write_bytes(mark + text.encode())
+    parts = [part.decode() for part in documents.documents(_section(path), (path,))]
+    assert "".join(parts) == text
+    assert len(parts) > 10
 
 
 def test_a_missing_optional_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
