@@ -17,9 +17,9 @@ from typing import Any
 
 from swarmnet_protocols.net.framing import SIZES
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import parse_job
-from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
 from tests.support.training_workers import WorkerLab, train, write_job

@@ -9,3 +9,7 @@ Two numbers must be told apart:
 
 A *position* is a worker's round number and the id (SHA-256) of the state from which this round starts.
 """
+
+MAX_MEMBERS = 64
+"""Most workers of a job that take part in one round, so ``max_workers`` at most. Every member opens a stream to every other one, and
+the data of a job are divided among ``max_workers`` slots: more would leave most of them untouched in a pass."""

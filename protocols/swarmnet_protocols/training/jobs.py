@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.toml_lines import line_of
 from swarmnet_protocols.net.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.wire.canonical_json import canonical_json
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class ExchangeSection(_Section):
     codec: Name | None = None
     """None: the method's default codec."""
     deadline_s: float = Field(default=60.0, gt=0, le=86_400)
-    min_workers: int = Field(default=1, ge=1, le=1024)
-    max_workers: int = Field(default=64, ge=1, le=1024)
+    min_workers: int = Field(default=1, ge=1, le=MAX_MEMBERS)
+    max_workers: int = Field(default=MAX_MEMBERS, ge=1, le=MAX_MEMBERS)
     aggregate: Literal["mean", "median", "centered-clip"] = "mean"
 
     @model_validator(mode="after")

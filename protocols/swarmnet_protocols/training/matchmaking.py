@@ -24,6 +24,7 @@ from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream, ask
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.rosters import (
@@ -41,7 +42,6 @@ from swarmnet_protocols.training.rosters import (
     roster_from_wire,
     roster_to_wire,
 )
-from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 
@@ -96,7 +96,7 @@ class Matchmaking:
         self._job = job
         self._same_state = same_state
         self._is_excluded = is_excluded
-        self._max_members = min(max_members, MAX_MEMBERS)
+        self._max_members = max_members
         self._timing = timing
         self._round = 0
         self._last_exchange = 0

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
-from swarmnet_protocols.training.rounds.terms import MAX_MEMBERS, RoundMember
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16

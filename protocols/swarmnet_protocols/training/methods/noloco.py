@@ -1,4 +1,7 @@
-"""NoLoCo (Kolehmainen et al., arXiv 2506.10911, modified Nesterov momentum): random pairs average, so no round waits for all workers.
+"""NoLoCo (Kolehmainen et al., arXiv 2506.10911, modified Nesterov momentum): random pairs average.
+
+Matchmaking still gathers all workers, since the pairs of a round follow from its roster. Then each pair averages on its own: no worker sends or waits
+for more than one other.
 
 δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, with k over the n = 2 members of the pair of i.
 θ_i: parameters after the inner steps; φ_i: slow weights; δ_i: outer momentum; α, β, γ: settings.

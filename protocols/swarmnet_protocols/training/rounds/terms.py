@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.codecs import ALIGNMENT, Codec
 from swarmnet_protocols.training.rounds.messages import RoundShape
 from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verification
 
-MAX_MEMBERS = 64
 MAX_VALUES = 1 << 40
 AGREEMENT_BYTES = 16
 UNMEASURED_BYTES_PER_S = 1e6
