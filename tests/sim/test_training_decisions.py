@@ -1,5 +1,6 @@
 """A member that lies about the decision of a round: the others commit without it, name it, and have the same bits."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Vote,
 )
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
-from swarmnet_protocols.training.rounds.round_state import RoundState
+from swarmnet_protocols.training.rounds.round_state import UNVOTED, RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from tests.sim.test_averaging import averaged, simulate
 from tests.sim.test_verifiable_rounds import COUNT, ROBUST
@@ -31,7 +32,6 @@ Lie = Callable[[RoundState, int], Sequence[Control]]
 """What a liar sends to a member when its link comes up, in addition to what an honest member sends."""
 
 RNG = random.Random(0)
-UNVOTED = "sent a decision without the votes of a majority"
 
 
 def invented(state: RoundState) -> Hashes:
@@ -72,6 +72,11 @@ def lying(patch: pytest.MonkeyPatch, liars: set[PeerId], lie: Lie) -> None:
     patch.setattr(RoundState, "_send_missed", send_missed)
 
 
+def lies_to_one(state: RoundState, member: int) -> Sequence[Control]:
+    victim = max(each for each in state._members if each != state._me)
+    return [Decided(DISCARD)] if member == victim else []
+
+
 def check_round_without(liar: PeerId, work: Work, outcomes: Outcomes, *, named: bool = True) -> None:
     honest = {peer: outcome for peer, outcome in outcomes.items() if peer != liar}
     check_agreement(work, honest)
@@ -80,7 +85,7 @@ def check_round_without(liar: PeerId, work: Work, outcomes: Outcomes, *, named: 
         assert outcome.refuted == ((liar,) if named else ())
 
 
-@pytest.mark.parametrize("lie", [discards, invents_results, signs_alone])
+@pytest.mark.parametrize("lie", [discards, invents_results, signs_alone, lies_to_one])
 @pytest.mark.parametrize("count", [4, 5])
 def test_a_decision_of_one_member_decides_nothing_and_names_it(
     lie: Lie, count: int, monkeypatch: pytest.MonkeyPatch
@@ -178,19 +183,26 @@ def test_without_a_liar_all_vote_once_and_nobody_is_named() -> None:
 def test_workers_exclude_one_that_decides_alone_and_keep_one_set_of_parameters(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It leads, and lies to one worker only: this one cannot follow it any more, and would be alone if the others did."""
     exchange = f'min_workers = 2\naggregate = "{aggregate}"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", exchange, rounds=4))
     honest = ("anna", "boris", "clara")
-    liar = lab.peer("mallory")
-    lying(monkeypatch, {liar}, discards)
-    lab.observer = lambda name, event: (
-        lab.workers["mallory"].stop() if name == "anna" and event["event"] == "done" else None
+    liar = next(
+        name
+        for name in map("mallory-{}".format, itertools.count())
+        if lab.peer(name) < min(map(lab.peer, honest))
     )
-    run(train(lab, *honest, "mallory"))
-    del lab.events["mallory"]
+    lying(monkeypatch, {lab.peer(liar)}, lies_to_one)
+    lab.observer = lambda name, event: (
+        lab.workers[liar].stop() if name == "anna" and event["event"] == "done" else None
+    )
+    run(train(lab, *honest, liar))
+    del lab.events[liar]
     lab.check_equal()
     for name in honest:
         rounds = lab.rounds(name)
         assert sorted(rounds) == [0, 1, 2, 3]
-        assert [each["peer_id"] for event in rounds.values() for each in event["excluded"]] == [liar]
+        assert [each["peer_id"] for event in rounds.values() for each in event["excluded"]] == [
+            lab.peer(liar)
+        ]
         assert set(rounds[3]["contributors"]) == {lab.peer(each) for each in honest}

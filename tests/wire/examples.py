@@ -273,9 +273,10 @@ def training_messages() -> Iterator[Protobuf]:
     )
     yield pb.ExchangeRequest(propose=pb.Proposal(hashes=hashes))
     yield pb.ExchangeRequest(vote=vote)
-    yield pb.ExchangeRequest(
-        decided=pb.Decided(hashes=hashes, votes=[pb.Ballot(member=5, signature=signature)])
-    )
+    ballot = pb.Ballot(member=5, signature=signature)
+    decided = pb.Decided(hashes=hashes, votes=[ballot], signature=signature)
+    yield pb.ExchangeRequest(decided=decided)
+    yield pb.ExchangeRequest(accusation=pb.Accusation(member=5, decided=decided, votes=[vote]))
     yield pb.ExchangeRequest(request_result=pb.RequestResult(slice=1, hash=_MANIFEST))
     yield pb.ExchangeRequest(request_contribution=pb.RequestContribution(slice=1))
     yield pb.ExchangeRequest(

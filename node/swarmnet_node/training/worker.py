@@ -152,6 +152,7 @@ class Worker:
             timing=RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s),
             rules=averaging_rules(self._job),
             executor=dependencies.codec_executor,
+            on_proven=lambda peer: self._workers.exclude([peer]),
         )
 
     async def run(self) -> None:
@@ -306,7 +307,6 @@ class Worker:
         wait_s = pending.matchmaking_s + self._now() - start_s
         self._pending = None
         self._rates.add(outcome.arrivals)
-        self._workers.exclude(outcome.refuted)
         if outcome.behind:
             # The others may have committed without this worker. Matchmaking for the same round, without a slot, tells.
             self.round, self._slot = pending.round, None

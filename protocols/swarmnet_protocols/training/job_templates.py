@@ -144,7 +144,7 @@ clip = 1.0                             # largest element of the outer momentum
         _Template(
             5,
             """\
-sync_every = 128                       # steps between exchanges: eight workers send less than 100 bytes a step in all
+sync_every = 160                       # steps between exchanges: eight workers send less than 100 bytes a step in all
 epsilon = 1e-3                         # how far along a direction the loss is taken
 learning_rate = 5e-5                   # that of [training] is for methods with an inner optimizer
 """,

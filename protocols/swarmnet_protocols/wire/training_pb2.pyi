@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "prepare", "report", "plan", "propose", "vote", "decided", "request_result", "request_contribution", "contribution", "result")
+    __slots__ = ("hello", "prepare", "report", "plan", "propose", "vote", "decided", "accusation", "request_result", "request_contribution", "contribution", "result")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class ExchangeRequest(_message.Message):
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
+    ACCUSATION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_RESULT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
@@ -26,11 +27,12 @@ class ExchangeRequest(_message.Message):
     propose: Proposal
     vote: Vote
     decided: Decided
+    accusation: Accusation
     request_result: RequestResult
     request_contribution: RequestContribution
     contribution: Contribution
     result: Result
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
     __slots__ = ("heartbeat",)
@@ -103,12 +105,24 @@ class Vote(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Decided(_message.Message):
-    __slots__ = ("hashes", "votes")
+    __slots__ = ("hashes", "votes", "signature")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     votes: _containers.RepeatedCompositeFieldContainer[Ballot]
-    def __init__(self, hashes: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Ballot, _Mapping]]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Ballot, _Mapping]]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Accusation(_message.Message):
+    __slots__ = ("member", "decided", "votes")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    decided: Decided
+    votes: _containers.RepeatedCompositeFieldContainer[Vote]
+    def __init__(self, member: _Optional[int] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ...) -> None: ...
 
 class Ballot(_message.Message):
     __slots__ = ("member", "signature")

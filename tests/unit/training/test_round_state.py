@@ -5,6 +5,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
     MAX_ATTEMPT,
+    Accusation,
     Assignment,
     Decided,
     Effect,
@@ -31,7 +33,7 @@ from swarmnet_protocols.training.rounds.messages import (
     SlicePlan,
     Vote,
 )
-from swarmnet_protocols.training.rounds.round_state import RoundState
+from swarmnet_protocols.training.rounds.round_state import TWICE, UNVOTED, RoundState
 from swarmnet_protocols.training.rounds.terms import MAX_FRACTION, partition
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
@@ -351,30 +353,62 @@ FALSE_DECISIONS = {
 }
 
 
+def refutes(effects: list[Effect]) -> list[Refute]:
+    return [effect for effect in effects if isinstance(effect, Refute)]
+
+
+def accusations(effects: list[Effect]) -> list[tuple[int, Accusation]]:
+    """The accusations among ``effects``, each with the member to which it is sent."""
+    return [
+        (effect.member, effect.message)
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, Accusation)
+    ]
+
+
 @pytest.mark.parametrize("message", FALSE_DECISIONS.values(), ids=FALSE_DECISIONS)
 def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -> None:
-    member = machine(2)
-    (refuted,) = [each for each in member.receive(1, message, 0.1) if isinstance(each, Refute)]
-    assert refuted == Refute(1, "sent a decision without the votes of a majority")
+    member, other = machine(2), machine(0)
+    effects = member.receive(1, Votes(electorate(1, 3)).signed(message), 0.1)
+    assert refutes(effects) == [Refute(1, UNVOTED, is_proven=True)]
     assert member.decision is None
-    assert not any(isinstance(each, Refute) for each in member.receive(0, decided(HASHES, 0, 1), 0.2))
+    ((target, proof),) = [each for each in accusations(effects) if each[0] != 1]
+    assert target == 0
+    assert refutes(other.receive(2, proof, 0.2)) == [Refute(1, UNVOTED, is_proven=True)], "whoever sends it"
+    assert not refutes(other.receive(2, proof, 0.3)), "once"
+    assert not refutes(member.receive(0, decided(HASHES, 0, 1), 0.2))
     assert member.decision == HASHES
 
 
-def test_a_member_that_votes_for_two_outcomes_is_refuted() -> None:
-    coordinator = machine(0)
+def test_a_false_decision_that_nobody_signed_accuses_nobody_for_good() -> None:
+    member, other = machine(2), machine(0)
+    effects = member.receive(1, decided(DISCARD), 0.1)
+    assert refutes(effects) == [Refute(1, UNVOTED, is_proven=False)]
+    assert accusations(effects) == []
+    slander = Accusation(1, replace(decided(DISCARD), signature=bytes(64)))
+    assert refutes(other.receive(2, slander, 0.2)) == [
+        Refute(2, "accused another one without proof", is_proven=False)
+    ]
+
+
+def test_a_member_that_votes_for_two_outcomes_is_accused_with_both_votes() -> None:
+    coordinator, other = machine(0), machine(2)
     assert not coordinator.receive(1, Report(NOTHING_HELD, vote(1, HASHES)), 0.1)
-    assert Refute(1, "voted for two outcomes of one round") in coordinator.receive(1, vote(1, OTHER), 0.2)
-    assert Refute(2, "sent a vote that it did not sign") in coordinator.receive(2, vote(1, HASHES), 0.2)
+    effects = coordinator.receive(1, vote(1, OTHER), 0.2)
+    assert refutes(effects) == [Refute(1, TWICE, is_proven=True)]
+    proof = dict(accusations(effects))[2]
+    assert refutes(other.receive(0, proof, 0.3)) == [Refute(1, TWICE, is_proven=True)]
+    same = Accusation(1, votes=(vote(1, HASHES), vote(1, HASHES)))
+    assert not refutes(machine(2).receive(0, same, 0.3))[0].is_proven
+    assert refutes(coordinator.receive(2, vote(1, HASHES), 0.2)) == [
+        Refute(2, "sent a vote that it did not sign", is_proven=False)
+    ]
 
 
 def test_members_that_signed_two_decisions_of_one_round_are_refuted() -> None:
     member = machine(0, members=5)
     member.receive(1, decided(HASHES, 1, 2, 4), 0.1)
-    effects = member.receive(3, decided(OTHER, 0, 3, 4), 0.2)
-    assert [effect for effect in effects if isinstance(effect, Refute)] == [
-        Refute(4, "voted for two outcomes of one round")
-    ]
+    assert refutes(member.receive(3, decided(OTHER, 0, 3, 4), 0.2)) == [Refute(4, TWICE, is_proven=True)]
     assert member.decision == HASHES
 
 

@@ -16,7 +16,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import Stream, Transport
+from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
@@ -46,7 +46,7 @@ class Averager:
     it has ended.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an exchange's network, key, rules and clock
         self,
         transport: Transport,
         job: bytes,
@@ -55,11 +55,14 @@ class Averager:
         timing: RoundTiming = _TIMING,
         rules: AggregationRules = _RULES,
         executor: Executor | None = None,
+        on_proven: Callable[[PeerId], None] = lambda _: None,
     ) -> None:
         """``job``: the job's id, 32 bytes. ``sign`` signs with the key of ``transport``'s peer id.
 
-        ``executor`` encodes, decodes and reduces; None: the loop's default executor.
+        ``executor`` encodes, decodes and reduces; None: the loop's default executor. ``on_proven`` is called with a member that is proven to
+        be dishonest, also after its round.
         """
+        self._on_proven = on_proven
         if len(job) != HASH_BYTES:
             raise ConfigError(f"a job id has {HASH_BYTES} bytes, not {len(job)}")
         self._transport = transport
@@ -120,7 +123,13 @@ class Averager:
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
         context = RoundContext(
-            self._transport, self._timing, self._rules, self._executor, self._sign, self._spawn
+            self._transport,
+            self._timing,
+            self._rules,
+            self._executor,
+            self._sign,
+            self._on_proven,
+            self._spawn,
         )
         runner = RoundRunner(terms, context, spread_s)
         self._latest = exchange_number

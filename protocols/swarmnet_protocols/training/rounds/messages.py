@@ -86,6 +86,17 @@ class Decided:
 
     hashes: Hashes
     votes: tuple[tuple[int, bytes], ...] = ()
+    signature: bytes = b""
+    """The signature of the member that sends this."""
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """Proof that ``member`` is dishonest: a false decision that it signed, or its votes for two outcomes."""
+
+    member: int
+    decided: Decided | None = None
+    votes: tuple[Vote, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,17 @@ class RequestContribution:
     slice: int
 
 
-Control = Prepare | Report | SlicePlan | Proposal | Vote | Decided | RequestResult | RequestContribution
+Control = (
+    Prepare
+    | Report
+    | SlicePlan
+    | Proposal
+    | Vote
+    | Decided
+    | Accusation
+    | RequestResult
+    | RequestContribution
+)
 
 
 # Effects: what a member must do -------------------------------------------------------------------------
@@ -144,10 +165,11 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Refute:
-    """``member`` is proven to be dishonest: take nothing more from it, and name it with ``reason``."""
+    """``member`` is dishonest: take nothing more from it in this round, and name it with ``reason``. ``is_proven``: for good."""
 
     member: int
     reason: str
+    is_proven: bool
 
 
 @dataclass(frozen=True)
@@ -186,9 +208,16 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
             return pb.ExchangeRequest(propose=pb.Proposal(hashes=b"".join(hashes)))
         case Vote():
             return pb.ExchangeRequest(vote=_vote(message))
-        case Decided(hashes, votes):
-            ballots = [pb.Ballot(member=member, signature=signature) for member, signature in votes]
-            return pb.ExchangeRequest(decided=pb.Decided(hashes=b"".join(hashes), votes=ballots))
+        case Decided():
+            return pb.ExchangeRequest(decided=_decided(message))
+        case Accusation(member, decided, proof):
+            return pb.ExchangeRequest(
+                accusation=pb.Accusation(
+                    member=member,
+                    decided=None if decided is None else _decided(decided),
+                    votes=[_vote(vote) for vote in proof],
+                )
+            )
         case RequestResult(index, wanted):
             return pb.ExchangeRequest(request_result=pb.RequestResult(slice=index, hash=wanted))
         case RequestContribution(index):
@@ -213,7 +242,9 @@ def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | 
         case "vote":
             return _read_vote(request.vote, shape)
         case "decided":
-            return Decided(_hashes(request.decided.hashes, shape), _ballots(request.decided.votes, shape))
+            return _read_decided(request.decided, shape)
+        case "accusation":
+            return _read_accusation(request.accusation, shape)
         case "request_result":
             return RequestResult(
                 below(request.request_result.slice, shape.slices, "slice"),
@@ -245,6 +276,29 @@ def _vote(vote: Vote) -> pb.Vote:
 
 def _read_vote(vote: pb.Vote, shape: RoundShape) -> Vote:
     return Vote(_hashes(vote.hashes, shape), hash_of_size(vote.signature, SIGNATURE_BYTES))
+
+
+def _decided(decided: Decided) -> pb.Decided:
+    ballots = [pb.Ballot(member=member, signature=signature) for member, signature in decided.votes]
+    return pb.Decided(hashes=b"".join(decided.hashes), votes=ballots, signature=decided.signature)
+
+
+def _read_decided(decided: pb.Decided, shape: RoundShape) -> Decided:
+    return Decided(
+        _hashes(decided.hashes, shape),
+        _ballots(decided.votes, shape),
+        hash_of_size(decided.signature, SIGNATURE_BYTES),
+    )
+
+
+def _read_accusation(accusation: pb.Accusation, shape: RoundShape) -> Accusation:
+    if len(accusation.votes) not in (0, 2):
+        raise ProtocolViolation(f"an accusation with {len(accusation.votes)} votes")
+    return Accusation(
+        below(accusation.member, shape.members, "member"),
+        _read_decided(accusation.decided, shape) if accusation.HasField("decided") else None,
+        tuple(_read_vote(vote, shape) for vote in accusation.votes),
+    )
 
 
 def _ballots(votes: Sequence[pb.Ballot], shape: RoundShape) -> tuple[tuple[int, bytes], ...]:

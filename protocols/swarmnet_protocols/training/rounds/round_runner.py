@@ -97,13 +97,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled when the averager closes."""
+    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled when the averager closes.
+
+    ``on_proven``: called with a member that is proven to be dishonest, also after the round.
+    """
 
     transport: Transport
     timing: RoundTiming
     rules: AggregationRules
     executor: Executor | None
     sign: Callable[[bytes], bytes]
+    on_proven: Callable[[PeerId], None]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -139,6 +143,7 @@ class RoundRunner:
         self._reading: list[int] = []
         """Slices of which a result has arrived and is being verified, so that it is not requested again."""
         self._refuted: dict[PeerId, str] = {}
+        self._proven: dict[PeerId, None] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
         self._bytes_received = 0
@@ -245,8 +250,12 @@ class RoundRunner:
                 contributions = [(member, arrived[member]) for member in members if member in arrived]
                 self._contributions[index] = {}
                 self._context.spawn(self._reduce(index, contributions)).add_done_callback(self._reduced)
-            case Refute(member, reason):
-                self._refuted[self._terms.members[member].peer] = reason
+            case Refute(member, reason, is_proven):
+                peer = self._terms.members[member].peer
+                self._refuted[peer] = reason
+                if is_proven:
+                    self._proven[peer] = None
+                    self._context.on_proven(peer)
             case Finish():
                 self._ended.set_result(effect)
 
@@ -409,7 +418,7 @@ class RoundRunner:
                 tuple(peers[each.member] for each in summary.contributors) for summary in summaries
             ),
             excluded=tuple(sorted(excluded)),
-            refuted=tuple(self._refuted),
+            refuted=tuple(self._proven),
             reason=finish.reason,
             bytes_sent=sum(link.bytes_sent for link in self._links.values()),
             bytes_received=self._bytes_received,

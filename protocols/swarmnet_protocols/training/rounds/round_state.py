@@ -24,6 +24,7 @@ from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     CANDIDATES,
     DISCARD,
+    Accusation,
     Assignment,
     Control,
     Decided,
@@ -48,6 +49,9 @@ from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 MAX_HELD = 2 * CANDIDATES
 """Most results of one slice that a member keeps before the decision: those of its reducers, and the chosen ones that it fetched."""
+
+UNVOTED = "sent a decision without the votes of a majority"
+TWICE = "voted for two outcomes of one round"
 
 
 class RoundState:
@@ -79,6 +83,8 @@ class RoundState:
         self._lost: dict[int, float] = {}
         self._begun: set[int] = set()
         self._refuted: set[int] = set()
+        self._proven: set[int] = set()
+        """The members whose dishonesty the others can check, because this member has sent them the proof."""
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
@@ -164,7 +170,7 @@ class RoundState:
 
     def refute(self, member: int, reason: str, now: float) -> list[Effect]:
         """Report that ``member`` is proven to be dishonest: it takes no part from now on."""
-        self._refute(member, reason)
+        self._refute(member, reason, is_proven=True)
         return self._advance(now)
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
@@ -218,6 +224,8 @@ class RoundState:
         return sorted(self._linked)
 
     def _send(self, member: int, message: Control) -> None:
+        if isinstance(message, Decided):
+            message = self._votes.signed(message)
         self._effects.append(Send(member, message))
 
     def _broadcast(self, message: Control) -> None:
@@ -258,6 +266,11 @@ class RoundState:
         match message:
             case Decided():
                 self._learn(member, message)
+            case Accusation(accused):
+                if accused not in self._proven and not self._votes.proves(message):
+                    self._refute(member, "accused another one without proof", is_proven=False)
+                else:
+                    self._accuse(message, "")
             case RequestResult(index, result):
                 if result in self._held[index]:
                     self._effects.append(SendResult(member, index, result))
@@ -290,28 +303,39 @@ class RoundState:
                     self._report(again=True)
 
     def _count(self, member: int, vote: Vote) -> None:
-        if reason := self._votes.count(member, vote):
-            self._refute(member, reason)
+        if accusation := self._votes.count(member, vote):
+            self._accuse(accusation, "sent a vote that it did not sign")
 
     def _learn(self, member: int, decided: Decided) -> None:
         known = self._votes.decided
         if known is not None and known.hashes == decided.hashes:
             return
-        if reason := self._votes.fault_of(decided):
-            self._refute(member, reason)
+        if not self._votes.counts(decided):
+            self._accuse(Accusation(member, decided), UNVOTED)
         elif known is None:
             self._votes.decided = decided
             for reporting in self._reports:  # they take this member for the coordinator
                 self._send(reporting, decided)
         else:
-            for liar in sorted({each for each, _ in known.votes} & {each for each, _ in decided.votes}):
-                self._refute(liar, "voted for two outcomes of one round")
+            for accusation in self._votes.twice(known, decided):
+                self._accuse(accusation, TWICE)
 
-    def _refute(self, member: int, reason: str) -> None:
-        if member not in self._refuted:
+    def _accuse(self, accusation: Accusation, unproven: str) -> None:
+        """Take no more from a dishonest member, and send the others the proof if there is one. ``unproven``: the reason if there is none."""
+        if accusation.member in self._proven:
+            return
+        if not self._votes.proves(accusation):
+            self._refute(accusation.member, unproven, is_proven=False)
+            return
+        self._proven.add(accusation.member)
+        self._refute(accusation.member, TWICE if accusation.votes else UNVOTED, is_proven=True)
+        self._broadcast(accusation)
+
+    def _refute(self, member: int, reason: str, *, is_proven: bool) -> None:
+        if member not in self._refuted or is_proven:
             self._refuted.add(member)
             self._reports.pop(member, None)
-            self._effects.append(Refute(member, reason))
+            self._effects.append(Refute(member, reason, is_proven))
 
     # ---- the vote ---------------------------------------------------------------------------------------
 

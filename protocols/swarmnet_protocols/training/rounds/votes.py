@@ -3,17 +3,21 @@
 Every member votes once in a round, for one outcome, and signs its vote. The signed votes of a majority decide the round. Two
 majorities share a member, so two outcomes of one round need a member that signed both of them. A decision travels with its votes,
 and counts only with them: no member has to believe another one.
+
+Whoever sends a decision signs it, too. So a false decision, like two votes of one member, is a proof that any member can check, and the
+member that meets it passes it on: otherwise a liar could lie to one member alone, and part it from the others, which trust the liar.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnet_protocols.net.identity import verify
-from swarmnet_protocols.training.rounds.messages import Decided, Hashes, Vote
+from swarmnet_protocols.training.rounds.messages import Accusation, Decided, Hashes, Vote
 
 _DOMAIN = b"swarmnet-round-vote-1"
+_DECISION_DOMAIN = b"swarmnet-round-decision-1"
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,17 @@ class Votes:
         signature = self._electorate.sign(self._signed(hashes))
         return self._counted.setdefault(self._electorate.me, Vote(hashes, signature))
 
-    def count(self, member: int, vote: Vote) -> str:
-        """Count a vote that ``member`` sent. Returns why the member is dishonest, "" if it is not."""
+    def count(self, member: int, vote: Vote) -> Accusation | None:
+        """Count a vote that ``member`` sent. Returns an accusation if the member is dishonest: without proof if it did not sign the vote."""
         known = self._counted.get(member)
         if known == vote:
-            return ""
+            return None
         if not self._is_signed(member, vote.hashes, vote.signature):
-            return "sent a vote that it did not sign"
+            return Accusation(member)
         if known is not None:
-            return "voted for two outcomes of one round"
+            return Accusation(member, votes=(known, vote))
         self._counted[member] = vote
-        return ""
+        return None
 
     def tally(self) -> Decided | None:
         """The decision if the counted votes make one."""
@@ -83,14 +87,44 @@ class Votes:
                 return hashes
         return None if self.own is None else self.own.hashes
 
-    def fault_of(self, decided: Decided) -> str:
-        """Why the sender of a decision is dishonest; "" if a majority has signed it."""
+    def signed(self, decided: Decided) -> Decided:
+        """``decided`` with this member's signature, as it is sent."""
+        return replace(decided, signature=self._electorate.sign(self._signed_decision(decided)))
+
+    def counts(self, decided: Decided) -> bool:
+        """Whether a majority has signed a decision."""
         signers = {member for member, _ in decided.votes}
-        if len(signers) < max(len(decided.votes), self._electorate.majority) or not all(
+        return len(signers) == len(decided.votes) >= self._electorate.majority and all(
             self._is_signed(member, decided.hashes, signature) for member, signature in decided.votes
-        ):
-            return "sent a decision without the votes of a majority"
-        return ""
+        )
+
+    def proves(self, accusation: Accusation) -> bool:
+        """Whether an accusation proves that its member is dishonest, whoever sends it."""
+        member, decided, votes = accusation.member, accusation.decided, accusation.votes
+        if votes:
+            outcomes = {vote.hashes for vote in votes}
+            return len(outcomes) > 1 and all(
+                self._is_signed(member, vote.hashes, vote.signature) for vote in votes
+            )
+        key = self._electorate.keys[member]
+        return (
+            decided is not None
+            and verify(key, decided.signature, self._signed_decision(decided))
+            and not self.counts(decided)
+        )
+
+    def twice(self, one: Decided, other: Decided) -> list[Accusation]:
+        """Accusations of the members whose votes are in two decisions of this round, each signed by a majority."""
+        first, second = dict(one.votes), dict(other.votes)
+        return [
+            Accusation(member, votes=(Vote(one.hashes, first[member]), Vote(other.hashes, second[member])))
+            for member in sorted(first.keys() & second.keys())
+        ]
+
+    def _signed_decision(self, decided: Decided) -> bytes:
+        votes = b"".join(member.to_bytes(4, "big") + signature for member, signature in decided.votes)
+        digest = hashlib.sha256(b"".join(decided.hashes)).digest() + hashlib.sha256(votes).digest()
+        return _DECISION_DOMAIN + self._electorate.terms + digest
 
     def _is_signed(self, member: int, hashes: Hashes, signature: bytes) -> bool:
         return verify(self._electorate.keys[member], signature, self._signed(hashes))
