@@ -27,13 +27,13 @@ class MemoryBoard:
     def __init__(self, network: MemoryNetwork, clock: Clock, *, delay_s: float = 0.0) -> None:
         self.network = network
         self.clock = clock
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._postings: list[_Posting] = []
 
     def post(self, record: Record, sealed: bytes) -> None:
         now = self.clock()
         self._postings = [posting for posting in self._postings if posting.expires_at > now]
-        self._postings.append(_Posting(now + self._delay_s, record.topic, record.expires_at, sealed))
+        self._postings.append(_Posting(now + self.delay_s, record.topic, record.expires_at, sealed))
 
     def read(self, topic: str) -> list[bytes]:
         now = self.clock()

@@ -252,7 +252,7 @@ def worker_messages() -> Iterator[Protobuf]:
     )
     yield pb.MatchmakingReply(roster=roster)
     yield pb.MatchmakingReply(unknown=pb.UnknownAddresses())
-    yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST))
+    yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST, leader=member))
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], describe=pb.Describe())
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))

@@ -4,8 +4,8 @@ The worker with the lowest peer id among those believed alive is the *leader*; t
 
 1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
 2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes the missing workers, and
-stops expecting those that do not answer. A probe shows the leader's position: another leader at this position follows the one with the
-lower peer id, together with its followers.
+stops expecting those that do not answer. A probe shows the leader's position. Of two leaders at one position the one with the higher
+peer id follows the other, together with its followers: whoever hears of both tells it.
 3. Every follower gets the same roster and closes its stream.
 
 A worker that asks a follower is redirected to the follower's leader. A worker at another position than the leader gets the leader's position
@@ -74,6 +74,9 @@ ELSEWHERE_S = 8.0
 """Seconds for which a leader waits for workers at other positions. Less leaves out workers that are about to fetch the state and
 return; more lets workers that cannot follow delay every round."""
 
+MAX_REDIRECTS = 8
+"""Most leaders that a follower goes to in turn."""
+
 
 class Matchmaking:
     """Matchmaking of one worker in one job, as leader or as follower.
@@ -111,8 +114,9 @@ class Matchmaking:
         self._leader: Candidate | None = None
         """The leader that this worker follows, to which its own followers are redirected."""
         self._followers: dict[PeerId, _Follower] = {}
+        self._leads = False
         self._rival: Candidate | None = None
-        """A leader at this worker's position with a lower peer id, while this worker leads."""
+        """A leader at this worker's position with a lower peer id than the one that this worker is or follows."""
         self._catching_up: dict[PeerId, Candidate] = {}
         """Workers to which this worker's position was sent since the last roster: they are expected once they have fetched the state."""
         self._changed = asyncio.Condition()
@@ -157,6 +161,7 @@ class Matchmaking:
         before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
         after = [member for member in others if member.peer > me.peer]
         self._synced_by = None
+        self._rival = None
         roster = await self._follow_first([*synced_by, *before], me, measured, timeout_s)
         while roster is None:
             try:
@@ -194,16 +199,20 @@ class Matchmaking:
 
     async def _follow(self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float) -> Roster:
         """Follow ``member``, or the leader that it follows itself."""
-        try:
-            return await self._ask(member, me, measured, timeout_s)
-        except _Redirected as redirected:
+        leader, redirect = member, True
+        for _ in range(MAX_REDIRECTS):
             try:
-                return await self._ask(redirected.leader, me, measured, timeout_s, redirect=False)
+                return await self._ask(leader, me, measured, timeout_s, redirect=redirect)
+            except _Redirected as redirected:
+                leader, redirect = redirected.leader, False
             except OutOfSync:
                 raise
             except SwarmnetError:
-                # The leader cannot be reached from here: its follower can still send the position after the round.
-                return await self._ask(member, me, measured, timeout_s, redirect=False)
+                if leader is member:
+                    raise
+                break
+        # The leader cannot be reached from here: its follower can still send the position after the round.
+        return await self._ask(member, me, measured, timeout_s, redirect=False)
 
     async def _ask(
         self,
@@ -212,7 +221,7 @@ class Matchmaking:
         measured: Measured,
         timeout_s: float,
         *,
-        redirect: bool = True,
+        redirect: bool,
     ) -> Roster:
         def on_heartbeat(reply: pb.MatchmakingReply) -> None:
             if me.peer < leader.peer in self._followers:
@@ -240,12 +249,25 @@ class Matchmaking:
         try:
             # Twice the timeout: the leader may still take inner steps, and its own timeout begins after them.
             async with asyncio.timeout(2 * timeout_s):
-                return await self._request_roster(typed, me, measured)
+                return await race(
+                    self._request_roster(typed, me, measured), self._until_rival_of(leader.peer)
+                )
         except TimeoutError as error:
             raise StreamEnded(f"{leader.peer} gave no roster within {2 * timeout_s:g} s") from error
         finally:
             self._leader = None
             typed.close()
+
+    async def _until_rival_of(self, leader: PeerId) -> Roster:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._rival is not None and self._rival.peer < leader)
+        raise self._redirected()
+
+    def _redirected(self) -> "_Redirected":
+        rival, self._rival = self._rival, None
+        if rival is None:
+            raise StreamEnded("no other leader is known")
+        return _Redirected(rival)
 
     async def _request_roster(
         self,
@@ -288,6 +310,8 @@ class Matchmaking:
             if leading:
                 request.round, request.state = self._round, self._state
             reply, _ = await ask(stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s)
+            if reply.position.HasField("leader"):
+                await self._hear_of(member_from_wire(reply.position.leader))
             return OutOfSync(member.peer, reply.position.round, reply.position.state)
         return None
 
@@ -299,7 +323,7 @@ class Matchmaking:
         expected |= self._catching_up
         expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
         self._catching_up.clear()
-        self._rival = None
+        self._leads = True
 
         def complete() -> bool:
             here = {follower.member.peer for follower in self._ready()}
@@ -310,12 +334,15 @@ class Matchmaking:
             async with self._changed:
                 await self._changed.wait_for(complete)
 
-        with contextlib.suppress(TimeoutError):  # workers that have not come in time are not in this round
+        try:
             async with asyncio.timeout(timeout_s):
                 await race(enough(), self._probe_missing(expected))
-        rival, self._rival = self._rival, None
-        if rival is not None:
-            raise _Redirected(rival)
+        except TimeoutError:
+            pass  # workers that have not come in time are not in this round
+        finally:
+            self._leads = False
+        if self._rival is not None:
+            raise self._redirected()
         followers = self._ready()
         roster = Roster.of(self._round, me, measured, followers, self._max_members)
         members = {member.peer for member in roster.members}
@@ -392,12 +419,13 @@ class Matchmaking:
         if self._left_for_good:
             return
         if not request.HasField("member"):  # only asks for the position
-            is_here = request.round == self._round and not self._is_other(request.state)
-            if request.state and is_here and stream.peer < self._transport.peer_id:
-                self._rival = Candidate(stream.peer, ())
-                async with self._changed:
-                    self._changed.notify_all()
-            await typed.send(self._position_reply(self._round, self._state))
+            lower = None
+            if request.state and request.round == self._round and not self._is_other(request.state):
+                lower = await self._hear_of(Candidate(stream.peer, ()))
+            reply = self._position_reply(self._round, self._state)
+            if lower is not None:
+                reply.position.leader.CopyFrom(member_to_wire(lower))
+            await typed.send(reply)
             return
         if request.known and not self._book.matches(request.known, stream.peer):
             await typed.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
@@ -419,6 +447,22 @@ class Matchmaking:
                 del self._followers[stream.peer]
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _hear_of(self, leader: Candidate) -> Candidate | None:
+        """Follow ``leader``, which is at this worker's position, if its peer id is lower than that of the present leader.
+
+        Returns the present leader if its peer id is lower.
+        """
+        present = self._leader
+        if self._leads:
+            present = Candidate(self._transport.peer_id, tuple(self._transport.addresses()))
+        if present is None:
+            return None
+        if leader.peer < present.peer:
+            self._rival = leader
+            async with self._changed:
+                self._changed.notify_all()
+        return present if present.peer < leader.peer else None
 
     def _follower_of(self, request: pb.MatchmakingRequest, peer: PeerId) -> _Follower:
         if request.known:

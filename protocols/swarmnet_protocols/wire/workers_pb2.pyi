@@ -101,12 +101,14 @@ class Roster(_message.Message):
     def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("round", "state")
+    __slots__ = ("round", "state", "leader")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     round: int
     state: bytes
-    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
+    leader: Member
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "state", "describe", "fetch")
