@@ -112,7 +112,9 @@ class Matchmaking:
         self._book = NO_ADDRESSES
         """The addresses in the last roster."""
         self._leader: Candidate | None = None
-        """The leader that this worker follows, to which its own followers are redirected."""
+        """The leader that this worker follows."""
+        self._last_leader: Candidate | None = None
+        """The one whom the leader follows in turn, otherwise the leader: this worker's own followers are redirected there."""
         self._followers: dict[PeerId, _Follower] = {}
         self._leads = False
         self._rival: Candidate | None = None
@@ -199,12 +201,12 @@ class Matchmaking:
 
     async def _follow(self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float) -> Roster:
         """Follow ``member``, or the leader that it follows itself."""
-        leader, redirect = member, True
+        leader = member
         for _ in range(MAX_REDIRECTS):
             try:
-                return await self._ask(leader, me, measured, timeout_s, redirect=redirect)
+                return await self._ask(leader, me, measured, timeout_s, redirect=True)
             except _Redirected as redirected:
-                leader, redirect = redirected.leader, False
+                leader = redirected.leader
             except OutOfSync:
                 raise
             except SwarmnetError:
@@ -226,12 +228,15 @@ class Matchmaking:
         def on_heartbeat(reply: pb.MatchmakingReply) -> None:
             if me.peer < leader.peer in self._followers:
                 raise StreamEnded(f"{leader.peer} follows this worker, which has the lower peer id")
-            if redirect and reply.heartbeat.HasField("leader"):
+            self._leader = self._last_leader = leader
+            if reply.heartbeat.HasField("leader"):
                 there = member_from_wire(reply.heartbeat.leader)
+                if there.peer == me.peer < leader.peer:
+                    raise StreamEnded(f"{leader.peer} waits for this worker, through others")
                 if there.peer != me.peer:
-                    raise _Redirected(there)
-            else:
-                self._leader = leader
+                    self._last_leader = there
+                    if redirect:
+                        raise _Redirected(there)
 
         if self._is_excluded(leader.peer):
             raise NotAuthorised(f"{leader.peer} sent false results")
@@ -255,7 +260,7 @@ class Matchmaking:
         except TimeoutError as error:
             raise StreamEnded(f"{leader.peer} gave no roster within {2 * timeout_s:g} s") from error
         finally:
-            self._leader = None
+            self._leader = self._last_leader = None
             typed.close()
 
     async def _until_rival_of(self, leader: PeerId) -> Roster:
@@ -501,7 +506,7 @@ class Matchmaking:
         self, stream: "TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]"
     ) -> Roster:
         def heartbeat() -> pb.MatchmakingReply:
-            leader = None if self._leader is None else member_to_wire(self._leader)
+            leader = None if self._last_leader is None else member_to_wire(self._last_leader)
             return pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat(leader=leader))
 
         await stream.send_heartbeats(self._timing.matchmaking_heartbeat_s, heartbeat)
