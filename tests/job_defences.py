@@ -38,6 +38,15 @@ JOBS = (
         replacing(test_training_data.data_module, "_with_progress", lambda source, *_: source),
         test_training_data.test_data_beyond_the_jobs_size_is_not_read,
     ),
+    Defence(
+        "a compressed file is not trained on",
+        replacing(test_training_data.documents, "_KINDS", {}),
+        partial(
+            test_training_data.test_a_file_that_is_no_text_in_utf8_is_refused_with_the_place,
+            content=test_training_data.NO_TEXT["UTF-32"][0],
+            what=test_training_data.NO_TEXT["UTF-32"][1],
+        ),
+    ),
     *(
         Defence(
             f"a published tokenizer opens no file by {case}",

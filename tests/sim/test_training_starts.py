@@ -14,7 +14,6 @@ ROUNDS = 8
 DEADLINE_S = 60.0
 LONGEST_WAIT_S = 10.0
 """Seconds that a round may take for workers that are at another round; its deadline is far later."""
-STARTS_PER_SEED = 1
 
 
 def start(seed: str, folder: Path, patch: pytest.MonkeyPatch) -> WorkerLab:
@@ -53,7 +52,13 @@ def check_one_group(lab: WorkerLab) -> None:
     assert all(ROUNDS - 1 in lab.rounds(name) for name in lab.events)
 
 
+@pytest.mark.parametrize("start_seed", ["2", "6"])
 def test_workers_that_start_together_are_in_one_group_by_the_second_round(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_one_group(start(start_seed, tmp_path, monkeypatch))
+
+
+@pytest.mark.thorough
+def test_any_start_ends_in_one_group(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_one_group(start(f"{seed}/start", tmp_path, monkeypatch))

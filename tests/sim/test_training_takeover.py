@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_node.training import worker
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.worker import NEW_S
 from swarmnet_protocols.training.jobs import open_job
 from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
@@ -61,10 +63,13 @@ def attacked(
     return lab
 
 
-@pytest.mark.parametrize(("honest", "attackers"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
+@pytest.mark.parametrize(
+    ("honest", "attackers", "new_s"), [(3, 1, 0.0), (5, 3, NEW_S)], ids=["1 of 4", "3 of 8, all new"]
+)
 def test_claims_of_a_later_round_by_newcomers_are_ignored(
-    honest: int, attackers: int, tmp_path: Path
+    honest: int, attackers: int, new_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker, "NEW_S", new_s)
     liars = tuple(f"mallory-{number}" for number in range(attackers))
     lab = attacked(tmp_path, HONEST[:honest], liars)
     for name in HONEST[:honest]:
