@@ -124,7 +124,7 @@ VERIFIABLE = (
     Defence(
         "an accusation counts only with its proof",
         replacing(Votes, "proves", yes),
-        lambda _: test_round_state.test_a_false_decision_that_nobody_signed_accuses_nobody_for_good(),
+        lambda _: test_round_state.test_a_false_decision_that_its_sender_did_not_sign_is_no_proof(),
     ),
     Defence(
         "a liar that lies to one member is excluded by all",

@@ -128,7 +128,7 @@ def claims_results(state: RoundState, _: int) -> Sequence[Control]:
     return [Report(tuple((each,) for each in invented(state)), None)]
 
 
-def votes_for_what_nobody_has(state: RoundState, _: int) -> Sequence[Control]:
+def votes_for_missing_results(state: RoundState, _: int) -> Sequence[Control]:
     return [Report(tuple(() for _ in state._assignments), state._votes.cast(invented(state)))]
 
 
@@ -136,7 +136,7 @@ def proposes_to_discard(_: RoundState, __: int) -> Sequence[Control]:
     return [Proposal(DISCARD)]
 
 
-@pytest.mark.parametrize("lie", [claims_results, votes_for_what_nobody_has, proposes_to_discard])
+@pytest.mark.parametrize("lie", [claims_results, votes_for_missing_results, proposes_to_discard])
 @pytest.mark.parametrize("place", range(5))
 def test_false_claims_of_one_member_wherever_it_stands_keep_no_round_from_committing(
     lie: Lie, place: int, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +152,7 @@ def test_false_claims_of_one_member_wherever_it_stands_keep_no_round_from_commit
     assert all(each is not None and torch.equal(each, first) for each in bits.values())
 
 
-def test_a_coordinator_that_votes_twice_is_named_by_whoever_sees_both_votes(
+def test_a_coordinator_that_votes_twice_is_named_by_members_that_see_both_votes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = TrainingLab(4)
@@ -171,7 +171,7 @@ def test_a_coordinator_that_votes_twice_is_named_by_whoever_sees_both_votes(
     check_round_without(liar, work, outcomes)
 
 
-def test_without_a_liar_all_vote_once_and_nobody_is_named() -> None:
+def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
     lab = TrainingLab(5)
     for outcome in averaged(lab, Work.random(lab, COUNT)).values():
         assert outcome.committed

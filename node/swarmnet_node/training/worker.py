@@ -419,7 +419,7 @@ class Worker:
         if self.round and verdict.position.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
-        # Whoever asks meanwhile learns where this worker will be, and waits for it.
+        # Workers that ask meanwhile learn where this one will be, and wait for it.
         await self._matchmaking.set_position(verdict.position.round, verdict.position.state)
         download = StateDownload(
             bytes.fromhex(self.job_id),

@@ -5,7 +5,7 @@ The worker with the lowest peer id among those believed alive is the *leader*; t
 1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
 2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes the missing workers, and
 stops expecting those that do not answer. A probe shows the leader's position. Of two leaders at one position the one with the higher
-peer id follows the other, together with its followers: whoever hears of both tells it.
+peer id follows the other, together with its followers: a worker that hears of both tells it.
 3. Every follower gets the same roster and closes its stream.
 
 A worker that asks a follower is redirected to the follower's leader. A worker at another position than the leader gets the leader's position

@@ -374,13 +374,13 @@ def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -
     assert member.decision is None
     ((target, proof),) = [each for each in accusations(effects) if each[0] != 1]
     assert target == 0
-    assert refutes(other.receive(2, proof, 0.2)) == [Refute(1, UNVOTED, is_proven=True)], "whoever sends it"
+    assert refutes(other.receive(2, proof, 0.2)) == [Refute(1, UNVOTED, is_proven=True)], "from any member"
     assert not refutes(other.receive(2, proof, 0.3)), "once"
     assert not refutes(member.receive(0, decided(HASHES, 0, 1), 0.2))
     assert member.decision == HASHES
 
 
-def test_a_false_decision_that_nobody_signed_accuses_nobody_for_good() -> None:
+def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
     member, other = machine(2), machine(0)
     effects = member.receive(1, decided(DISCARD), 0.1)
     assert refutes(effects) == [Refute(1, UNVOTED, is_proven=False)]

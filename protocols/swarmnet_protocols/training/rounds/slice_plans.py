@@ -76,7 +76,7 @@ def propose(
 def propose_again(likely: Hashes, own: Report, *, majority_suffices: bool) -> Hashes | None:
     """``likely``, the outcome that members may have decided, once the coordinator can vote for it itself; None until then.
 
-    So a member that voted for results which nobody has cannot make the others wait for them.
+    So a member that voted for results that no member has cannot make the others wait for them.
     """
     possible = _holds_all(own, likely) if likely else majority_suffices
     return likely if possible else None

@@ -4,7 +4,7 @@ Every member votes once in a round, for one outcome, and signs its vote. The sig
 majorities share a member, so two outcomes of one round need a member that signed both of them. A decision travels with its votes,
 and counts only with them: no member has to believe another one.
 
-Whoever sends a decision signs it, too. So a false decision, like two votes of one member, is a proof that any member can check, and the
+The sender of a decision signs it, too. So a false decision, like two votes of one member, is a proof that any member can check, and the
 member that meets it passes it on: otherwise a liar could lie to one member alone, and part it from the others, which trust the liar.
 """
 
@@ -99,7 +99,7 @@ class Votes:
         )
 
     def proves(self, accusation: Accusation) -> bool:
-        """Whether an accusation proves that its member is dishonest, whoever sends it."""
+        """Whether an accusation proves that its member is dishonest. It does not matter who sends it."""
         member, decided, votes = accusation.member, accusation.decided, accusation.votes
         if votes:
             outcomes = {vote.hashes for vote in votes}
