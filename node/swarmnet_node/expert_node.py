@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,18 +18,16 @@ from swarmnet_node.experts.expert_choice import (
     follows,
 )
 from swarmnet_node.experts.expert_link import ExpertModel
+from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.experts.expert_witness import answering, computed_elsewhere
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.expert_announcements import (
-    BlockExperts,
-    format_experts,
-    read_expert_hosts,
-)
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.directory.node_reports import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
@@ -48,7 +47,7 @@ from swarmnet_protocols.wire import report_pb2
 _log = logging.getLogger(__name__)
 
 WITHDRAW_S = 10.0
-"""Seconds for which experts are computed that are announced no more: hosts read announcements every 5 s."""
+"""Seconds for which experts are computed that are announced no more: hosts are told at once, and may have sent rows."""
 TRIAL_ROWS = 8
 """Number of rows with which the time of an expert is measured."""
 
@@ -93,6 +92,13 @@ class ExpertNode(RunningNode):
         super().__init__(dependencies, model)
         self._hosting = hosting
         self._state = pb.HOST_STATE_JOINING
+        self._shared = ExpertModel(
+            dependencies.directory.swarm,
+            hosting.manifest,
+            hosting.hidden_size,
+            hosting.dtype,
+            hosting.precision,
+        )
         self.experts: BlockExperts = hosting.experts or {}
         """The experts that it hosts; empty until they are chosen."""
         self._service: ExpertService | None = None
@@ -120,28 +126,19 @@ class ExpertNode(RunningNode):
         """Choose the experts, unless its owner did, and load them."""
         dependencies, hosting = self._dependencies, self._hosting
         if not self.experts:
-            self.experts = choose_experts(hosting.counts, await self._others(), hosting.capacity)
+            every = {block: ExpertBits.of(range(count)) for block, count in hosting.counts.items()}
+            others = await answering(self._links(every))
+            self.experts = choose_experts(hosting.counts, others, hosting.capacity)
         loop = asyncio.get_running_loop()
         modules = await loop.run_in_executor(dependencies.executor, self._load_modules)
         row_s = await loop.run_in_executor(dependencies.executor, self._measure, modules)
         self._weight_bytes = sum(
             expert_bytes(modules[block]) * len(experts) for block, experts in self.experts.items()
         )
-        shared = ExpertModel(
-            dependencies.directory.swarm,
-            hosting.manifest,
-            hosting.hidden_size,
-            hosting.dtype,
-            hosting.precision,
-        )
-        return ExpertService(
-            modules,
-            dependencies.executor,
-            shared,
-            dependencies.timing,
-            row_s=row_s,
-            capacity=hosting.capacity,
-        )
+        system = dependencies.transport.resources.system
+        service = ExpertService(modules, dependencies.executor, self._shared, dependencies.timing, system)
+        service.row_s, service.capacity = row_s, hosting.capacity
+        return service
 
     async def _serve(self, service: ExpertService, services: Services) -> None:
         hosting = self._hosting
@@ -218,42 +215,62 @@ class ExpertNode(RunningNode):
     # ---- other experts ----------------------------------------------------------------------------------
 
     def _on_rearrange(self, host: PeerId, loads: BlockExperts, drops: BlockExperts) -> None:
-        now = asyncio.get_running_loop().time()
+        now, service, last = asyncio.get_running_loop().time(), self._service, self._followed
         is_busy = self._rearranging is not None and not self._rearranging.done()
-        if follows(self._followed, host, now) and not is_busy:
-            self._followed = Followed(host, now)
-            self._rearranging = asyncio.create_task(self._rearrange(loads, drops))
-
-    async def _rearrange(self, loads: BlockExperts, drops: BlockExperts) -> None:
-        """Drop experts that other peers have, then load others. They are announced at once."""
-        hosting, service, loop = self._hosting, self._service, asyncio.get_running_loop()
-        if service is None:
+        if service is None or is_busy:
             return
+        hosts = {host, last.host} if last is not None else {host}
+        if follows(last, host, now, {each: service.rows_from(each) for each in hosts}):
+            self._followed = Followed(host, now)
+            self._rearranging = asyncio.create_task(self._rearrange(service, loads, drops))
+
+    async def _rearrange(self, service: ExpertService, loads: BlockExperts, drops: BlockExperts) -> None:
+        """Drop experts that other peers compute, then load others. They are announced at once."""
+        hosting, loop = self._hosting, asyncio.get_running_loop()
         try:
-            others = await self._others()
-            if accepted := accepted_drops(drops, service.experts, others):
-                service.withdraw(accepted)
-                self.experts = service.experts
-                await asyncio.sleep(WITHDRAW_S)
-                # Others may have left meanwhile, or have withdrawn the same experts.
-                others = await self._others()
-                service.withdraw(accepted_drops(accepted, accepted, others))
-                await service.drop()
-            wanted = accepted_loads(loads, service.experts, others, hosting.counts, hosting.capacity)
+            await self._drop(service, accepted_drops(drops, service.experts))
+            wanted = accepted_loads(loads, service.experts, hosting.counts, hosting.capacity)
             for block, experts in wanted.items():
                 loaded = await loop.run_in_executor(None, hosting.load, block, experts)
                 await service.add(block, loaded)
         except SwarmnetError as error:
             _log.warning("experts not changed: %s", error)
         finally:
-            service.withdraw({})
+            await service.withdraw({})
         self.experts = service.experts
         self._log("rearranged")
 
-    async def _others(self) -> list[BlockExperts]:
-        """The experts of each other peer that is online."""
-        hosts = await read_expert_hosts(self._dependencies.directory, self._hosting.manifest)
-        return [host.experts for host in hosts if host.peer != self._dependencies.transport.peer_id]
+    async def _drop(self, service: ExpertService, experts: BlockExperts) -> None:
+        """Drop those of ``experts`` that other peers compute, at two looks.
+
+        Before the second look this peer refuses to compute them, as if they were gone: a peer that answered with this one's outputs has none then.
+        """
+        if not (seen := await self._computed_elsewhere(service, experts)):
+            return
+        await service.withdraw(seen)
+        self.experts = service.experts
+        await asyncio.sleep(WITHDRAW_S)
+        service.withhold()
+        await service.withdraw(await self._computed_elsewhere(service, seen))
+        await service.drop()
+
+    async def _computed_elsewhere(self, service: ExpertService, experts: BlockExperts) -> BlockExperts:
+        if not experts:
+            return {}
+        return await computed_elsewhere(self._links(experts), service.compute)
+
+    def _links(self, experts: BlockExperts) -> ExpertLinks:
+        """Links to other peers that have some of ``experts``."""
+        dependencies = self._dependencies
+        return ExpertLinks(
+            dependencies.transport,
+            dependencies.directory,
+            self._shared,
+            {block: ExpertBits.of(each) for block, each in experts.items()},
+            dependencies.timing,
+            dependencies.rng,
+            max_round_trip_s=math.inf,
+        )
 
     def _log(self, event: str) -> None:
         fields = {

@@ -349,7 +349,7 @@ class LoadedModel:
             return self._expert_hosting(config)
         from importlib.metadata import version
 
-        from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S
+        from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
         from swarmnet_node.experts.trunk import ExpertOptions
         from swarmnet_node.moving import Placed
         from swarmnet_node.node import Hosting

@@ -22,6 +22,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import CacheCounters, ExpertCache
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_link import ExpertModel
+from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_node.experts.expert_planner import ExpertPlanner
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import (
@@ -45,7 +46,7 @@ from swarmnet_node.owner.limits import Limits
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_node.switching import Departure, Intent, OtherModels, Switcher
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.expert_announcements import format_experts
+from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
@@ -258,7 +259,9 @@ class Node(RunningNode):
         if own := own_experts(stage, start):
             executor = self._contexts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="experts"))
             await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
-            self._expert_service = ExpertService(own, executor, shared, dependencies.timing)
+            self._expert_service = ExpertService(
+                own, executor, shared, dependencies.timing, dependencies.transport.resources.system
+            )
             await services.serve(EXPERTS, self._expert_service.handle)
         cached = options.cache.own if options.cache is not None else {}
         missing = {
@@ -266,17 +269,17 @@ class Node(RunningNode):
             for layer, experts in stage.missing_experts.items()
         }
         if missing := {block: experts for block, experts in missing.items() if experts}:
-            dispatcher = ExpertDispatcher(
+            links = ExpertLinks(
                 dependencies.transport,
                 dependencies.directory,
                 shared,
-                missing,
-                ExpertLoader(stage, start, options.load, self._hosting.has_room).load,
+                {block: ExpertBits.of(experts) for block, experts in missing.items()},
                 dependencies.timing,
                 dependencies.rng,
                 options.max_round_trip_s,
-                options.start_on_loop,
             )
+            load = ExpertLoader(stage, start, options.load, self._hosting.has_room).load
+            dispatcher = ExpertDispatcher(links, load, options.start_on_loop)
             self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
 
             def elsewhere(layer: int) -> Elsewhere:
@@ -584,7 +587,7 @@ class Node(RunningNode):
     @property
     def _announced_state(self) -> "pb.HostState":
         """The state for clients: a host whose experts are out of reach cannot compute its blocks."""
-        is_short = self._dispatcher is not None and bool(self._dispatcher.missing())
+        is_short = self._dispatcher is not None and bool(self._dispatcher.links.missing())
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
     def intent(self, switch: Switch) -> Intent:
@@ -621,7 +624,7 @@ class Node(RunningNode):
             stays=not self._hosting.may_move,
             may_switch=self._hosting.others is not None,
             coordinate=self._own.coordinate,
-            missing_experts=self._dispatcher.missing() if self._dispatcher else {},
+            missing_experts=self._dispatcher.links.missing() if self._dispatcher else {},
         )
         await self._dependencies.directory.publish(
             hosts_topic(self._hosting.manifest, self._dependencies.transport.peer_id),

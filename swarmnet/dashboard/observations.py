@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.dashboard.counts import Counts, Totals, is_same_run
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
+from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
 from swarmnet_protocols.directory.host_announcements import MAX_STEP_S, Announced
 from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
 from swarmnet_protocols.net import PeerId
@@ -108,14 +108,6 @@ class Snapshot:
     """Counts of each model over the last minutes."""
     peak_sessions: Mapping[bytes, int] = field(default_factory=dict)
     """The most open sessions of each model in the last 24 hours."""
-
-
-@dataclass(frozen=True)
-class AnnouncedExperts:
-    """A peer's record of experts, and the number of that record, which grows with every publication."""
-
-    host: ExpertHost
-    sequence: int
 
 
 class PeerTracker:

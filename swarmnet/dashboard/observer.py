@@ -20,7 +20,6 @@ from typing import NoReturn, TypeVar
 
 from swarmnet.dashboard.counts import Totals
 from swarmnet.dashboard.observations import (
-    AnnouncedExperts,
     JobObservation,
     PeerTracker,
     Snapshot,
@@ -29,7 +28,7 @@ from swarmnet.dashboard.observations import (
 from swarmnet.dashboard.peer_selection import PollCandidate, select_peers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
-from swarmnet_protocols.directory.expert_announcements import read_expert_records
+from swarmnet_protocols.directory.expert_announcements import ExpertSample
 from swarmnet_protocols.directory.host_announcements import Announced, HostSample
 from swarmnet_protocols.directory.node_reports import ask, check
 from swarmnet_protocols.errors import (
@@ -101,6 +100,7 @@ class Observer:
         self._model_names = model_names
         self._listed: dict[bytes, CatalogModel] = {}
         self._hosts: dict[bytes, HostSample] = {}
+        self._experts: dict[bytes, ExpertSample] = {}
         self._trackers: dict[PeerId, PeerTracker] = {}
         self._polling: dict[PeerId, asyncio.Task[None]] = {}
         self._failures: Counter[PeerId] = Counter()
@@ -222,13 +222,15 @@ class Observer:
             peer = each.info.peer
             if peer not in newest or newest[peer].sequence < each.sequence:
                 newest[peer] = each
+        self._experts = {
+            manifest: self._experts.get(manifest) or ExpertSample(self._dependencies.directory, manifest)
+            for manifest in self._listed
+        }
         read_experts = await self._look_up_each(
-            self._listed, lambda manifest: read_expert_records(self._dependencies.directory, manifest)
+            self._listed, lambda manifest: self._experts[manifest].refresh()
         )
         experts = {
-            host.peer: (AnnouncedExperts(host, record.sequence), manifest)
-            for manifest, found in read_experts.items()
-            for record, host in found
+            each.host.peer: (each, manifest) for manifest, found in read_experts.items() for each in found
         }
         workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
         self._select(

@@ -139,7 +139,9 @@ class ExpertLab:
                     torch.float32,
                     self.model.precision,
                 )
-                service = FaultyService(modules, world.executor, shared, world.timing)
+                service = FaultyService(
+                    modules, world.executor, shared, world.timing, world.transport.resources.system
+                )
                 service.fault = fault
                 await world.transport.serve(EXPERTS, service.handle)
                 await service.announce(

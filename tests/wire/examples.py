@@ -162,6 +162,8 @@ def session_messages() -> Iterator[Protobuf]:
         )
     )
     yield pb.ExpertsReply(attached=pb.Attached())
+    held = [pb.ExpertSet(block=0, experts=b"\x81"), pb.ExpertSet(block=3, experts=b"\x01\x02")]
+    yield pb.ExpertsReply(attached=pb.Attached(experts=held, leaving=True))
     yield pb.ExpertsReply(computed=pb.Computed(id=300, tensor=_TENSOR))
     yield pb.ExpertsReply(heartbeat=pb.Heartbeat())
     yield pb.Ping(nonce=(1 << 64) - 1)

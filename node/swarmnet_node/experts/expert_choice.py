@@ -1,17 +1,23 @@
-"""Which routed experts a peer hosts: those that the fewest peers have when it joins, and later what hosts ask it to load and drop. Pure."""
+"""Which routed experts a peer hosts: those that the fewest peers have when it joins, and later what hosts ask it to load and drop. Pure.
+
+A request of a host is the message of one peer, so it has bounds: one host at a time is followed, whoever sends most rows; few experts move at once;
+and experts are dropped only if another peer was seen to compute them (``expert_witness.py``).
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from swarmnet_protocols.directory.expert_announcements import BlockExperts
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.expert_moves import most_moves
 
 ARRANGER_S = 600.0
-"""Seconds after its last request for which one host decides alone which experts a peer holds."""
+"""Seconds after its last request for which one host decides alone which experts a peer holds, unless another one sends more rows."""
 PERIOD_S = 50.0
 """Seconds between two requests that a peer follows."""
+SHARE = 0.25
+"""Largest share of its experts that a peer drops, and of its capacity that it loads, for one request. A larger one would let one message take a
+peer's experts from its other hosts; with a smaller one, peers that begin with the same experts would take longer to share them out."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Followed:
 def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], capacity: int) -> BlockExperts:
     """The ``capacity`` experts with the fewest replicas.
 
-    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer. Ties go to the lowest number, so that
+    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer that answers. Ties go to the lowest number, so that
     a peer has the same experts of every block, and each block of a token is sent to equally many peers.
     """
     replicas = Counter((block, expert) for each in hosted for block in each for expert in each[block])
@@ -33,53 +39,42 @@ def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], ca
     return _by_block(sorted(every, key=lambda each: (replicas[each], each[1], each[0]))[:capacity])
 
 
-def follows(last: Followed | None, host: PeerId, now: float) -> bool:
-    """Whether a peer follows a request of ``host``: it follows one host at a time, and few requests a minute."""
+def follows(last: Followed | None, host: PeerId, now: float, rows: Mapping[PeerId, int]) -> bool:
+    """Whether a peer follows a request of ``host``. ``rows``: those that it has computed for this host and the last one."""
     if last is None or now >= last.at + ARRANGER_S:
         return True
-    return host == last.host and now >= last.at + PERIOD_S
+    is_next = host == last.host or rows.get(host, 0) > rows.get(last.host, 0)
+    return is_next and now >= last.at + PERIOD_S
 
 
-def accepted_drops(drops: BlockExperts, held: BlockExperts, others: Iterable[BlockExperts]) -> BlockExperts:
-    """The experts that a peer drops: those that one of ``others``, the experts of other peers that are online, has."""
-    covered = _covered(others)
-    found = {
-        block: frozenset(each for each in experts if (block, each) in covered) & held.get(block, frozenset())
-        for block, experts in drops.items()
-    }
-    return {block: experts for block, experts in found.items() if experts}
+def accepted_drops(drops: BlockExperts, held: BlockExperts) -> BlockExperts:
+    """The experts that a peer would drop at one request: ``SHARE`` of those that it has, at most."""
+    every = sum(map(len, held.values()))
+    wanted = [
+        (block, expert) for block in sorted(drops) for expert in sorted(drops[block] & held.get(block, set()))
+    ]
+    return _by_block(wanted[: max(1, int(SHARE * every))])
 
 
 def accepted_loads(
-    loads: BlockExperts,
-    held: BlockExperts,
-    others: Iterable[BlockExperts],
-    counts: Mapping[int, int],
-    capacity: int,
+    loads: BlockExperts, held: BlockExperts, counts: Mapping[int, int], capacity: int
 ) -> BlockExperts:
-    """The experts that a peer loads while there is room beside ``held``: those that no other peer has, and as many others as move in a minute.
+    """The experts that a peer loads at one request while there is room beside ``held``: ``SHARE`` of its capacity, at most.
 
     ``counts``: the number of experts of each block of the model that has some.
     """
-    covered = _covered(others)
-    room, most = capacity - sum(map(len, held.values())), most_moves(sum(counts.values()))
+    room = capacity - sum(map(len, held.values()))
     wanted = [
         (block, expert)
         for block in sorted(loads)
-        for expert in sorted(loads[block] - held.get(block, frozenset()))
+        for expert in sorted(loads[block] - held.get(block, set()))
         if expert < counts.get(block, 0)
     ]
-    gaps = [each for each in wanted if each not in covered]
-    taken = [*gaps, *[each for each in wanted if each in covered][:most]][: max(0, room)]
-    return _by_block(taken)
-
-
-def _covered(others: Iterable[BlockExperts]) -> set[tuple[int, int]]:
-    return {(block, expert) for each in others for block in each for expert in each[block]}
+    return _by_block(wanted[: max(0, min(room, max(1, int(SHARE * capacity))))])
 
 
 def _by_block(experts: Collection[tuple[int, int]]) -> BlockExperts:
-    return {
-        block: frozenset(expert for at, expert in experts if at == block)
-        for block in sorted({block for block, _ in experts})
-    }
+    found: dict[int, set[int]] = {}
+    for block, expert in experts:
+        found.setdefault(block, set()).add(expert)
+    return {block: ExpertBits.of(found[block]) for block in sorted(found)}

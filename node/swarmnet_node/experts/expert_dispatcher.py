@@ -7,51 +7,39 @@ the host computes its own experts. Its torch thread then waits for the outputs.
 Experts keep nothing between two requests, so that any peer with the same expert may answer:
 
 1. Each row goes to as few peers as possible, of those that are not much slower than others with the same expert (``routing/expert_dispatch.py``).
-2. A peer that fails, or sends wrong outputs, is replaced by another one at once.
+2. A peer that fails, or sends no outputs of these rows, is replaced by another one at once.
 3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged requests: Dean and Barroso 2013).
-4. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
+4. Rows with infinity or NaN are sent to nobody: their outputs are NaN, as an expert would compute them. Outputs that are not finite for finite rows
+   are asked for again from another peer. If that one's are finite, the first one is avoided for a while; otherwise the rows are too large, no
+   peer is at fault, and the session of these rows ends with ``REASON_NOT_FINITE``.
+5. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
    ``REASON_MISSING_EXPERTS``: no token is computed without an expert that its router has chosen.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from swarmnet_node.experts.expert_link import ExpertLink, ExpertModel
-from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.expert_announcements import (
-    BlockExperts,
-    ExpertHost,
-    format_experts,
-    read_expert_hosts,
-)
+from swarmnet_node.experts.expert_link import ExpertLink
+from swarmnet_node.experts.expert_links import ExpertLinks
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel, persist, start_on_loop
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.machine.aio import cancel, start_on_loop
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere, Outputs
 from swarmnet_protocols.routing.expert_dispatch import divide
 from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
-MAX_ROUND_TRIP_S = 0.02
-"""Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of a token waits for one."""
-MAX_LINKS = 64
-"""Most peers with experts to which a host has streams."""
-REFRESH_S = 5.0
-"""Seconds between two readings of the directory; while experts are missing, ``MISSING_REFRESH_S``."""
-MISSING_REFRESH_S = 1.0
 HEDGE_S = 0.15
 """Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which another peer is asked too."""
 HEDGE_FACTOR = 3
@@ -103,71 +91,45 @@ class _Ask:
 
 @dataclass(eq=False)
 class ExpertDispatcher:
-    """Peers with the experts that a host lacks. Blocks are numbered as in the whole model."""
+    """Has peers compute the experts that a host lacks. Blocks are numbered as in the whole model."""
 
-    transport: Transport
-    directory: Directory
-    model: ExpertModel
-    wanted: dict[int, set[int]]
-    """The experts that the host lacks, by block. Experts that it loads are removed."""
+    links: ExpertLinks
     load: Load
-    timing: Timing
-    rng: random.Random
-    max_round_trip_s: float = MAX_ROUND_TRIP_S
     start_on_loop: StartOnLoop = start_on_loop
     counters: DispatchCounters = field(default_factory=DispatchCounters)
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._links: dict[PeerId, ExpertLink] = {}
-        self._keeping: dict[PeerId, asyncio.Task[None]] = {}
         self._computing: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()
-        self._changes = 0
         self._work: dict[int, dict[PeerId, float]] = {}
         """Seconds of work that each peer has had lately, by block."""
         self._is_closed = False
-        self._has_looked = False
-        """Whether the directory has been read."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ExpertDispatcher"]:
-        """Find peers, and keep streams to them, while the context is open. At its end, waiting forwards fail."""
-        finding = asyncio.create_task(persist("the search for experts", self._find), name="find experts")
-        try:
-            yield self
-        finally:
-            self._is_closed = True
-            await cancel(finding, *self._computing, *self._keeping.values())
+        """Compute while the context is open. At its end, waiting forwards fail."""
+        async with self.links.running():
+            try:
+                yield self
+            finally:
+                self._is_closed = True
+                await cancel(*self._computing)
 
     @property
-    def links(self) -> Sequence[ExpertLink]:
-        return tuple(self._links.values())
-
-    @property
-    def far(self) -> int:
-        """The number of peers with some of the experts that are farther than the host allows."""
-        return sum(link.is_far for link in self._links.values())
-
-    def missing(self) -> BlockExperts:
-        """The experts that neither the host nor a peer within reach has."""
-        hosted = [link.host.experts for link in self._links.values() if link.is_open]
-        found = {
-            block: frozenset(experts).difference(*(each.get(block, ()) for each in hosted))
-            for block, experts in self.wanted.items()
-        }
-        return {block: experts for block, experts in found.items() if experts}
+    def wanted(self) -> Mapping[int, ExpertBits]:
+        """The experts that the host lacks, by block."""
+        return self.links.wanted
 
     async def complete(self, notice: Callable[[str], None]) -> None:
         """Wait until no expert is missing. ``notice`` receives a description of the missing ones each time that it changes."""
         told = ""
-        while missing := self.missing():
-            seen = self._changes
+        while missing := self.links.missing():
+            seen = self.links.changes
             text = f"waiting for peers with experts {self._describe(missing)}"
-            if self._has_looked and text != told:
+            if self.links.has_looked and text != told:
                 told = text
                 notice(text)
-            await self._change(seen)
+            await self.links.change(seen)
 
     def elsewhere(self, block: int) -> Elsewhere:
         """A function with which the torch thread starts the computation of a block's experts by peers, and then waits for it."""
@@ -180,8 +142,16 @@ class ExpertDispatcher:
                 )
             values = hidden.detach().to("cpu").contiguous()
             indexes = {expert: each.to("cpu") for expert, each in rows.items()}
-            wait = self.start_on_loop(self._loop, self._compute_here(block, values, indexes))
-            return lambda: {expert: output.to(hidden.device) for expert, output in wait().items()}
+            sent, not_sent = finite_rows(values, indexes)
+            wait = self.start_on_loop(self._loop, self._compute_here(block, values, sent))
+
+            def outputs() -> Outputs:
+                found = wait()
+                if not_sent:
+                    found = _with_nan(found, sent, indexes, values)
+                return {expert: output.to(hidden.device) for expert, output in found.items()}
+
+            return outputs
 
         return start
 
@@ -210,18 +180,24 @@ class ExpertDispatcher:
         self._work[block] = {
             peer: WORK_LEFT * seconds
             for peer, seconds in self._work.get(block, {}).items()
-            if peer in self._links
+            if peer in self.links
         }
         found: dict[int, _Parts] = {expert: _Parts() for expert in rows}
         asks: list[_Ask] = []
         failed: set[PeerId] = set()
+        doubted: dict[Pair, list[ExpertLink]] = {}
         left: set[Pair] = {(row, expert) for expert in rows for row in rows[expert].tolist()}
         give_up_at = math.inf
         try:
             while left:
-                seen = self._changes
-                self._ask(block, hidden, left, asks, failed)
+                seen = self.links.changes
+                self._ask(block, hidden, left, asks, failed, doubted)
                 orphans = left.difference(*(ask.pairs for ask in asks))
+                if too_large := orphans & doubted.keys():
+                    for row, expert in too_large:
+                        found[expert].add([row], torch.full_like(hidden[:1], math.nan))
+                    orphans -= too_large
+                    left -= too_large
                 if orphans:
                     experts = {expert for _, expert in orphans}
                     if await self._loaded(block, experts):
@@ -230,21 +206,44 @@ class ExpertDispatcher:
                             del found[expert]
                         continue
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
-                await self._progress(asks, give_up_at, seen)
+                if left:
+                    await self._progress(asks, give_up_at, seen)
                 for ask in [ask for ask in asks if ask.answer.done()]:
                     asks.remove(ask)
                     if (outputs := self._outputs_of(ask)) is None:
                         failed.add(ask.link.host.peer)
                     elif not left.isdisjoint(ask.pairs):
-                        for expert in found.keys() & outputs.keys():
-                            found[expert].add(ask.rows[expert], outputs[expert])
-                        left -= ask.pairs
+                        left -= self._take(ask, outputs, found, doubted)
                 if orphans & left and self._loop.time() >= give_up_at:
                     raise self._missing({block: frozenset(expert for _, expert in orphans & left)})
         finally:
             if asks:
                 await cancel(*(ask.answer for ask in asks))
         return {expert: parts.outputs(rows[expert].tolist()) for expert, parts in found.items()}
+
+    def _take(
+        self,
+        ask: _Ask,
+        outputs: Outputs,
+        found: Mapping[int, "_Parts"],
+        doubted: dict[Pair, list[ExpertLink]],
+    ) -> frozenset[Pair]:
+        """Add the finite outputs of an answer to ``found``, and return their rows and experts. The others are ``doubted``."""
+        taken = ask.pairs
+        for expert in found.keys() & outputs.keys():
+            mine, output = ask.rows[expert], outputs[expert]
+            if not torch.isfinite(output).all():
+                good = torch.isfinite(output).all(1)
+                bad = {(row, expert) for row, is_good in zip(mine, good.tolist(), strict=True) if not is_good}
+                for pair in bad:
+                    doubted.setdefault(pair, []).append(ask.link)
+                taken -= bad
+                mine, output = [row for row in mine if (row, expert) not in bad], output[good]
+            found[expert].add(mine, output)
+        now = self._loop.time()
+        for link in {link for pair in taken & doubted.keys() for link in doubted[pair]}:
+            link.avoid(now)
+        return taken
 
     def _ask(
         self,
@@ -253,8 +252,12 @@ class ExpertDispatcher:
         left: Collection[Pair],
         asks: list[_Ask],
         failed: Collection[PeerId],
+        doubted: Mapping[Pair, Sequence[ExpertLink]],
     ) -> None:
-        """Ask peers for those rows of experts that none is asked for, or only peers that are late."""
+        """Ask peers for those rows of experts that none is asked for, or only peers that are late.
+
+        ``doubted``: the peers whose outputs were not finite, which are not asked for these again.
+        """
         now = self._loop.time()
         usual: dict[int, list[PeerId]] = {}
         holders: dict[int, dict[int, list[PeerId]]] = {}
@@ -265,18 +268,20 @@ class ExpertDispatcher:
             free, present = usual[expert], [ask for ask in asks if (row, expert) in ask.pairs]
             if any(now < ask.late_at for ask in present):
                 continue
-            if present:
-                free = self._holders(block, expert, {*failed, *(ask.link.host.peer for ask in present)})
+            if present or (row, expert) in doubted:
+                asked = {ask.link.host.peer for ask in present}
+                asked.update(link.host.peer for link in doubted.get((row, expert), ()))
+                free = self._holders(block, expert, {*failed, *asked})
             if free:
                 holders.setdefault(row, {})[expert] = free
                 late.update(present)
         for ask in late:
             if not ask.is_hedged:
                 ask.is_hedged = True
-                ask.link.note_late(now)
+                ask.link.avoid(now)
                 self.counters.hedged += 1
         for peer, mine in self._divided(block, holders).items():
-            link = self._links[peer]
+            link = self.links[peer]
             indexes = {expert: torch.tensor(each) for expert, each in mine.items()}
             pairs = frozenset((row, expert) for expert, each in mine.items() for row in each)
             self.counters.rows += len(pairs)
@@ -299,7 +304,7 @@ class ExpertDispatcher:
         return asked
 
     def _row_s(self, peer: PeerId) -> float:
-        return self._links[peer].row_s
+        return self.links[peer].row_s
 
     async def _loaded(self, block: int, experts: set[int]) -> bool:
         """Have the host load experts that no peer has. False if it has no room, or cannot fetch them."""
@@ -310,7 +315,7 @@ class ExpertDispatcher:
             return False
         if is_loaded:
             self.counters.loaded += len(experts)
-            self.wanted[block] -= experts
+            self.links.wanted[block] -= experts
         return is_loaded
 
     async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
@@ -325,7 +330,7 @@ class ExpertDispatcher:
         waited_for: list[asyncio.Task[Any]] = [ask.answer for ask in asks]
         change = None
         if not math.isinf(give_up_at):
-            change = asyncio.create_task(self._change(seen))
+            change = asyncio.create_task(self.links.change(seen))
             waited_for.append(change)
         is_any = change is not None or any(ask.is_hedged for ask in asks)
         # Usually all answers come at nearly the same time: each return to the forward costs more than waiting for the last one.
@@ -350,8 +355,8 @@ class ExpertDispatcher:
 
     def _describe(self, missing: BlockExperts) -> str:
         """The missing experts as text, and the number of peers with experts that are too far."""
-        far = self.far
-        limit = f"{1000 * self.max_round_trip_s:.0f} ms"
+        far = self.links.far
+        limit = f"{1000 * self.links.max_round_trip_s:.0f} ms"
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
         return f"{format_experts(missing)[:200]} (block:experts){note}"
 
@@ -363,67 +368,13 @@ class ExpertDispatcher:
 
     def _holders(self, block: int, expert: int, without: Collection[PeerId] = ()) -> list[PeerId]:
         """The peers of those within reach that may be asked for an expert: none that was late or is much slower, if there are others."""
-        links = [
-            link
-            for peer, link in self._links.items()
-            if link.is_open and link.has(block, expert) and peer not in without
-        ]
+        links = [link for link in self.links.with_expert(block, expert) if link.host.peer not in without]
         if len(links) > 1:
             now = self._loop.time()
             links = [link for link in links if not link.is_avoided(now)] or links
             slow_s = SLOW_FACTOR * min(link.seconds_for(1) for link in links) + SLOW_S
             links = [link for link in links if link.seconds_for(1) <= slow_s]
         return [link.host.peer for link in links]
-
-    def _note_change(self) -> None:
-        self._changes += 1
-        self._changed.set()
-
-    async def _change(self, seen: int) -> None:
-        """Wait until a link has opened or ended after the change number ``seen``."""
-        while self._changes == seen:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _find(self) -> NoReturn:
-        """Read the directory again and again, and keep a link to each peer that has experts which the host lacks."""
-        while True:
-            with contextlib.suppress(SwarmnetError):  # the links stay
-                found = await read_expert_hosts(self.directory, self.model.manifest)
-                hosts = {host.peer: host for host in found if host.peer != self.transport.peer_id}
-                await self._update(hosts)
-            every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
-            await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
-
-    async def _update(self, hosts: Mapping[PeerId, ExpertHost]) -> None:
-        """Have links to ``hosts``, as they announced themselves, and to no others. A peer with a fault stays known."""
-        for peer in [peer for peer, link in self._links.items() if peer not in hosts and not link.fault]:
-            await cancel(self._keeping.pop(peer))
-            del self._links[peer]
-        self._has_looked = True
-        for peer, host in hosts.items():
-            if peer in self._links:
-                self._links[peer].host = host
-            elif len(self._links) < MAX_LINKS and self._is_wanted(host):
-                self._links[peer] = link = ExpertLink(
-                    host,
-                    self.model,
-                    self.transport,
-                    self.timing,
-                    max_round_trip_s=self.max_round_trip_s,
-                    changed=self._note_change,
-                )
-                self._keeping[peer] = asyncio.create_task(
-                    persist(f"the link to experts of {peer}", link.keep), name=f"experts of {peer}"
-                )
-        self._note_change()
-
-    def _is_wanted(self, host: ExpertHost) -> bool:
-        """Whether it has missing experts, with the weights that this host has: tokens must not depend on who computes."""
-        has_same_weights = host.precision.partition("/")[0] == self.model.precision.partition("/")[0]
-        return has_same_weights and any(
-            experts & self.wanted.get(block, set()) for block, experts in host.experts.items()
-        )
 
 
 class _Parts:
@@ -453,3 +404,29 @@ async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:
         for expert, outputs in (await link.ask(request)).items():
             found.setdefault(expert, []).append(outputs)
     return {expert: torch.cat(parts) for expert, parts in found.items()}
+
+
+def finite_rows(
+    values: torch.Tensor, rows: Mapping[int, torch.Tensor]
+) -> tuple[Mapping[int, torch.Tensor], bool]:
+    """The rows of each expert whose ``values`` [T, D] are finite, and whether there are others."""
+    if bool(torch.isfinite(values).all()):
+        return rows, False
+    good = torch.isfinite(values).all(1)
+    found = {expert: each[good[each]] for expert, each in rows.items()}
+    return {expert: each for expert, each in found.items() if len(each)}, True
+
+
+def _with_nan(
+    found: Outputs, sent: Mapping[int, torch.Tensor], rows: Mapping[int, torch.Tensor], values: torch.Tensor
+) -> Outputs:
+    """Outputs of all ``rows``: ``found`` for those ``sent``, NaN for others. Experts that the host computes itself stay out."""
+    every: dict[int, torch.Tensor] = {}
+    for expert, each in rows.items():
+        if expert in sent and expert not in found:
+            continue
+        outputs = torch.full((len(each), values.shape[1]), math.nan, dtype=values.dtype)
+        if expert in sent:
+            outputs[torch.isin(each, sent[expert])] = found[expert]
+        every[expert] = outputs
+    return every

@@ -1,11 +1,19 @@
-"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are computed over it."""
+"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are computed over it.
+
+The life of a link:
+
+1. **Opened.** The peer says which experts it has, and the round trip is measured. Its announcement only told where to ask.
+2. **Open.** The host asks for rows. The peer tells again which experts it has whenever that changes.
+3. **Resting.** The stream ended, or the peer did what no rows of a client can cause, such as an answer of the wrong shape. It is tried again after a
+   pause that doubles: any client may send rows that overload a peer, so nothing that happens excludes one for good.
+"""
 
 import asyncio
 import contextlib
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -14,11 +22,13 @@ from swarmnet_protocols.directory.expert_announcements import BlockExperts, Expe
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, Transport
+from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.quantization.packed_experts import Outputs
 from swarmnet_protocols.session.expert_rows import (
     ExpertRows,
     TrunkStream,
+    decode_experts,
     decode_outputs,
     encode_experts,
     encode_rows,
@@ -36,13 +46,35 @@ TRIALS = 5
 ANSWER_S = 2.0
 """Timeout of a request in seconds, in addition to ``ANSWER_FACTOR`` times its expected time."""
 ANSWER_FACTOR = 20
-MAX_UNANSWERED = 2
-"""Successive requests without an answer after which a peer is no longer asked."""
+FAULT_S = 60.0
+MAX_FAULT_S = 3600.0
+"""Longest pause after a violation of the protocol; each is twice as long as the one before."""
 AVOID_S = 10.0
-"""Seconds for which a late peer is asked only if no other has the expert; doubled each time, up to ``MAX_AVOID_S``."""
+"""Seconds for which a late or doubted peer is asked only if no other has the expert; doubled each time, up to ``MAX_AVOID_S``."""
 MAX_AVOID_S = 300.0
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
+
+
+@dataclass
+class Backoff:
+    """Pauses of ``first_s``, then each twice as long as the one before, up to ``max_s`` seconds."""
+
+    first_s: float
+    max_s: float
+    _next_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with ``first_s`` again."""
+        self._next_s = self.first_s
+
+    def next_s(self) -> float:
+        """Return the next pause."""
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self.max_s)
+        return pause_s
 
 
 @dataclass(frozen=True)
@@ -70,18 +102,31 @@ class ExpertLink:
         max_round_trip_s: float,
         changed: Callable[[], None],
     ) -> None:
-        """``changed`` is called whenever the link opens or ends. A peer that is farther than ``max_round_trip_s`` is not used."""
+        """``changed`` is called whenever the link opens or ends, or the peer has other experts. A peer that is farther than ``max_round_trip_s`` is
+        not used.
+        """
         self.host = host
         """Its newest announcement."""
         self.round_trip_s = 0.0
         self.row_s = host.row_s
         """Seconds for one row through one expert beside the round trip, averaged."""
         self.fault = ""
-        """The protocol violation for which the peer is no longer asked; empty if there was none."""
+        """The violation of the protocol for which the peer is not asked at present; empty: there was none."""
         self.is_far = False
         """Whether the round trip exceeds ``max_round_trip_s``."""
-        self._unanswered = 0
-        self._avoid_s = AVOID_S
+        self.has_answered = False
+        """Whether the stream was open at some time."""
+        self.rests_until = -math.inf
+        """Loop time at which the stream, which has ended, is opened again."""
+        self._open_since = math.inf
+        self.subnet = host.peer
+        """The subnet in which the peer was reached; its id before that."""
+        self._told: BlockExperts | None = None
+        """The experts that the peer has, as it says on the stream; None: as it announced."""
+        self._is_leaving = False
+        self._avoidance = Backoff(AVOID_S, MAX_AVOID_S)
+        self._pauses = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._exclusions = Backoff(FAULT_S, MAX_FAULT_S)
         self._avoided_until = -math.inf
         self._model = model
         self._transport = transport
@@ -95,53 +140,64 @@ class ExpertLink:
     @property
     def is_open(self) -> bool:
         """Whether the peer can be asked now."""
-        return self._stream is not None and not self.fault and not self.is_far
+        return self._stream is not None and not (self.fault or self._is_leaving)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the stream has ended and is opened again after a pause."""
+        return self.rests_until > -math.inf
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an answer of the peer is waited for."""
+        return bool(self._waiting)
+
+    @property
+    def experts(self) -> BlockExperts:
+        """The experts that the peer has, as it says."""
+        return self.host.experts if self._told is None else self._told
 
     def has(self, block: int, expert: int) -> bool:
-        """Whether the peer announces an expert."""
-        return expert in self.host.experts.get(block, ())
+        """Whether the peer says that it has an expert."""
+        return expert in self.experts.get(block, ())
 
     def seconds_for(self, pairs: int) -> float:
         """Expected seconds until the answer to a request with ``pairs`` rows of all experts together."""
         return self.round_trip_s + pairs * self.row_s
 
     def is_avoided(self, now: float) -> bool:
-        """Whether the peer was late, and is asked only if no other has the expert. ``now``: loop time."""
+        """Whether the peer was late or doubted, and is asked only if no other has the expert. ``now``: loop time."""
         return now < self._avoided_until
 
-    def note_late(self, now: float) -> None:
-        """Avoid the peer, the longer the more often it was late."""
-        self._avoided_until = now + self._avoid_s
-        self._avoid_s = min(2 * self._avoid_s, MAX_AVOID_S)
+    def avoid(self, now: float) -> None:
+        """Ask the peer only if no other has the expert, the longer the more often this is called."""
+        self._avoided_until = now + self._avoidance.next_s()
 
-    async def keep(self) -> None:
-        """Keep the stream open until the peer shows a fault, or until cancelled."""
-        pause_s = FIRST_PAUSE_S
-        while not self.fault:
+    async def keep(self) -> NoReturn:
+        """Keep the stream open until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            self.fault, self.rests_until = "", -math.inf
             try:
                 await self._run()
-                pause_s = FIRST_PAUSE_S  # the stream ended because a better path was found
-                continue
+                continue  # the stream ended because a better path was found
             except ProtocolViolation as error:
-                self.blame(str(error))
-                return
+                self.fault = str(error)
+                fields = {"peer": self.host.peer, "reason": self.fault[:200]}
+                _log.warning("experts of a faulty peer are not used for a while", extra=fields)
+                pause_s = self._exclusions.next_s()
             except SwarmnetError as error:
                 _log.info("experts out of reach", extra={"peer": self.host.peer, "reason": str(error)[:200]})
-                if self._was_open:
-                    pause_s = FIRST_PAUSE_S
+                if clock() - self._open_since > MAX_PAUSE_S:
+                    self._pauses.reset()
+                pause_s = self._pauses.next_s()
+            self.rests_until = clock() + pause_s
+            self._changed()
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    def blame(self, fault: str) -> None:
-        """Close the stream, and never ask this peer again."""
-        self.fault = fault
-        _log.warning("experts of a faulty peer are not used", extra={"peer": self.host.peer, "reason": fault})
-        if self._stream is not None:
-            self._stream.close()
 
     async def _run(self) -> None:
         """Keep one stream until a better path is found. Raises the error that ends the stream before."""
-        self._was_open = False
+        self._told, self._is_leaving, self._open_since = None, False, math.inf
         stream = await self._transport.open(
             self.host.peer, EXPERTS, addresses=self.host.addresses, deadline_s=self._timing.open_s
         )
@@ -158,6 +214,8 @@ class ExpertLink:
             reply, _ = await typed.receive()
             if not reply.HasField("attached"):
                 raise ProtocolViolation("an answer before the stream was accepted")
+            self._listen(reply.attached)
+            self.subnet = subnet_of(stream.address) or self.host.peer
             try:
                 await race(self._receive(typed), self._open(typed), stream.path_improved())
             finally:
@@ -179,17 +237,31 @@ class ExpertLink:
             fastest = min(fastest, clock() - sent_at)
         self.round_trip_s = fastest
         self.is_far = fastest > self._max_round_trip_s
-        self._stream, self._was_open = stream, True
+        if self.is_far:
+            raise Unreachable(f"{self.host.peer} is farther than this host allows")
+        self._stream, self.has_answered, self._open_since = stream, True, clock()
         self._changed()
         await asyncio.Future()
         raise AssertionError
 
     async def _receive(self, stream: TrunkStream) -> NoReturn:
         while True:
+            if self._is_leaving and not self._waiting:
+                raise Unreachable(f"{self.host.peer} is about to leave")
             reply, payload = await stream.receive()
-            if not reply.HasField("computed"):
+            if reply.HasField("attached"):
+                self._listen(reply.attached)
+                self._changed()
+            elif reply.HasField("computed"):
+                self._take(reply.computed, payload)
+            else:
                 raise ProtocolViolation("an answer to no request")
-            self._take(reply.computed, payload)
+
+    def _listen(self, attached: pb.Attached) -> None:
+        """Take what the peer says of itself."""
+        self._is_leaving = attached.leaving
+        if attached.experts:
+            self._told = decode_experts(attached.experts)
 
     def _take(self, computed: pb.Computed, payload: Buffer) -> None:
         """Take an answer. Raises ``ProtocolViolation`` for one without a request."""
@@ -221,14 +293,11 @@ class ExpertLink:
             async with asyncio.timeout(ANSWER_S + ANSWER_FACTOR * self.seconds_for(request.pairs)):
                 outputs = await self._send(stream, request)
         except TimeoutError:
-            self._unanswered += 1
-            if self._unanswered >= MAX_UNANSWERED:
-                self.blame(f"{self._unanswered} requests were not answered, one after another")
             stream.close()
             raise DeadlineExceeded(f"{self.host.peer} has not computed experts in time") from None
-        self._unanswered = 0
+        self._pauses.reset()
         if not self.is_avoided(clock()):
-            self._avoid_s = AVOID_S
+            self._avoidance.reset()
         row_s = max(0.0, clock() - sent_at - self.round_trip_s) / request.pairs
         self.row_s += SMOOTHING * (row_s - self.row_s)
         return outputs

@@ -38,6 +38,9 @@ FORWARD_ROWS = 16
 """Rows of one forward and block that are counted at most: a prompt has hundreds, which are alike."""
 MAX_FORWARDS = 256
 """Forwards of each block that are counted in one plan at most, the newest ones."""
+MAX_COPIES = 1 << 15
+"""Copies of experts that one plan considers, about a second of a core. A model of 58 blocks of 256 experts has 14,848; where peers say that they
+hold more than twice as many, each plan takes some of the blocks."""
 
 
 class ExpertPlanner:
@@ -50,6 +53,12 @@ class ExpertPlanner:
         """The experts of each block that are placed: counts number them from 0."""
         sizes = {len(experts) for experts in self._missing.values()}
         self._counts = ExpertUse(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
+        self._number = {
+            block: {expert: number for number, expert in enumerate(experts)}
+            for block, experts in self._missing.items()
+        }
+        self._turn = 0
+        """The place of the block with which the next plan begins."""
         self._rows: dict[int, deque[torch.Tensor]] = {
             block: deque(maxlen=MAX_FORWARDS) for block in self._missing
         }
@@ -72,9 +81,9 @@ class ExpertPlanner:
         loop = asyncio.get_running_loop()
         while True:
             # Experts without a peer are not waited for: peers that joined at once may have chosen the same ones.
-            every_s = GAP_S if self._dispatcher.missing() else PLAN_S
+            every_s = GAP_S if self._dispatcher.links.missing() else PLAN_S
             await asyncio.sleep(every_s * self._rng.uniform(0.9, 1.1))
-            links = {link.host.peer: link for link in self._dispatcher.links if link.is_open}
+            links = {link.host.peer: link for link in self._dispatcher.links.every if link.is_open}
             if self._counts is None or not any(link.host.capacity for link in links.values()):
                 continue
             moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
@@ -93,23 +102,39 @@ class ExpertPlanner:
         self._count(since_s)
         counts = self._counts
         has_rows = counts is not None and counts.rows.sum() >= MIN_ROWS * counts.blocks
-        if counts is None or not (has_rows or self._dispatcher.missing()):
+        if counts is None or not (has_rows or self._dispatcher.links.missing()):
             return Moves()
-        present = {link.host.peer: self._numbered(link) for link in links}
+        blocks = self._blocks_in_turn(links)
+        present = {link.host.peer: self._numbered(link, blocks) for link in links}
         peers = []
         for link in links:
             mine, is_fixed = len(present[link.host.peer]), not link.host.capacity
-            others = sum(map(len, link.host.experts.values())) - mine
+            others = sum(map(len, link.experts.values())) - mine
             memory = mine if is_fixed else max(0, link.host.capacity - others)
             speed = 1 / link.row_s if link.row_s > 0 else 1.0
             peers.append(ExpertPeer(link.host.peer, memory, speed, is_fixed=is_fixed))
         most = most_moves(counts.blocks * counts.experts, PLAN_S / 60)
+        every = list(self._missing)
+        use = counts.part([every.index(block) for block in blocks])
         try:
-            wanted = place(counts, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most)
+            wanted = place(use, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most)
         except ValueError as error:  # not enough memory for every expert
             _log.info("experts are not placed: %s", error)
             return Moves()
-        return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most))
+        return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most), blocks)
+
+    def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
+        """The blocks of the next plan: those with missing experts, then others in turn, while they have at most ``MAX_COPIES`` copies."""
+        every, missing = list(self._missing), self._dispatcher.links.missing()
+        turned = every[self._turn :] + every[: self._turn]
+        chosen, copies = list[int](), 0
+        for block in sorted(turned, key=lambda block: block not in missing):
+            copies += sum(len(link.experts.get(block, ())) for link in links)
+            if chosen and copies > MAX_COPIES:
+                break
+            chosen.append(block)
+        self._turn = (every.index(chosen[-1]) + 1) % len(every)
+        return sorted(chosen)
 
     def _count(self, since_s: float) -> None:
         """Add the rows since the last plan, ``since_s`` ago, to the counts."""
@@ -132,18 +157,17 @@ class ExpertPlanner:
             for size in range(1, numbered.shape[1] + 1):
                 counts.add(ordered[of_peers == size, None, :size], at)
 
-    def _numbered(self, link: ExpertLink) -> frozenset[Expert]:
-        """The experts of a peer as counts number them."""
+    def _numbered(self, link: ExpertLink, blocks: Sequence[int]) -> frozenset[Expert]:
+        """The experts of a peer in ``blocks``, numbered as in a plan of these: blocks by their place, experts as counts number them."""
         return frozenset(
-            (at, number)
-            for at, (block, experts) in enumerate(self._missing.items())
-            for number, expert in enumerate(experts)
-            if link.has(block, expert)
+            (at, self._number[block][expert])
+            for at, block in enumerate(blocks)
+            for expert in link.experts.get(block, ())
+            if expert in self._number[block]
         )
 
-    def _named(self, moves: Moves) -> Moves:
+    def _named(self, moves: Moves, blocks: Sequence[int]) -> Moves:
         """The inverse of ``_numbered``."""
-        blocks = list(self._missing)
 
         def named(each: tuple[tuple[PeerId, Expert], ...]) -> tuple[tuple[PeerId, Expert], ...]:
             return tuple(

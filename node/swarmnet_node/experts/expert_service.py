@@ -1,7 +1,13 @@
 """Computes routed experts for other hosts, whose routers have chosen them.
 
-Requests of all hosts are computed in the order of arrival, and nothing of them is kept. A host waits for the answer in the middle of a forward, so
-in a process that also hosts blocks requests run on another thread. Otherwise two hosts that compute experts for each other would deadlock.
+The life of a stream:
+
+1. **Attached.** The host names its swarm and model, and takes a slot. The peer tells which experts it has, and again whenever they change.
+2. **Computing.** Requests of all hosts are computed in the order of arrival, and nothing of them is kept. A host waits for the answer in the middle
+   of a forward, so in a process that also hosts blocks requests run on another thread. Otherwise two hosts that compute experts for each other
+   would deadlock.
+3. **Ended.** The host closes the stream, or the peer does: for a violation of the protocol, or because all slots are taken, this stream has no work
+   and its subnet holds most of them.
 """
 
 import asyncio
@@ -9,20 +15,27 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from typing import NoReturn
 
 import torch
 
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.hosting.reports import describe_reach
+from swarmnet_node.hosting.slots import Slot, Slots
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost, announce_experts
+from swarmnet_protocols.directory.expert_announcements import (
+    BlockExperts,
+    ExpertBits,
+    ExpertHost,
+    announce_experts,
+)
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,
@@ -32,7 +45,13 @@ from swarmnet_protocols.quantization.packed_experts import (
     drop_experts,
     has_expert,
 )
-from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, decode_experts, decode_rows
+from swarmnet_protocols.session.expert_rows import (
+    ExpertRows,
+    ExpertsStream,
+    decode_experts,
+    decode_rows,
+    encode_experts,
+)
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2
@@ -48,21 +67,24 @@ class ExpertService:
         executor: Executor,
         model: ExpertModel,
         timing: Timing,
-        *,
-        row_s: float = 0.0,
-        capacity: int = 0,
+        system: Scope,
     ) -> None:
-        """``executor``: one thread that no forward of blocks uses. ``row_s``: as in ``ExpertHost``."""
+        """``executor``: one thread that no forward of blocks uses. ``system``: limits the streams."""
         self._modules = dict(modules)
         self._withdrawn: BlockExperts = {}
+        self._is_withheld = False
         self._executor = executor
         self._model = model
         self._timing = timing
-        self._row_s = row_s
-        self._capacity = capacity
+        self.row_s = 0.0
+        self.capacity = 0
+        """Announced, both as in ``ExpertHost``."""
         self.on_rearrange: Callable[[PeerId, BlockExperts, BlockExperts], None] = lambda *_: None
         """Called when a host asks for loads and drops of experts."""
         self._is_leaving = False
+        self._slots = Slots(system, Resource.EXPERTS)
+        self._rows: dict[Slot, int] = {}
+        """Rows computed on each open stream."""
         self.rows_of: Counter[tuple[int, int]] = Counter()
         """Rows that each (block, expert) has computed since the start."""
         self.requests = 0
@@ -70,17 +92,24 @@ class ExpertService:
         self.streams = 0
         """Open streams."""
         self._changed = asyncio.Condition()
+        """Notified when ``streams`` or ``_changes`` has changed."""
+        self._changes = 0
+        """Changes of what hosts can ask for, since the start."""
 
     @property
     def rows(self) -> int:
         """Rows computed since the start; a row counts once for each of its experts."""
         return self.rows_of.total()
 
+    def rows_from(self, host: PeerId) -> int:
+        """Rows computed for a host on the streams that it has open."""
+        return sum(rows for slot, rows in self._rows.items() if slot.peer == host)
+
     @property
     def experts(self) -> BlockExperts:
         """The experts that are announced."""
         found = {
-            block: frozenset(each for each in range(module.num_experts) if has_expert(module, each))
+            block: ExpertBits.of(each for each in range(module.num_experts) if has_expert(module, each))
             - self._withdrawn.get(block, frozenset())
             for block, module in self._modules.items()
         }
@@ -93,17 +122,32 @@ class ExpertService:
             await loop.run_in_executor(self._executor, add_experts, self._modules[block], loaded)
         else:
             self._modules[block] = loaded
+        await self._note_change()
 
-    def withdraw(self, experts: BlockExperts) -> None:
-        """Announce some experts no more, but compute them until ``drop``."""
-        self._withdrawn = experts
+    async def withdraw(self, experts: BlockExperts) -> None:
+        """Announce some experts no more, but compute them until ``withhold``. ``{}``: announce all experts again."""
+        self._withdrawn, self._is_withheld = experts, False
+        await self._note_change()
+
+    def withhold(self) -> None:
+        """Refuse to compute the withdrawn experts, which stay in memory: whoever computes them for others must have them."""
+        self._is_withheld = True
 
     async def drop(self) -> None:
-        """Compute the withdrawn experts no more."""
+        """Free the memory of the withdrawn experts."""
         withdrawn, loop = self._withdrawn, asyncio.get_running_loop()
         for block, experts in withdrawn.items():
             await loop.run_in_executor(self._executor, drop_experts, self._modules[block], experts)
-        self._withdrawn = {}
+        await self.withdraw({})
+
+    async def compute(self, request: ExpertRows) -> torch.Tensor:
+        """Return the outputs of a request [pairs, D] of this process."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._compute, request)
+
+    async def _note_change(self) -> None:
+        self._changes += 1
+        async with self._changed:
+            self._changed.notify_all()
 
     async def announce(
         self,
@@ -121,10 +165,10 @@ class ExpertService:
             tuple(transport.addresses()),
             self.experts,
             is_online=True,
-            row_s=self._row_s,
+            row_s=self.row_s,
             precision=self._model.precision,
             public_name=public_name,
-            capacity=self._capacity,
+            capacity=self.capacity,
         )
         await announce_experts(
             directory, host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
@@ -158,21 +202,24 @@ class ExpertService:
             silence_s=self._timing.first_message_s,
             send_s=self._timing.chunk_s,
         )
-        with stream.scope.reserve(Resource.EXPERTS):
+        with self._slots.take(stream, lambda: stream.refuse(_idle())) as slot:
             self.streams += 1
+            self._rows[slot] = 0
             try:
                 await self._attach(typed)
-                await race(self._serve(typed), self._send_heartbeats(typed))
+                await race(self._tell(typed), self._serve(typed, slot), self._send_heartbeats(typed))
             except ProtocolViolation as error:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
             finally:
                 self.streams -= 1
+                del self._rows[slot]
                 async with self._changed:
                     self._changed.notify_all()
 
     async def leave(self) -> None:
-        """Refuse new streams, and return when none is open."""
+        """Refuse new streams, tell hosts to close theirs, and return when none is open."""
         self._is_leaving = True
+        await self._note_change()
         async with self._changed:
             await self._changed.wait_for(lambda: self.streams == 0)
 
@@ -183,7 +230,15 @@ class ExpertService:
         self._check_model(request.attach)
         # A host without work sends nothing. If the connection is dead, its streams end by themselves.
         stream.silence_s = math.inf
-        await stream.send(pb.ExpertsReply(attached=pb.Attached()))
+
+    async def _tell(self, stream: ExpertsStream) -> NoReturn:
+        """Tell the host what it can ask for, whenever that changes."""
+        while True:
+            told = self._changes
+            attached = pb.Attached(experts=encode_experts(self.experts), leaving=self._is_leaving)
+            await stream.send(pb.ExpertsReply(attached=attached))
+            async with self._changed:
+                await self._changed.wait_for(lambda told=told: self._changes != told)
 
     def _check_model(self, wanted: pb.Attach) -> None:
         if self._is_leaving:
@@ -200,7 +255,7 @@ class ExpertService:
             self._timing.heartbeat_s, lambda: pb.ExpertsReply(heartbeat=pb.Heartbeat())
         )
 
-    async def _serve(self, stream: ExpertsStream) -> None:
+    async def _serve(self, stream: ExpertsStream, slot: Slot) -> None:
         loop = asyncio.get_running_loop()
         while True:
             request, payload = await stream.receive()
@@ -214,11 +269,17 @@ class ExpertService:
             self._check_here(rows)
             if wait_s := stream.stream.scope.charge(Rate.POSITIONS, rows.pairs, loop.time()):
                 await asyncio.sleep(wait_s)
+            if not rows.rows:  # it measures the round trip
+                await self._answer(stream, request.rows.id, rows)
+                continue
+            slot.at_work = True
             await self._answer(stream, request.rows.id, rows)
+            slot.at_work = False
+            slot.worked()
+            self._rows[slot] += rows.pairs
 
     async def _answer(self, stream: ExpertsStream, number: int, rows: ExpertRows) -> None:
-        loop = asyncio.get_running_loop()
-        outputs = await loop.run_in_executor(self._executor, self._compute, rows)
+        outputs = await self.compute(rows)
         self.rows_of.update({(rows.block, expert): len(each) for expert, each in rows.rows.items()})
         self.requests += 1
         tensor, encoded = encode_tensor(outputs)
@@ -227,7 +288,8 @@ class ExpertService:
     def _check_here(self, request: ExpertRows) -> None:
         module = self._modules.get(request.block)
         for expert in request.rows:
-            if module is None or not has_expert(module, expert):
+            is_withheld = self._is_withheld and expert in self._withdrawn.get(request.block, ())
+            if module is None or is_withheld or not has_expert(module, expert):
                 raise Refusal(
                     refusal_pb2.REASON_MISSING_EXPERTS,
                     f"expert {expert} of block {request.block} is not on this peer",
@@ -245,3 +307,8 @@ class ExpertService:
             for expert, rows in request.rows.items()
         ]
         return torch.cat(outputs)
+
+
+def _idle() -> Refusal:
+    """The refusal of a stream that is ended because it had no work."""
+    return Refusal(refusal_pb2.REASON_IDLE, "no rows arrived for too long, and other hosts wait")

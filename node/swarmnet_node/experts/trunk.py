@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
-from swarmnet_node.experts.expert_dispatcher import MAX_ROUND_TRIP_S, ExpertDispatcher, StartOnLoop
+from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher, StartOnLoop
+from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
 from swarmnet_node.owner.control import TrunkStatus
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts
 from swarmnet_protocols.directory.node_reports import describe_experts
@@ -68,13 +69,13 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
 
 def trunk_status(dispatcher: ExpertDispatcher) -> TrunkStatus:
     """The experts that peers compute for a trunk, for its owner."""
-    missing, counters = dispatcher.missing(), dispatcher.counters
+    missing, counters = dispatcher.links.missing(), dispatcher.counters
     return TrunkStatus(
         lacks=format_experts(_lacks(dispatcher)),
         missing=format_experts(missing),
         missing_experts=sum(map(len, missing.values())),
         round_trips_s=_round_trips_s(dispatcher),
-        far=dispatcher.far,
+        far=dispatcher.links.far,
         rows=counters.rows,
         failed=counters.failed,
         hedged=counters.hedged,
@@ -87,9 +88,9 @@ def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
     counters = dispatcher.counters
     return report_pb2.TrunkReport(
         lacks=describe_experts(_lacks(dispatcher)),
-        missing=describe_experts(dispatcher.missing()),
+        missing=describe_experts(dispatcher.links.missing()),
         round_trips_s=_round_trips_s(dispatcher),
-        far=dispatcher.far,
+        far=dispatcher.links.far,
         rows=counters.rows,
         failed=counters.failed,
         hedged=counters.hedged,
@@ -98,11 +99,11 @@ def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
 
 
 def _lacks(dispatcher: ExpertDispatcher) -> BlockExperts:
-    return {block: frozenset(experts) for block, experts in dispatcher.wanted.items() if experts}
+    return {block: experts for block, experts in dispatcher.wanted.items() if experts}
 
 
 def _round_trips_s(dispatcher: ExpertDispatcher) -> tuple[float, ...]:
-    return tuple(sorted(link.round_trip_s for link in dispatcher.links if link.is_open))
+    return tuple(sorted(link.round_trip_s for link in dispatcher.links.every if link.is_open))
 
 
 class ExpertLoader:

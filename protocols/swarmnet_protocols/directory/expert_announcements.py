@@ -1,9 +1,16 @@
-"""Announcements of routed experts in the directory: which peers compute which experts of a model for hosts of its blocks."""
+"""Announcements of routed experts in the directory: which peers compute which experts of a model for hosts of its blocks.
+
+An announcement is a claim: anybody may sign one that names every expert. It tells where to ask, and nothing follows from it alone: hosts and peers
+with experts count what a peer has told and computed on a stream of its own (``swarmnet_node/experts/``). Reading many claims has to be cheap, so
+:class:`ExpertSample` reads a bounded number of them, parses each once, and keeps a bit for each expert.
+"""
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -25,9 +32,68 @@ MAX_EXPERTS = 1024
 """Most routed experts of one block."""
 MAX_EXPERT_BLOCKS = 1024
 """Most blocks with experts in one announcement."""
+SAMPLE = 96
+"""Most announcements that one read takes from one peer of the directory. A host has streams to ``MAX_LINKS`` peers, fewer than these."""
+COPIES = 2
+"""Peers of the directory that are read: one may lack announcements."""
+MAX_KNOWN = 256
+"""Announcements that are kept, those read last, of up to 40 kB each. Fewer would hide peers from each other where honest ones are many."""
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
-BlockExperts = Mapping[int, frozenset[int]]
+
+class ExpertBits(AbstractSet[int]):
+    """The numbers of some experts of one block, a bit for each: as small as the bytes of which it is made."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, bits: int = 0) -> None:
+        """``bits``: bit n stands for expert n."""
+        self._bits = bits
+
+    @classmethod
+    def of(cls, experts: Iterable[int]) -> "ExpertBits":
+        """The set of ``experts``."""
+        if isinstance(experts, ExpertBits):
+            return experts
+        bits = 0
+        for expert in experts:
+            bits |= 1 << expert
+        return cls(bits)
+
+    def __contains__(self, expert: object) -> bool:
+        return isinstance(expert, int) and expert >= 0 and bool(self._bits >> expert & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        bits = self._bits
+        while bits:
+            lowest = bits & -bits
+            yield lowest.bit_length() - 1
+            bits ^= lowest
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __and__(self, other: AbstractSet[Any]) -> "ExpertBits":
+        return ExpertBits(self._bits & ExpertBits.of(other)._bits)
+
+    def __or__(self, other: AbstractSet[Any]) -> "ExpertBits":  # type: ignore[override] - of numbers only
+        return ExpertBits(self._bits | ExpertBits.of(other)._bits)
+
+    def __sub__(self, other: AbstractSet[Any]) -> "ExpertBits":
+        return ExpertBits(self._bits & ~ExpertBits.of(other)._bits)
+
+    def __hash__(self) -> int:
+        return self._hash()
+
+    def __repr__(self) -> str:
+        return f"ExpertBits({ranges(self)})"
+
+    def to_bytes(self) -> bytes:
+        """The lowest bit of the first byte for expert 0, without zeros at the end."""
+        return self._bits.to_bytes(-(-self._bits.bit_length() // 8), "little")
+
+
+BlockExperts = Mapping[int, AbstractSet[int]]
 """The numbers of some experts of each block."""
 
 
@@ -113,17 +179,48 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
     )
 
 
-async def read_expert_hosts(directory: Directory, manifest: bytes) -> Sequence[ExpertHost]:
-    """The peers with experts of a model that are online, in the order of their peer ids."""
-    found = (host for _, host in await read_expert_records(directory, manifest) if host.is_online)
-    return sorted(found, key=lambda each: each.peer)
+@dataclass(frozen=True)
+class AnnouncedExperts:
+    """An announcement, as it was read."""
+
+    host: ExpertHost
+    sequence: int
+    """Grows with every announcement of the peer."""
+    expires_at: float
+    """Unix time."""
 
 
-async def read_expert_records(directory: Directory, manifest: bytes) -> Sequence[tuple[Record, ExpertHost]]:
-    """All peers that announce experts of a model, in any state, with their records."""
-    records = await directory.lookup(experts_topic(manifest))
-    found = ((record, read_expert_host(record, manifest)) for record in records)
-    return [(record, host) for record, host in found if host is not None]
+class ExpertSample:
+    """Announcements of the experts of a model that this peer has read: all of them in a small swarm, a random sample in a large one."""
+
+    def __init__(self, directory: Directory, manifest: bytes) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._known: dict[PeerId, AnnouncedExperts] = {}
+
+    @property
+    def known(self) -> list[AnnouncedExperts]:
+        """The newest announcement of each known peer that has not expired, in any state, in the order of peer ids."""
+        now = self._directory.clock()
+        self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
+        return [self._known[peer] for peer in sorted(self._known)]
+
+    async def refresh(self) -> list[AnnouncedExperts]:
+        """Read the directory and return ``known``. Raises ``SwarmnetError`` if it does not answer."""
+        topic = experts_topic(self._manifest)
+        for record in await self._directory.sample([topic], SAMPLE, copies=COPIES):
+            self._take(record)
+        while len(self._known) > MAX_KNOWN:  # those that were read longest ago
+            del self._known[next(iter(self._known))]
+        return self.known
+
+    def _take(self, record: Record) -> None:
+        before = self._known.pop(record.peer_id, None)
+        if before is None or record.sequence > before.sequence:
+            host = read_expert_host(record, self._manifest)
+            before = AnnouncedExperts(host, record.sequence, record.expires_at) if host is not None else None
+        if before is not None:
+            self._known[record.peer_id] = before
 
 
 def is_bits(bits: bytes) -> bool:
@@ -133,15 +230,12 @@ def is_bits(bits: bytes) -> bool:
 
 def to_bits(experts: Collection[int]) -> bytes:
     """A bit for each expert, the lowest bit of the first byte for expert 0."""
-    bits = bytearray(max(experts) // 8 + 1)
-    for expert in experts:
-        bits[expert // 8] |= 1 << expert % 8
-    return bytes(bits)
+    return ExpertBits.of(experts).to_bytes()
 
 
-def from_bits(bits: bytes) -> frozenset[int]:
+def from_bits(bits: bytes) -> ExpertBits:
     """The inverse of ``to_bits``."""
-    return frozenset(8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+    return ExpertBits(int.from_bytes(bits, "little"))
 
 
 def parse_experts(text: str, counts: Mapping[int, int]) -> BlockExperts:

@@ -37,6 +37,9 @@ KICKS = 20
 """Number of random restarts for each block, each by two random exchanges, once no single change improves the placement."""
 TRIED = 8
 """Number of changes of each kind whose cost is computed in each step: those with the largest estimated gains."""
+MOST_COPIES = 256
+"""Most copies of a block whose exchanges are compared with each other: those with the most to gain. With more, a block that many peers hold, or claim to
+hold, takes the square of it in time and memory: all of 64 peers with 128 experts took 45 s and 3.2 GB."""
 _LEAST = 1e-4
 """Least gain of a change, in messages per row of a block."""
 
@@ -64,14 +67,12 @@ def place(
     peers = sorted(peers, key=lambda peer: peer.peer)
     rooms = _rooms(use, peers, expert_bytes)
     quotas = _quotas(rooms, use.blocks, use.experts)
-    blocks = []
-    for block in range(use.blocks):
-        hold = np.zeros((use.experts, len(peers)), bool)
-        for number, peer in enumerate(peers):
-            for of_block, expert in (present or {}).get(peer.peer, ()):
-                if of_block == block:
-                    hold[expert, number] = True
-        blocks.append(_Block(use, block, peers, quotas[block], hold))
+    holds = np.zeros((use.blocks, use.experts, len(peers)), bool)
+    for number, peer in enumerate(peers):
+        if held := (present or {}).get(peer.peer):
+            of_block, expert = np.array(list(held)).T
+            holds[of_block, expert, number] = True
+    blocks = [_Block(use, block, peers, quotas[block], holds[block]) for block in range(use.blocks)]
     for each in blocks:
         each.complete()
     _improve(blocks, most_loads)
@@ -177,11 +178,16 @@ class _Block:
         return shares
 
     def cost(self, hold: Holds) -> float:
+        return self._cost(hold, self._met(_meet(self._remote(hold))))
+
+    def _met(self, meet: Holds) -> float:
+        """The share of rows, for each pair of their experts, that one message brings to both."""
+        return float((self._together * meet).sum()) / 2
+
+    def _cost(self, hold: Holds, met: float) -> float:
         shares = self.shares(hold)
         remote = self._remote(hold)
-        sent = (
-            float(self._rows[remote.any(1)].sum()) - PAIR * float((self._together * _meet(remote)).sum()) / 2
-        )
+        sent = float(self._rows[remote.any(1)].sum()) - PAIR * met
         alone = float((remote.sum(1) == 1).mean())
         return sent + float(self._excess(self._rows @ shares).sum()) + ALONE * alone
 
@@ -318,13 +324,17 @@ class _Block:
         experts, homes = np.concatenate([np.argwhere(places), np.stack([-np.ones_like(free), free], 1)]).T
         if not len(experts):
             return None
+        loads = self._rows @ shares
+        saved = PAIR * self._together @ places  # [E, P]: what a copy saves at a peer
+        if len(experts) > MOST_COPIES:
+            most = np.argsort(-self._hopes(experts, homes, saved, shares, loads), kind="stable")[:MOST_COPIES]
+            experts, homes = experts[most], homes[most]
         is_real = experts >= 0  # the others stand for free memory: experts without rows
         rows = np.where(is_real, self._rows[experts] * shares[experts, homes], 0.0)
         pairs = PAIR * self._together[np.ix_(experts, experts)] * (is_real[:, None] & is_real[None, :])
-        near = pairs @ (homes[:, None] == np.arange(len(self._quotas)))  # what a copy saves at a peer
+        near = np.where(is_real[:, None], saved[experts], 0.0)
         stays = near[np.arange(len(homes)), homes]
         gains = near[:, homes] + near[:, homes].T - 2 * pairs - stays[:, None] - stays[None, :]
-        loads = self._rows @ shares
         moved = rows[None, :] - rows[:, None]  # rows that the home of the first copy gains
         excess = self._excess(loads)[homes]
         gains += excess[:, None] - self._excess_of(homes[:, None], loads[homes][:, None] + moved)
@@ -344,6 +354,21 @@ class _Block:
                 )
             )
         return self._best(changes)
+
+    def _hopes(
+        self,
+        experts: NDArray[np.int64],
+        homes: NDArray[np.int64],
+        saved: Floats,
+        shares: Floats,
+        loads: Floats,
+    ) -> Floats:
+        """What the copies of ``experts`` at ``homes`` could gain at the best other home; infinite for free memory, which every copy may need."""
+        rows = self._rows[experts] * shares[experts, homes]
+        relief = self._excess_of(homes, loads[homes]) - self._excess_of(homes, loads[homes] - rows)
+        elsewhere = np.where(self.hold, -math.inf, saved).max(1)
+        hopes: Floats = elsewhere[experts] - saved[experts, homes] + relief
+        return np.where(experts >= 0, hopes, math.inf)
 
     def _exchange_with_trunk(self) -> _Change | None:
         """The best exchange of an expert of the trunk with one of another peer, or the best move of one to the trunk."""
@@ -392,18 +417,28 @@ class _Block:
 
     def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
         """Of ``changes``, pairs of drops and loads, the one with the largest gain per load; None if none lowers the cost."""
-        before = self.cost(self.hold)
-        found = [_Change(before - self._cost_after(drops, loads), drops, loads) for drops, loads in changes]
+        meet = _meet(self._remote(self.hold))
+        met = self._met(meet)
+        before = self._cost(self.hold, met)
+        found = [
+            _Change(before - self._cost_after(drops, loads, meet, met), drops, loads)
+            for drops, loads in changes
+        ]
         found = [change for change in found if change.gain > _LEAST]
         return max(found, key=lambda change: change.gain / len(change.loads), default=None)
 
-    def _cost_after(self, drops: Copies, loads: Copies) -> float:
+    def _cost_after(self, drops: Copies, loads: Copies, meet: Holds, met: float) -> float:
+        """The cost after a change. ``meet``, ``met``: those before it, of which only the rows of the changed experts are computed again."""
         hold = self.hold.copy()
         for expert, peer in drops:
             hold[expert, peer] = False
         for expert, peer in loads:
             hold[expert, peer] = True
-        return self.cost(hold)
+        changed = sorted({expert for expert, _ in (*drops, *loads)})
+        remote = self._remote(hold).astype(np.float32)
+        gained = (remote[changed] @ remote.T > 0.0).astype(np.float64) - meet[changed]
+        gained *= self._together[changed]
+        return self._cost(hold, met + float(gained.sum()) - float(gained[:, changed].sum()) / 2)
 
 
 def _meet(hold: Holds) -> Holds:

@@ -3,6 +3,8 @@
 A row is one position of one sequence in one block. Its router chooses k of the E experts of the block.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +51,12 @@ class ExpertUse:
             if before is not None:
                 self.following[block - 1] += self._pairs(before, of_block)
             before = of_block
+
+    def part(self, blocks: Sequence[int]) -> "ExpertUse":
+        """A copy of the counts of some blocks, ascending, without those of rows from one block to the next."""
+        found = ExpertUse(len(blocks), self.experts)
+        found.rows, found.together = self.rows[blocks], self.together[blocks]
+        return found
 
     def decay(self, seconds: float) -> None:
         """Let ``seconds`` pass: counts halve every ``HALF_LIFE_S``."""

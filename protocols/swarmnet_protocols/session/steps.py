@@ -122,7 +122,10 @@ def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
 
 
 def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
-    """A step from a peer. Raises ``ProtocolViolation`` if a number is out of range; ``check_rows`` checks the positions."""
+    """Return a step from a peer, whose values are finite.
+
+    Raises ``ProtocolViolation`` if a number is out of range, infinite or NaN; ``check_rows`` checks the positions.
+    """
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")
     rows = tuple(
@@ -138,4 +141,7 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
         raise ProtocolViolation("a replay wants no outputs")
     positions = sum(row.count for row in rows)
     values = decode_tensor(message.tensor, payload, positions=positions, hidden_size=hidden_size)
+    # Every hop sends finite values, so only the sender of these can have made them.
+    if not torch.isfinite(values).all():
+        raise ProtocolViolation("a step with values that are not finite")
     return Step(seq=message.seq, rows=rows, values=values, acked=message.acked, replay=message.replay)

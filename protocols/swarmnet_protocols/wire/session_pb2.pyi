@@ -425,8 +425,12 @@ class ExpertsReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("experts", "leaving")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedCompositeFieldContainer[ExpertSet]
+    leaving: bool
+    def __init__(self, experts: _Optional[_Iterable[_Union[ExpertSet, _Mapping]]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Computed(_message.Message):
     __slots__ = ("id", "tensor")

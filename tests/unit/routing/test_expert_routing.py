@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+from swarmnet_node.experts.expert_links import ExpertLinks
+from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import Outputs
 from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
@@ -178,14 +180,10 @@ class CountingLink:
 
 def trunk_with(links: Sequence[CountingLink]) -> Any:
     """A dispatcher of a trunk without experts that has these links."""
-    trunk: Any = ExpertDispatcher(
-        *(Mock(),) * 3,
-        {block: {*range(EXPERTS)} for block in range(BLOCKS)},
-        *(Mock(),) * 2,
-        random.Random(0),
-    )
-    trunk._links = {link.host.peer: link for link in links}
-    return trunk
+    wanted = {block: ExpertBits.of(range(EXPERTS)) for block in range(BLOCKS)}
+    kept: Any = ExpertLinks(*(Mock(),) * 3, wanted, Mock(), random.Random(0))
+    kept._links = {link.host.peer: link for link in links}
+    return ExpertDispatcher(kept, Mock())
 
 
 async def dispatched(

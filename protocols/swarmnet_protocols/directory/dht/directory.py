@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 5.0
 _SHUTDOWN_S = 2.0
-_MAX_OPENED = 1024
-"""Records whose signatures are not checked again: at most 4 MiB."""
+_MAX_OPENED_BYTES = 4 << 20
+"""Bytes of records whose signatures are not checked again: a thousand of the largest announcements of hosts."""
 _MAX_UNRESPONSIVE = 256
 """Bootstrap peers whose silence is logged. Those found in the local network may be many."""
 
@@ -65,6 +65,7 @@ class DhtDirectory:
         self._sampler = RecordSampler(node, publisher.swarm, publisher.clock)
         self._opened: OrderedDict[bytes, Record] = OrderedDict()
         """Records that samples held, by their sealed form: the next sample holds some of them again."""
+        self._opened_bytes = 0
         self._unresponsive: set[PeerId] = set()
         """Bootstrap peers that did not answer the last time."""
 
@@ -171,15 +172,16 @@ class DhtDirectory:
             if sealed in self._opened:
                 self._opened.move_to_end(sealed)
             else:
-                opened = open_valid([sealed], swarm=self._publisher.swarm, now=now)
-                self._opened.update((sealed, record) for record in opened)
+                for record in open_valid([sealed], swarm=self._publisher.swarm, now=now):
+                    self._opened[sealed] = record
+                    self._opened_bytes += len(sealed)
             record = self._opened.get(sealed)
             # A signer may have been revoked since.
             is_current = record is not None and record.topic in topics and record.expires_at > now
             if record is not None and is_current and self._signers.admits(record):
                 records.append(record)
-        while len(self._opened) > _MAX_OPENED:
-            self._opened.popitem(last=False)
+        while self._opened_bytes > _MAX_OPENED_BYTES:
+            self._opened_bytes -= len(self._opened.popitem(last=False)[0])
         return newest(records)
 
     @property

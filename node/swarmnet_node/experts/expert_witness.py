@@ -1,0 +1,68 @@
+"""What a peer with experts has seen of the others: who answers, and which experts they compute as it does itself.
+
+An announcement is a claim of its signer. A peer that dropped experts because others announce them could leave them to nobody, so it has each of them
+computed elsewhere first, for a row that nobody can foresee, and compares the outputs with its own.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from swarmnet_node.experts.expert_link import ExpertLink
+from swarmnet_node.experts.expert_links import ExpertLinks
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
+
+LOOK_S = 5.0
+"""Seconds for which peers are looked for. Fewer would miss some that are under load; meanwhile no request of a host to move experts is followed."""
+MAX_DIFFERENCE = 0.1
+"""Largest difference between two outputs of one expert, relative to their size. Machines round differently, in bfloat16 by up to a hundredth."""
+
+Compute = Callable[[ExpertRows], Awaitable[torch.Tensor]]
+"""Computes rows on this machine, as ``ExpertService.compute``."""
+
+
+async def answering(links: ExpertLinks) -> Sequence[BlockExperts]:
+    """The experts of each peer that answers, as it says."""
+    async with links.running():
+        await links.settle(LOOK_S)
+        return [link.experts for link in links.every if link.is_open]
+
+
+async def computed_elsewhere(links: ExpertLinks, compute: Compute) -> BlockExperts:
+    """The experts of ``links.wanted`` that another peer has just computed as this one does."""
+    found: dict[int, ExpertBits] = {}
+    async with links.running():
+        await links.settle(LOOK_S)
+        for block, experts in links.wanted.items():
+            row = torch.randn(1, links.model.hidden_size).to(links.model.dtype)
+            left = experts
+            for link in links.every:
+                if link.is_open and (common := left & link.experts.get(block, ExpertBits())):
+                    left -= await _agreed(link, compute, block, row, common)
+            if seen := experts - left:
+                found[block] = seen
+    return found
+
+
+async def _agreed(
+    link: ExpertLink, compute: Compute, block: int, row: torch.Tensor, experts: ExpertBits
+) -> ExpertBits:
+    """Those of ``experts`` of which a peer gives the outputs that this peer has."""
+    agreed: list[int] = []
+    for request in split_rows(block, row, {expert: torch.tensor([0]) for expert in experts}):
+        mine = request.outputs(await compute(request))
+        try:
+            theirs = await link.ask(request)
+        except SwarmnetError:  # it does not answer: nothing is seen
+            continue
+        agreed += [expert for expert in mine if is_alike(mine[expert], theirs[expert])]
+    return ExpertBits.of(agreed)
+
+
+def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two outputs [1, D] differ as rounding does. Pure."""
+    size = torch.linalg.vector_norm(one.float())
+    difference = torch.linalg.vector_norm(one.float() - other.float())
+    return bool(difference <= MAX_DIFFERENCE * size)
