@@ -125,7 +125,9 @@ class ExpertLab:
         sharing = ExpertOptions(self.load, start_on_loop=executor.start_on_loop, **options)
         return replace(hosting, load=load, experts=sharing)
 
-    async def faulty_peer(self, name: str, experts: BlockExperts, fault: str) -> "FaultyService":
+    async def faulty_peer(
+        self, name: str, experts: BlockExperts, fault: str, kind: "type[FaultyService] | None" = None
+    ) -> "FaultyService":
         """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS``, until the lab ends."""
         modules = {block: self.load(block, chosen) for block, chosen in experts.items()}
         serving: asyncio.Future[FaultyService] = asyncio.get_running_loop().create_future()
@@ -139,10 +141,10 @@ class ExpertLab:
                     torch.float32,
                     self.model.precision,
                 )
-                service = FaultyService(
+                service = (kind or FaultyService)(
                     modules, world.executor, shared, world.timing, world.transport.resources.system
                 )
-                service.fault = fault
+                service.fault, service.lab = fault, self.lab
                 await world.transport.serve(EXPERTS, service.handle)
                 await service.announce(
                     world.directory,
@@ -165,6 +167,7 @@ FAULTS = ("NaN", "wrong shape", "wrong type", "unknown request", "no reply", "en
 class FaultyService(ExpertService):
     """Answers requests wrongly."""
 
+    lab: Lab
     fault = ""
     asked = 0
     """Requests with rows."""

@@ -441,7 +441,12 @@ class HostedSession:
                 raise ProtocolViolation("a link carries steps")
             if not request.step.replay:
                 self._step_times.received(request.step.seq)
-            step = await self._decoded(request.step, payload)
+            try:
+                step = await self._decoded(request.step, payload)
+            except ProtocolViolation as error:
+                if link.peer == self.stream.peer:  # nobody else can have made the step
+                    self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
+                raise
             if link.peer == self.stream.peer and not step.replay and not self.stands_by:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):

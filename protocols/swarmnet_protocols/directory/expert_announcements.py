@@ -86,7 +86,7 @@ class ExpertBits(AbstractSet[int]):
         return self._hash()
 
     def __repr__(self) -> str:
-        return f"ExpertBits({ranges(self)})"
+        return f"ExpertBits({self._bits:#x})"
 
     def to_bytes(self) -> bytes:
         """The lowest bit of the first byte for expert 0, without zeros at the end."""

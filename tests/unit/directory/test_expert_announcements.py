@@ -1,5 +1,10 @@
 """Announcements of routed experts, how owners name experts, and which ones a joining peer chooses."""
 
+import asyncio
+import tracemalloc
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +14,9 @@ from swarmnet_protocols.directory import expert_announcements
 from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
     MAX_EXPERTS,
+    MAX_KNOWN,
+    ExpertBits,
+    ExpertSample,
     experts_topic,
     format_experts,
     from_bits,
@@ -120,3 +128,75 @@ def test_a_joining_peer_takes_the_experts_with_the_fewest_replicas() -> None:
     assert choose_experts(counts, [first, second], 3) == {0: {0, 1}, 1: {0}}
     assert choose_experts(counts, [second, second, first], 99) == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}
     assert choose_experts(counts, [], 0) == {}
+
+
+SETS = st.frozensets(st.integers(0, MAX_EXPERTS - 1), max_size=40)
+
+
+@given(SETS, SETS)
+def test_bits_are_a_set_of_numbers(one: frozenset[int], other: frozenset[int]) -> None:
+    bits, others = ExpertBits.of(one), ExpertBits.of(other)
+    assert (bits == one, hash(bits) == hash(one), len(bits), [*bits]) == (True, True, len(one), sorted(one))
+    assert {*(bits & others)} == one & other
+    assert {*(bits | others)} == one | other
+    assert {*(bits - other)} == one - other
+    assert all((number in bits) == (number in one) for number in range(-1, MAX_EXPERTS))
+
+
+class Flooded:
+    """A directory whose every sample holds other announcements of invented peers, each as large as a record may be."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def clock(self) -> float:
+        return 1.0
+
+    async def sample(self, _topics: Collection[str], most: int, **_: object) -> Sequence[Record]:
+        self.samples += 1
+        blocks = [block(number, b"\xff" * (MAX_EXPERTS // 8)) for number in range(118)]
+        body = announcement(blocks=blocks).body
+        signers = ((self.samples * most + number).to_bytes(32, "big") for number in range(most))
+        return [Record(bytes(32), experts_topic(MANIFEST), signer, 1, 2.0, body) for signer in signers]
+
+
+def test_a_flood_of_announcements_takes_bounded_memory() -> None:
+    directory: Any = Flooded()
+    sample = ExpertSample(directory, MANIFEST)
+    tracemalloc.start()
+    try:
+        for _ in range(2 + MAX_KNOWN // expert_announcements.SAMPLE):
+            known = asyncio.run(sample.refresh())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(known) == MAX_KNOWN
+    assert peak < 32 << 20
+
+
+def test_an_announcement_is_kept_until_it_expires_and_replaced_by_a_later_one() -> None:
+    found: list[Record] = []
+
+    class One(Flooded):
+        now = 1.0
+
+        def clock(self) -> float:
+            return self.now
+
+        async def sample(self, _topics: Collection[str], most: int, **_: object) -> Sequence[Record]:
+            return found[:most]
+
+    def record(sequence: int, experts: bytes) -> Record:
+        body = announcement(blocks=[block(1, experts)]).body
+        return Record(bytes(32), experts_topic(MANIFEST), bytes(32), sequence, 2.0, body)
+
+    directory: Any = One()
+    sample = ExpertSample(directory, MANIFEST)
+    for each, expected in ((record(2, b"\x02"), {1}), (record(1, b"\x01"), {1}), (record(3, b"\x04"), {2})):
+        found[:] = [each]
+        [known] = asyncio.run(sample.refresh())
+        assert known.host.experts == {1: expected}
+    found.clear()
+    assert len(asyncio.run(sample.refresh())) == 1
+    directory.now = 2.0
+    assert asyncio.run(sample.refresh()) == []

@@ -1,10 +1,11 @@
-"""A peer changes its experts for one host at a time, slowly, and drops none that no other peer has."""
+"""A peer changes its experts for one host at a time, who has it compute most rows, and few at once."""
 
 import pytest
 
 from swarmnet_node.experts.expert_choice import (
     ARRANGER_S,
     PERIOD_S,
+    SHARE,
     Followed,
     accepted_drops,
     accepted_loads,
@@ -17,40 +18,37 @@ COUNTS = dict.fromkeys(range(8), 32)
 
 
 @pytest.mark.parametrize(
-    ("host", "after_s", "expected"),
+    ("host", "after_s", "rows", "expected"),
     [
-        (A, 0.0, False),
-        (A, PERIOD_S, True),
-        (B, PERIOD_S, False),
-        (B, ARRANGER_S - 1, False),
-        (B, ARRANGER_S, True),
+        (A, 0.0, {}, False),
+        (A, PERIOD_S, {}, True),
+        (B, PERIOD_S, {}, False),
+        (B, PERIOD_S, {A: 5, B: 5}, False),
+        (B, PERIOD_S, {A: 5, B: 6}, True),
+        (B, PERIOD_S - 1, {A: 5, B: 6}, False),
+        (B, ARRANGER_S - 1, {}, False),
+        (B, ARRANGER_S, {}, True),
     ],
 )
-def test_a_peer_follows_one_host_at_a_time(host: PeerId, after_s: float, expected: bool) -> None:
-    assert follows(Followed(A, 100.0), host, 100.0 + after_s) is expected
-    assert follows(None, host, 100.0)
+def test_a_peer_follows_the_host_that_sends_most_rows(
+    host: PeerId, after_s: float, rows: dict[PeerId, int], expected: bool
+) -> None:
+    assert follows(Followed(A, 100.0), host, 100.0 + after_s, rows) is expected
+    assert follows(None, host, 100.0, rows)
 
 
-def test_only_experts_that_another_peer_has_are_dropped() -> None:
-    held = {0: frozenset({0, 1, 2}), 1: frozenset({5})}
-    others = [{0: frozenset({1})}, {0: frozenset({2, 9}), 1: frozenset({6})}]
-    wanted = {0: frozenset({0, 1, 9}), 1: frozenset({5}), 7: frozenset({0})}
-    assert accepted_drops(wanted, held, others) == {0: {1}}
-    assert accepted_drops(wanted, held, []) == {}
+def test_one_request_drops_a_share_of_the_experts_that_a_peer_has() -> None:
+    held = {0: frozenset(range(16)), 1: frozenset(range(4))}
+    assert accepted_drops({0: frozenset({3, 40}), 7: frozenset({0})}, held) == {0: {3}}
+    assert sum(map(len, accepted_drops(held, held).values())) == int(SHARE * 20)
+    assert accepted_drops(held, {1: frozenset({2})}) == {1: {2}}
 
 
-def test_experts_are_loaded_while_there_is_room_and_few_at_once() -> None:
+def test_one_request_loads_a_share_of_the_capacity_while_there_is_room() -> None:
     held = {0: frozenset({0, 1})}
     many = {block: frozenset(range(32)) for block in range(8)}
-    assert accepted_loads({0: frozenset({1, 2, 3})}, held, [many], COUNTS, 3) == {0: {2}}
-    assert accepted_loads({0: frozenset({2})}, held, [many], COUNTS, 2) == {}
-    assert sum(map(len, accepted_loads(many, held, [many], COUNTS, 200).values())) == 12  # 5 % of 256
+    assert accepted_loads({0: frozenset({1, 2, 3})}, held, COUNTS, 3) == {0: {2}}
+    assert accepted_loads({0: frozenset({2})}, held, COUNTS, 2) == {}
+    assert sum(map(len, accepted_loads(many, held, COUNTS, 200).values())) == int(SHARE * 200)
     unknown = {0: frozenset({32}), 9: frozenset({0})}
-    assert accepted_loads(unknown, held, [], COUNTS, 200) == {}
-
-
-def test_experts_that_no_other_peer_has_are_loaded_at_once() -> None:
-    many = {block: frozenset(range(32)) for block in range(8)}
-    loaded = accepted_loads(many, {}, [{0: frozenset(range(32))}], COUNTS, 250)
-    assert sum(map(len, loaded.values())) == 7 * 32 + 12
-    assert sum(map(len, accepted_loads(many, {}, [], COUNTS, 100).values())) == 100
+    assert accepted_loads(unknown, held, COUNTS, 200) == {}

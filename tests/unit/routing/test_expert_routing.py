@@ -1,6 +1,7 @@
 """On the routing of a trained model, placements of experts send fewer rows to other peers, evenly, also after the subject has changed."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -152,7 +153,7 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     assert busiest <= BUSIEST
 
 
-@dataclass
+@dataclass(eq=False)
 class CountingLink:
     """In place of a stream to a peer with ``placed`` experts. Experts multiply rows by their number."""
 
@@ -228,3 +229,67 @@ def test_a_much_slower_peer_is_asked_only_for_what_no_faster_one_has() -> None:
 
     assert asyncio.run(ask(slow_row_s=1e-4)) == (0, 3)  # as fast: one message
     assert asyncio.run(ask(slow_row_s=1e-2)) == (2, 1)
+
+
+@dataclass(eq=False)
+class StrangeLink(CountingLink):
+    """Gives outputs of ``value`` for rows that are larger than ``largest``."""
+
+    value: float = math.nan
+    largest: float = math.inf
+    avoided: int = 0
+
+    def avoid(self, _now: float) -> None:
+        self.avoided += 1
+
+    async def ask(self, request: ExpertRows) -> Outputs:
+        right = await super().ask(request)
+        return {
+            expert: torch.where(each.abs() > self.largest * expert, self.value, each)
+            for expert, each in right.items()
+        }
+
+
+async def computed(links: Sequence[CountingLink], values: list[float]) -> list[float]:
+    """The outputs of expert 1 for rows with these values, as the torch thread gets them."""
+    trunk = trunk_with(links)
+    started: list[asyncio.Task[Outputs]] = []
+
+    def start_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Any) -> Any:
+        started.append(loop.create_task(coroutine))
+        return started[0].result
+
+    trunk.start_on_loop = start_on_loop
+    wait = trunk.elsewhere(0)(torch.tensor(values)[:, None], {1: torch.arange(len(values))})
+    await asyncio.wait(started, timeout=5.0)
+    return [float(each) for each in wait()[1]]
+
+
+def strange_link(name: str, largest: float = math.inf) -> StrangeLink:
+    return StrangeLink(frozenset({(0, 1)}), SimpleNamespace(peer=name), largest=largest)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_are_sent_to_no_peer(value: float) -> None:
+    link = strange_link("a")
+    found = asyncio.run(computed([link], [2.0, value, 3.0]))
+    assert found[::2] == [2.0, 3.0]
+    assert math.isnan(found[1])
+    assert link.pairs[0] == 2
+    assert math.isnan(asyncio.run(computed([link], [value]))[0])
+
+
+def test_no_peer_is_avoided_for_rows_that_are_too_large_for_all_of_them() -> None:
+    links = [strange_link(name, largest=100.0) for name in "ab"]
+    found = asyncio.run(computed(links, [2.0, 1000.0, 3.0]))
+    assert found[::2] == [2.0, 3.0]
+    assert math.isnan(found[1])
+    assert [link.avoided for link in links] == [0, 0]
+
+
+def test_a_peer_is_avoided_whose_outputs_are_not_finite_where_those_of_another_are() -> None:
+    good, bad = strange_link("good"), strange_link("bad", largest=0.5)
+    good.row_s = 2 * bad.row_s
+    for values in ([2.0], [2.0, 3.0, 0.1]):
+        assert asyncio.run(computed([bad, good], values)) == pytest.approx(values)
+    assert (good.avoided, bad.avoided > 0) == (0, True)

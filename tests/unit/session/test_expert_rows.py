@@ -104,8 +104,16 @@ def test_outputs_are_those_of_each_expert_for_its_rows() -> None:
         1: values[:2].tolist(),
         5: values[2:].tolist(),
     }
-    for wrong in (values[:2], values[:, :3], values.bfloat16(), torch.full_like(values, float("nan"))):
+    for wrong in (values[:2], values[:, :3], values.bfloat16()):
         with pytest.raises(ProtocolViolation):
             decode_outputs(*answer(wrong.contiguous()), request, 9)
     with pytest.raises(ProtocolViolation, match="request 8 instead of 9"):
         decode_outputs(*answer(values, 8), request, 9)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_refused_and_such_outputs_are_no_violation(number: float) -> None:
+    request = ExpertRows(0, torch.full((1, HIDDEN), number), {1: torch.tensor([0])})
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        received(request)
+    decode_outputs(*answer(torch.full((1, HIDDEN), number)), request, 9)

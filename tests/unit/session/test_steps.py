@@ -127,3 +127,21 @@ def test_steps_survive_encoding_and_decoding() -> None:
     assert again == step
     assert torch.equal(again.values, step.values)
     assert torch.equal(again.wanted(), step.values[1:])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_a_step_with_values_that_are_not_finite_is_refused(dtype: torch.dtype, number: float) -> None:
+    values = torch.zeros(3, 64)
+    values[1, 5] = number
+    wanted = Step(seq=1, rows=(Row(0, 0, 3, 1, 0),), values=values)
+    if dtype is torch.int8:  # this type has no NaN: its bytes are those of an outlier that is not finite
+        message, payload = encode_step(wanted.with_values(values.nan_to_num(0.0)), dtype)
+        sent = bytearray(payload)
+        row = len(sent) // 3
+        sent[2 * row - 2 : 2 * row] = b"\xff\x7f"
+        payload = memoryview(sent)
+    else:
+        message, payload = encode_step(wanted, dtype)
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        decode_step(message, bytes(payload), hidden_size=64)

@@ -98,3 +98,10 @@ def test_long_prompts_with_eight_bits_are_encoded_beside_the_event_loop(
     wire: torch.dtype, slow: list[bool]
 ) -> None:
     assert [is_slow(wire, positions, 4096) for positions in (8, 256)] == slow
+
+
+def test_finite_values_of_eight_bits_arrive_finite() -> None:
+    """Otherwise the receiver would take the sender for one that sends infinity."""
+    largest = torch.finfo(torch.float32).max
+    for values in (torch.full((1, 64), largest), -largest * torch.eye(1, 64)):
+        assert torch.isfinite(sent(values, torch.int8)).all()

@@ -1,0 +1,272 @@
+"""Experts on peers hold against rows that are not finite, false announcements, silent streams and requests to drop experts."""
+
+import asyncio
+import math
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from swarmnet_node.expert_node import ExpertNode
+from swarmnet_node.experts import expert_links
+from swarmnet_node.experts.expert_choice import SHARE
+from swarmnet_node.experts.expert_link import FAULT_S
+from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.hosting.slots import NEW_S
+from swarmnet_node.node import Node
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, experts_topic, to_bits
+from swarmnet_protocols.directory.host_announcements import PROTOCOL
+from swarmnet_protocols.directory.records import Publisher
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, encode_experts, encode_rows
+from swarmnet_protocols.session.steps import Row, Step
+from swarmnet_protocols.wire import records_pb2, session_pb2
+from tests.sim.test_experts import (
+    LONG,
+    PROMPTS,
+    attach,
+    open_experts,
+    told,
+)
+from tests.sim.test_host_defences import Stranger
+from tests.support.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
+from tests.support.memory_network import LinkProfile
+from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_experts_reference("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+async def assert_answers_rightly(lab: Lab) -> None:
+    assert (await told(lab)).tokens == lab.reference.greedy(PROMPTS[3], LONG)
+
+
+def claim(lab: Lab, name: str, experts: BlockExperts) -> None:
+    """Publish that an invented peer, at which nobody answers, has ``experts``."""
+    local = lab.reference.local
+    record = records_pb2.ExpertsRecord(
+        manifest=lab.manifest,
+        state=records_pb2.HOST_STATE_ONLINE,
+        protocol=PROTOCOL,
+        precision=local.precision,
+        blocks=[
+            records_pb2.BlockExperts(block=block, experts=to_bits(each)) for block, each in experts.items()
+        ],
+    )
+    publisher = Publisher(peer(name), SWARM, lab.board.clock)
+    topic = experts_topic(lab.manifest)
+    lab.board.post(*publisher.seal(topic, record.SerializeToString(), lifetime_s=3600.0))
+
+
+# ---- rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Reference, value: float) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        for number, own in enumerate([*spread(2), *spread(2)]):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        trunk = await experts.trunk("a", own=())
+        assert trunk.dispatcher is not None
+        async with lab.network.transport(lab.peer_id("stranger")) as transport:
+            stranger = Stranger(lab, transport)
+            await stranger.send_open(span=session_pb2.Span(start=0, end=4))
+            link = await stranger.link()
+            step = Step(1, (Row(0, 0, 1, 1, 0),), torch.full((1, 32), value))
+            await stranger.step(link, step)
+            await asyncio.sleep(5.0)
+        now = asyncio.get_running_loop().time()
+        assert len(trunk.dispatcher.links.every) == 4
+        for each in trunk.dispatcher.links.every:
+            assert each.is_open
+            assert not each.is_avoided(now)
+        await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_a_peer_with_answers_of_the_wrong_shape_is_tried_again_ever_later(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        lab.network.set_link(lab.peer_id("trunk"), lab.peer_id("honest"), LinkProfile(delay_s=0.003))
+        await experts.peer("honest", everything)
+        await experts.trunk("trunk", own=())
+        faulty = await experts.faulty_peer("faulty", everything, "wrong shape")
+        asked = []
+        for pause_s in (10.0, FAULT_S - 20.0, FAULT_S, 2 * FAULT_S - 20.0):
+            await asyncio.sleep(pause_s)
+            await assert_answers_rightly(lab)
+            asked.append(faulty.asked)
+        assert asked == [1, 1, 2, 2]
+
+    simulate(mixtral, scenario, link=LAN, limit_s=300)
+
+
+# ---- announcements ----------------------------------------------------------------------------------------
+
+
+def test_dead_announcements_do_not_keep_out_peers_that_answer(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        for number in range(3 * expert_links.MAX_LINKS):
+            claim(lab, f"dead{number}", everything)
+        for number, own in enumerate(spread(2)):
+            await experts.peer(f"peer{number}", experts.everywhere(own))
+        async with asyncio.timeout(60.0):
+            await experts.trunk("trunk", own=())
+        await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> None:
+    """A flood may keep it out of every sample of the directory."""
+
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        await experts.peer("peer", experts.everywhere(range(8)))
+        trunk = await experts.trunk("trunk", own=())
+        lab.board._postings.clear()
+        lab.board.post = lambda *_: None  # type: ignore[method-assign] - nothing is found from here on
+        await asyncio.sleep(100.0)
+        assert trunk.dispatcher is not None
+        assert not trunk.dispatcher.links.missing()
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+# ---- streams ----------------------------------------------------------------------------------------------
+
+
+def test_silent_streams_give_way_to_a_host_that_needs_experts(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        node = await experts.peer("peer", experts.everywhere(range(8)))
+        async with AsyncExitStack() as stack:
+            for number in range(SYSTEM_LIMITS[Resource.EXPERTS] // PEER_LIMITS[Resource.EXPERTS]):
+                name = f"silent{number}"
+                lab.network.move(lab.peer_id(name), f"/ip4/10.0.0.{number}/tcp/1")
+                transport = await stack.enter_async_context(lab.network.transport(lab.peer_id(name)))
+                for _ in range(PEER_LIMITS[Resource.EXPERTS]):
+                    stream = await open_experts(lab, transport, "peer")
+                    await stream.send(attach(lab))
+                    await stream.receive()
+            assert node.status().expert_streams == SYSTEM_LIMITS[Resource.EXPERTS]
+            await asyncio.sleep(NEW_S)
+            async with asyncio.timeout(20.0):
+                await experts.trunk("trunk", own=())
+            await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+# ---- requests to move experts -----------------------------------------------------------------------------
+
+
+async def ask_to_drop(lab: Lab, target: str, experts: BlockExperts) -> None:
+    """Ask a peer to drop experts, as a host does, once announcements are visible, and wait until it has decided."""
+    await asyncio.sleep(5.0)
+    async with lab.network.transport(lab.peer_id("stranger")) as transport:
+        stream = await open_experts(lab, transport, target)
+        await stream.send(attach(lab))
+        await stream.receive()
+        message = session_pb2.Rearrange(drops=encode_experts(experts))
+        await stream.send(session_pb2.ExpertsRequest(rearrange=message))
+        await asyncio.sleep(45.0)
+
+
+def count(experts: BlockExperts) -> int:
+    return sum(map(len, experts.values()))
+
+
+def every_cell(experts: BlockExperts) -> set[tuple[int, int]]:
+    return {(block, expert) for block, each in experts.items() for expert in each}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A peer that has every expert and lets hosts choose, and a host without experts."""
+
+    experts: ExpertLab
+    every: BlockExperts
+    peer: ExpertNode
+    trunk: Node
+
+    @classmethod
+    async def start(cls, lab: Lab) -> "Only":
+        experts = ExpertLab(lab)
+        every = experts.everywhere(range(8))
+        node = await experts.choosing_peer("peer", count(every))
+        return cls(experts, every, node, await experts.trunk("trunk", own=()))
+
+    def is_complete(self) -> bool:
+        """Whether the host reaches every expert."""
+        assert self.trunk.dispatcher is not None
+        return not self.trunk.dispatcher.links.missing()
+
+
+def test_no_expert_is_dropped_because_an_announcement_names_it(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        only = await Only.start(lab)
+        claim(lab, "liar", only.every)
+        dropping = asyncio.create_task(ask_to_drop(lab, "peer", only.every))
+        while not dropping.done():
+            await asyncio.sleep(1.0)
+            assert only.is_complete()
+        await dropping
+        assert every_cell(only.peer.experts) == every_cell(only.every)
+        await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+class Parrot(FaultyService):
+    """Has the peer that it imitates compute its rows."""
+
+    async def compute(self, request: ExpertRows) -> torch.Tensor:
+        if not request.rows:
+            return request.values
+        self.asked += 1
+        async with self.lab.network.transport(self.lab.peer_id("helper")) as transport:
+            stream = await open_experts(self.lab, transport, "peer")
+            await stream.send(attach(self.lab))
+            await stream.receive()
+            message, payload = encode_rows(request, 1)
+            await stream.send(session_pb2.ExpertsRequest(rows=message), payload)
+            reply, outputs = await stream.receive()
+            return torch.frombuffer(bytearray(outputs), dtype=torch.float32).reshape(
+                *reply.computed.tensor.shape
+            )
+
+    async def _answer(self, stream: ExpertsStream, number: int, rows: ExpertRows) -> None:
+        await ExpertService._answer(self, stream, number, rows)
+
+
+def test_no_expert_is_dropped_for_a_peer_that_has_it_computed_by_its_only_holder(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        only = await Only.start(lab)
+        parrot = await only.experts.faulty_peer("parrot", only.every, "", kind=Parrot)
+        await ask_to_drop(lab, "peer", only.every)
+        assert parrot.asked > 0
+        assert every_cell(only.peer.experts) == every_cell(only.every)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_one_message_moves_a_share_of_the_experts_that_another_peer_computes(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        only = await Only.start(lab)
+        await only.experts.peer("other", only.every)
+        await ask_to_drop(lab, "peer", only.every)
+        every = count(only.every)
+        assert count(only.peer.experts) == every - int(SHARE * every)
+        assert only.is_complete()
+        await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
