@@ -118,7 +118,7 @@ def test_dead_announcements_do_not_keep_out_peers_that_answer(mixtral: Reference
             claim(lab, f"dead{number}", everything)
         for number, own in enumerate(spread(2)):
             await experts.peer(f"peer{number}", experts.everywhere(own))
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(20.0):
             await experts.trunk("trunk", own=())
         await assert_answers_rightly(lab)
 
@@ -268,5 +268,29 @@ def test_one_message_moves_a_share_of_the_experts_that_another_peer_computes(mix
         assert count(only.peer.experts) == every - int(SHARE * every)
         assert only.is_complete()
         await assert_answers_rightly(lab)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_no_expert_is_dropped_for_a_peer_that_computes_it_wrongly(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        only = await Only.start(lab)
+        wrong = await only.experts.faulty_peer("wrong", only.every, "false")
+        await ask_to_drop(lab, "peer", only.every)
+        assert wrong.asked > 0
+        assert every_cell(only.peer.experts) == every_cell(only.every)
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_a_joining_peer_counts_the_experts_of_peers_that_answer(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        for number in range(3):
+            claim(lab, f"liar{number}", experts.everywhere(range(4)))
+        await experts.peer("honest", experts.everywhere(range(2)))
+        await asyncio.sleep(5.0)
+        joined = await experts.choosing_peer("peer", count(experts.everywhere(range(2))))
+        assert every_cell(joined.experts) == every_cell(experts.everywhere({2, 3}))
 
     simulate(mixtral, scenario, link=LAN)

@@ -128,7 +128,7 @@ class ExpertLab:
     async def faulty_peer(
         self, name: str, experts: BlockExperts, fault: str, kind: "type[FaultyService] | None" = None
     ) -> "FaultyService":
-        """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS``, until the lab ends."""
+        """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS`` or "false", until the lab ends."""
         modules = {block: self.load(block, chosen) for block, chosen in experts.items()}
         serving: asyncio.Future[FaultyService] = asyncio.get_running_loop().create_future()
 
@@ -182,6 +182,7 @@ class FaultyService(ExpertService):
             "NaN": torch.full_like(right, float("nan")),
             "wrong shape": right[:, :-1],
             "wrong type": right.bfloat16(),
+            "false": torch.zeros_like(right),
         }.get(self.fault, right)
         if self.fault == "no reply":
             return

@@ -160,6 +160,19 @@ class Flooded:
         return [Record(bytes(32), experts_topic(MANIFEST), signer, 1, 2.0, body) for signer in signers]
 
 
+def test_an_announcement_takes_little_more_memory_than_its_bytes() -> None:
+    directory: Any = Flooded()
+    [record] = asyncio.run(directory.sample((), 1))
+    tracemalloc.start()
+    try:
+        host = read_expert_host(record, MANIFEST)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert host is not None
+    assert peak < 8 * len(record.body)
+
+
 def test_a_flood_of_announcements_takes_bounded_memory() -> None:
     directory: Any = Flooded()
     sample = ExpertSample(directory, MANIFEST)
