@@ -45,7 +45,7 @@ async def assert_answers_rightly(lab: Lab) -> None:
 
 
 def claim(lab: Lab, name: str, experts: BlockExperts) -> None:
-    """Publish that an invented peer, at which nobody answers, has ``experts``."""
+    """Publish that an invented peer, which does not answer, has ``experts``."""
     local = lab.reference.local
     record = records_pb2.ExpertsRecord(
         manifest=lab.manifest,

@@ -1,6 +1,6 @@
 """Which routed experts a peer hosts: those that the fewest peers have when it joins, and later what hosts ask it to load and drop. Pure.
 
-A request of a host is the message of one peer, so it has bounds: one host at a time is followed, whoever sends most rows; few experts move at once;
+A request of a host is the message of one peer, so it has bounds: one host at a time is followed, the one that sends most rows; few experts move at once;
 and experts are dropped only if another peer was seen to compute them (``expert_witness.py``).
 """
 

@@ -9,7 +9,7 @@ Experts keep nothing between two requests, so that any peer with the same expert
 1. Each row goes to as few peers as possible, of those that are not much slower than others with the same expert (``routing/expert_dispatch.py``).
 2. A peer that fails, or sends no outputs of these rows, is replaced by another one at once.
 3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged requests: Dean and Barroso 2013).
-4. Rows with infinity or NaN are sent to nobody: their outputs are NaN, as an expert would compute them. Outputs that are not finite for finite rows
+4. Rows with infinity or NaN are sent to no peer: their outputs are NaN, as an expert would compute them. Outputs that are not finite for finite rows
    are asked for again from another peer. If that one's are finite, the first one is avoided for a while; otherwise the rows are too large, no
    peer is at fault, and the session of these rows ends with ``REASON_NOT_FINITE``.
 5. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with

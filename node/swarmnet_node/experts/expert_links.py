@@ -1,6 +1,6 @@
-"""The links of a host to peers with experts: whom it tries, whom it keeps, and which experts it reaches.
+"""The links of a host to peers with experts: which peers it tries, which links it keeps, and which experts it reaches.
 
-Announcements are claims of anybody, so they decide only whom the host tries. Peers that were never tried come first, in random order, then those tried
+Any peer may announce anything, so announcements decide only which peers the host tries. Peers that were never tried come first, in random order, then those tried
 longest ago; a few are tried at a time. So a flood of false announcements delays an honest peer and never keeps it out. A link that is open stays
 open, whatever the directory says: the peer itself tells which experts it has, and when it leaves.
 """
@@ -119,7 +119,7 @@ class ExpertLinks:
         self.changes += 1
         self._changed.set()
 
-    # ---- whom the host tries ------------------------------------------------------------------------------
+    # ---- peers that are tried ------------------------------------------------------------------------------
 
     async def _find(self) -> NoReturn:
         while True:

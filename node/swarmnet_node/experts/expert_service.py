@@ -130,7 +130,7 @@ class ExpertService:
         await self._note_change()
 
     def withhold(self) -> None:
-        """Refuse to compute the withdrawn experts, which stay in memory: whoever computes them for others must have them."""
+        """Refuse to compute the withdrawn experts, which stay in memory: a peer that computes them meanwhile has them itself."""
         self._is_withheld = True
 
     async def drop(self) -> None:

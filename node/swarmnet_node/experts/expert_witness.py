@@ -1,7 +1,7 @@
 """What a peer with experts has seen of the others: who answers, and which experts they compute as it does itself.
 
-An announcement is a claim of its signer. A peer that dropped experts because others announce them could leave them to nobody, so it has each of them
-computed elsewhere first, for a row that nobody can foresee, and compares the outputs with its own.
+An announcement is a claim of its signer. A peer that dropped experts because others announce them could leave them without a holder, so it has each of
+them computed elsewhere first, for a row that no peer can foresee, and compares the outputs with its own.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

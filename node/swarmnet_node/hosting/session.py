@@ -444,7 +444,7 @@ class HostedSession:
             try:
                 step = await self._decoded(request.step, payload)
             except ProtocolViolation as error:
-                if link.peer == self.stream.peer:  # nobody else can have made the step
+                if link.peer == self.stream.peer:  # no other peer can have made the step
                     self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
                 raise
             if link.peer == self.stream.peer and not step.replay and not self.stands_by:

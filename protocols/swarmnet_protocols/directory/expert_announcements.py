@@ -1,6 +1,6 @@
 """Announcements of routed experts in the directory: which peers compute which experts of a model for hosts of its blocks.
 
-An announcement is a claim: anybody may sign one that names every expert. It tells where to ask, and nothing follows from it alone: hosts and peers
+An announcement is a claim: any peer may sign one that names every expert. It tells where to ask, and nothing follows from it alone: hosts and peers
 with experts count what a peer has told and computed on a stream of its own (``swarmnet_node/experts/``). Reading many claims has to be cheap, so
 :class:`ExpertSample` reads a bounded number of them, parses each once, and keeps a bit for each expert.
 """
