@@ -101,6 +101,11 @@ def keep_only_announced(patch: Patch) -> None:
     patch.setattr(ExpertLinks, "_update", updating)
 
 
+def wait_as_announced(patch: Patch) -> None:
+    for bound in ("MAX_ANSWER_S", "MAX_ROW_S"):
+        patch.setattr(expert_link, bound, math.inf)
+
+
 async def believed(links: ExpertLinks, _compute: object) -> BlockExperts:
     """In place of a look at other peers."""
     return links.wanted
@@ -169,6 +174,11 @@ EXPERTS = (
             lambda bits: frozenset(test_expert_announcements.from_bits(bits)),
         ),
         lambda _: test_expert_announcements.test_an_announcement_takes_little_more_memory_than_its_bytes(),
+    ),
+    Defence(
+        "an announced time does not make a host wait for ever",
+        wait_as_announced,
+        of_mixtral(test_expert_attacks.test_a_peer_that_never_answers_holds_a_forward_for_a_minute_at_most),
     ),
     Defence(
         "one subnet does not take all links to peers with experts",

@@ -4,6 +4,7 @@ import asyncio
 import math
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ import torch
 from swarmnet_node.expert_node import ExpertNode
 from swarmnet_node.experts import expert_links
 from swarmnet_node.experts.expert_choice import SHARE
-from swarmnet_node.experts.expert_link import FAULT_S
+from swarmnet_node.experts.expert_link import FAULT_S, MAX_ANSWER_S
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_node.node import Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, experts_topic, to_bits
 from swarmnet_protocols.directory.host_announcements import PROTOCOL
 from swarmnet_protocols.directory.records import Publisher
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, encode_experts, encode_rows
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import records_pb2, session_pb2
@@ -31,7 +35,7 @@ from tests.sim.test_experts import (
 )
 from tests.sim.test_host_defences import Stranger
 from tests.support.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
-from tests.support.memory_network import LinkProfile
+from tests.support.memory_network import LinkProfile, MemoryTransport
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 
@@ -139,6 +143,51 @@ def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> Non
         assert not trunk.dispatcher.links.missing()
 
     simulate(mixtral, scenario, link=LAN)
+
+
+def test_an_address_that_raises_any_error_ends_no_search(
+    mixtral: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        for number in range(2 * expert_links.MAX_TRIED):
+            claim(lab, f"dead{number}", everything)
+        honest = await experts.peer("peer", everything)
+        opened = MemoryTransport.open
+
+        async def failing(
+            transport: MemoryTransport, target: PeerId, protocol: ProtocolSpec, **options: Any
+        ) -> Stream:
+            if protocol is EXPERTS and target != lab.peer_id("peer"):
+                raise ValueError("invalid literal for int() with base 10: '²'")
+            return await opened(transport, target, protocol, **options)
+
+        monkeypatch.setattr(MemoryTransport, "open", failing)
+        async with asyncio.timeout(20.0):
+            await experts.trunk("trunk", own=())
+        assert honest.status().expert_streams == 1
+
+    simulate(mixtral, scenario, link=LAN)
+
+
+def test_a_peer_that_never_answers_holds_a_forward_for_a_minute_at_most(mixtral: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        experts = ExpertLab(lab)
+        everything = experts.everywhere(range(8))
+        await experts.peer("peer", everything)
+        trunk = await experts.trunk("trunk", own=())
+        silent = await experts.faulty_peer("silent", everything, "no reply", row_s=3600.0)
+        await asyncio.sleep(10.0)
+        await lab.stop("peer")
+        assert trunk.dispatcher is not None
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(SwarmnetError):
+            await trunk.dispatcher.compute(0, torch.zeros(1, 32), {1: torch.tensor([0])})
+        assert silent.asked > 0
+        assert asyncio.get_running_loop().time() - started < MAX_ANSWER_S + 10.0
+
+    simulate(mixtral, scenario, link=LAN, limit_s=200)
 
 
 # ---- streams ----------------------------------------------------------------------------------------------

@@ -126,7 +126,12 @@ class ExpertLab:
         return replace(hosting, load=load, experts=sharing)
 
     async def faulty_peer(
-        self, name: str, experts: BlockExperts, fault: str, kind: "type[FaultyService] | None" = None
+        self,
+        name: str,
+        experts: BlockExperts,
+        fault: str,
+        kind: "type[FaultyService] | None" = None,
+        row_s: float = 0.0,
     ) -> "FaultyService":
         """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS`` or "false", until the lab ends."""
         modules = {block: self.load(block, chosen) for block, chosen in experts.items()}
@@ -144,7 +149,7 @@ class ExpertLab:
                 service = (kind or FaultyService)(
                     modules, world.executor, shared, world.timing, world.transport.resources.system
                 )
-                service.fault, service.lab = fault, self.lab
+                service.fault, service.lab, service.row_s = fault, self.lab, row_s
                 await world.transport.serve(EXPERTS, service.handle)
                 await service.announce(
                     world.directory,

@@ -46,6 +46,10 @@ TRIALS = 5
 ANSWER_S = 2.0
 """Timeout of a request in seconds, in addition to ``ANSWER_FACTOR`` times its expected time."""
 ANSWER_FACTOR = 20
+MAX_ANSWER_S = 60.0
+"""Longest timeout of a request. All sessions of a host wait for a peer that alone has an expert; the largest request takes a slow peer 40 s."""
+MAX_ROW_S = 0.1
+"""Longest time of a row that is believed before it is measured."""
 FAULT_S = 60.0
 MAX_FAULT_S = 3600.0
 """Longest pause after a violation of the protocol; each is twice as long as the one before."""
@@ -108,7 +112,7 @@ class ExpertLink:
         self.host = host
         """Its newest announcement."""
         self.round_trip_s = 0.0
-        self.row_s = host.row_s
+        self.row_s = min(host.row_s, MAX_ROW_S)
         """Seconds for one row through one expert beside the round trip, averaged."""
         self.fault = ""
         """The violation of the protocol for which the peer is not asked at present; empty: there was none."""
@@ -191,6 +195,9 @@ class ExpertLink:
                 if clock() - self._open_since > MAX_PAUSE_S:
                     self._pauses.reset()
                 pause_s = self._pauses.next_s()
+            except Exception:  # noqa: BLE001 - whatever an address or a message of a stranger causes, the link is tried again
+                _log.exception("the link to %s failed", self.host.peer)
+                pause_s = self._exclusions.next_s()
             self.rests_until = clock() + pause_s
             self._changed()
             await asyncio.sleep(pause_s)
@@ -290,7 +297,8 @@ class ExpertLink:
         sent_at = clock()
         stream = self._stream
         try:
-            async with asyncio.timeout(ANSWER_S + ANSWER_FACTOR * self.seconds_for(request.pairs)):
+            expected_s = self.seconds_for(request.pairs)
+            async with asyncio.timeout(min(ANSWER_S + ANSWER_FACTOR * expected_s, MAX_ANSWER_S)):
                 outputs = await self._send(stream, request)
         except TimeoutError:
             stream.close()

@@ -7,6 +7,7 @@ open, whatever the directory says: the peer itself tells which experts it has, a
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place
 from swarmnet_protocols.timing import Timing
+
+_log = logging.getLogger(__name__)
 
 MAX_ROUND_TRIP_S = 0.02
 """Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of a token waits for one."""
@@ -123,11 +126,15 @@ class ExpertLinks:
 
     async def _find(self) -> NoReturn:
         while True:
-            with contextlib.suppress(SwarmnetError):  # the links stay
+            try:
                 found = (each.host for each in await self._sample.refresh())
                 hosts = {host.peer: host for host in found if host.is_online}
                 hosts.pop(self.transport.peer_id, None)
                 await self._update(hosts)
+            except SwarmnetError as error:  # the links stay
+                _log.info("peers with experts are not looked for: %s", error)
+            except Exception:  # noqa: BLE001 - one failed look must not be the last
+                _log.exception("peers with experts are not looked for")
             every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
             await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
 

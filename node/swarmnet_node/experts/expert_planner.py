@@ -38,6 +38,8 @@ FORWARD_ROWS = 16
 """Rows of one forward and block that are counted at most: a prompt has hundreds, which are alike."""
 MAX_FORWARDS = 256
 """Forwards of each block that are counted in one plan at most, the newest ones."""
+MIN_ROW_S = 1e-7
+"""Shortest time of a row that is believed, because its inverse is finite. One row of a small expert takes a GPU longer."""
 MAX_COPIES = 1 << 15
 """Copies of experts that one plan considers, about a second of a core. A model of 58 blocks of 256 experts has 14,848; where peers say that they
 hold more than twice as many, each plan takes some of the blocks."""
@@ -86,7 +88,11 @@ class ExpertPlanner:
             links = {link.host.peer: link for link in self._dispatcher.links.every if link.is_open}
             if self._counts is None or not any(link.host.capacity for link in links.values()):
                 continue
-            moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
+            try:
+                moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
+            except Exception:  # noqa: BLE001 - numbers that peers announce decide on plans: one that fails must not be the last
+                _log.exception("experts are not placed")
+                continue
             if moves.loads or moves.drops:
                 _log.info("experts move: %d loads, %d drops", len(moves.loads), len(moves.drops))
             for peer, link in links.items():
@@ -111,7 +117,7 @@ class ExpertPlanner:
             mine, is_fixed = len(present[link.host.peer]), not link.host.capacity
             others = sum(map(len, link.experts.values())) - mine
             memory = mine if is_fixed else max(0, link.host.capacity - others)
-            speed = 1 / link.row_s if link.row_s > 0 else 1.0
+            speed = 1 / max(link.row_s, MIN_ROW_S) if link.row_s > 0 else 1.0
             peers.append(ExpertPeer(link.host.peer, memory, speed, is_fixed=is_fixed))
         most = most_moves(counts.blocks * counts.experts, PLAN_S / 60)
         every = list(self._missing)

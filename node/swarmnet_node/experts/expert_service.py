@@ -95,6 +95,8 @@ class ExpertService:
         """Notified when ``streams`` or ``_changes`` has changed."""
         self._changes = 0
         """Changes of what hosts can ask for, since the start."""
+        self._told: tuple[int, pb.ExpertsReply] | None = None
+        """The message that tells it, and the number of changes when it was made."""
 
     @property
     def rows(self) -> int:
@@ -235,8 +237,7 @@ class ExpertService:
         """Tell the host what it can ask for, whenever that changes."""
         while True:
             told = self._changes
-            attached = pb.Attached(experts=encode_experts(self.experts), leaving=self._is_leaving)
-            await stream.send(pb.ExpertsReply(attached=attached))
+            await stream.send(self._attached())
             async with self._changed:
                 await self._changed.wait_for(lambda told=told: self._changes != told)
 
@@ -249,6 +250,13 @@ class ExpertService:
             raise Refusal(
                 refusal_pb2.REASON_WRONG_MODEL, f"this peer serves {self._model.manifest.hex()[:16]}"
             )
+
+    def _attached(self) -> pb.ExpertsReply:
+        """What hosts can ask for. It is made once for all streams."""
+        if self._told is None or self._told[0] != self._changes:
+            attached = pb.Attached(experts=encode_experts(self.experts), leaving=self._is_leaving)
+            self._told = self._changes, pb.ExpertsReply(attached=attached)
+        return self._told[1]
 
     async def _send_heartbeats(self, stream: ExpertsStream) -> None:
         await stream.send_heartbeats(
