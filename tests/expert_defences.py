@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from swarmnet_node import expert_node
@@ -18,6 +19,7 @@ from swarmnet_node.experts import (
     expert_witness,
 )
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+from swarmnet_node.experts.expert_link import ExpertLink
 from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.hosting import slots
@@ -42,6 +44,14 @@ def of_mixtral(test: Callable[..., None], *arguments: object) -> Callable[[Path]
     def run(folder: Path) -> None:
         reference: Reference = load_experts_reference("mixtral", folder)
         test(reference, *arguments)
+
+    return run
+
+
+def with_patch(test: Callable[..., None]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            of_mixtral(test, patch)(folder)
 
     return run
 
@@ -104,6 +114,15 @@ def keep_only_announced(patch: Patch) -> None:
 def wait_as_announced(patch: Patch) -> None:
     for bound in ("MAX_ANSWER_S", "MAX_ROW_S"):
         patch.setattr(expert_link, bound, math.inf)
+
+
+def end_links_by_any_error(patch: Patch) -> None:
+    """An error that is none of swarmnet's ends the task of a link."""
+
+    async def keep(link: ExpertLink) -> None:
+        await link._run()
+
+    patch.setattr(ExpertLink, "keep", keep)
 
 
 async def believed(links: ExpertLinks, _compute: object) -> BlockExperts:
@@ -174,6 +193,11 @@ EXPERTS = (
             lambda bits: frozenset(test_expert_announcements.from_bits(bits)),
         ),
         lambda _: test_expert_announcements.test_an_announcement_takes_little_more_memory_than_its_bytes(),
+    ),
+    Defence(
+        "no error that an address causes ends the search for peers with experts",
+        end_links_by_any_error,
+        with_patch(test_expert_attacks.test_an_address_that_raises_any_error_ends_no_search),
     ),
     Defence(
         "an announced time does not make a host wait for ever",

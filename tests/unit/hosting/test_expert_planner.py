@@ -73,3 +73,10 @@ def test_a_plan_considers_bounded_copies_and_later_ones_take_the_other_blocks() 
     assert planner._blocks_in_turn(few) == [*range(blocks)]
     planner._dispatcher.links.missing = lambda: {4: ExpertBits.of({1})}  # type: ignore[method-assign]
     assert all(4 in planner._blocks_in_turn(links) for _ in range(3))
+
+
+def test_a_plan_survives_any_time_that_a_peer_announces() -> None:
+    links = [boastful_link(f"p{number}", 1, 8) for number in range(3)]
+    links[0].row_s, links[1].row_s = 1e-310, 3600.0
+    planner = planner_of(links, 1, 8)
+    planner.plan(links, 0.0)
