@@ -123,7 +123,7 @@ class ExpertLink:
         self.rests_until = -math.inf
         """Loop time at which the stream, which has ended, is opened again."""
         self._open_since = math.inf
-        self.subnet = host.peer
+        self.subnet: str = host.peer
         """The subnet in which the peer was reached; its id before that."""
         self._told: BlockExperts | None = None
         """The experts that the peer has, as it says on the stream; None: as it announced."""

@@ -239,7 +239,8 @@ class ExpertService:
             told = self._changes
             await stream.send(self._attached())
             async with self._changed:
-                await self._changed.wait_for(lambda told=told: self._changes != told)
+                while self._changes == told:
+                    await self._changed.wait()
 
     def _check_model(self, wanted: pb.Attach) -> None:
         if self._is_leaving:

@@ -76,7 +76,7 @@ class ExpertBits(AbstractSet[int]):
     def __and__(self, other: AbstractSet[Any]) -> "ExpertBits":
         return ExpertBits(self._bits & ExpertBits.of(other)._bits)
 
-    def __or__(self, other: AbstractSet[Any]) -> "ExpertBits":  # type: ignore[override] - of numbers only
+    def __or__(self, other: AbstractSet[Any]) -> "ExpertBits":
         return ExpertBits(self._bits | ExpertBits.of(other)._bits)
 
     def __sub__(self, other: AbstractSet[Any]) -> "ExpertBits":
@@ -277,7 +277,7 @@ def _numbers(text: str) -> list[int]:
 
 def format_experts(experts: BlockExperts) -> str:
     """The inverse of ``parse_experts``: blocks with the same experts are named together."""
-    blocks: dict[frozenset[int], list[int]] = {}
+    blocks: dict[AbstractSet[int], list[int]] = {}
     for block in sorted(experts):
         blocks.setdefault(experts[block], []).append(block)
     return ";".join(f"{ranges(numbers)}:{ranges(chosen)}" for chosen, numbers in blocks.items())
