@@ -23,7 +23,7 @@ from swarmnet_protocols.directory.expert_announcements import (
     ExpertSample,
 )
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place
 from swarmnet_protocols.timing import Timing
@@ -70,7 +70,7 @@ class ExpertLinks:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ExpertLinks"]:
         """Find peers and keep links to them while the context is open."""
-        finding = asyncio.create_task(self._find(), name="find experts")
+        finding = asyncio.create_task(persist("the search for experts", self._find), name="find experts")
         try:
             yield self
         finally:
@@ -133,8 +133,6 @@ class ExpertLinks:
                 await self._update(hosts)
             except SwarmnetError as error:  # the links stay
                 _log.info("peers with experts are not looked for: %s", error)
-            except Exception:  # noqa: BLE001 - one failed look must not be the last
-                _log.exception("peers with experts are not looked for")
             every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
             await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
 
@@ -181,7 +179,9 @@ class ExpertLinks:
         )
         self._links[host.peer] = link
         self._tried_at[host.peer] = self._loop.time()
-        self._keeping[host.peer] = asyncio.create_task(link.keep(), name=f"experts of {host.peer}")
+        self._keeping[host.peer] = asyncio.create_task(
+            persist(f"the link to experts of {host.peer}", link.keep), name=f"experts of {host.peer}"
+        )
 
     async def _drop(self, peer: PeerId) -> None:
         if (link := self._links.pop(peer, None)) is not None:

@@ -175,11 +175,11 @@ class DhtDirectory:
                 for record in open_valid([sealed], swarm=self._publisher.swarm, now=now):
                     self._opened[sealed] = record
                     self._opened_bytes += len(sealed)
-            record = self._opened.get(sealed)
+            found = self._opened.get(sealed)
             # A signer may have been revoked since.
-            is_current = record is not None and record.topic in topics and record.expires_at > now
-            if record is not None and is_current and self._signers.admits(record):
-                records.append(record)
+            is_current = found is not None and found.topic in topics and found.expires_at > now
+            if found is not None and is_current and self._signers.admits(found):
+                records.append(found)
         while self._opened_bytes > _MAX_OPENED_BYTES:
             self._opened_bytes -= len(self._opened.popitem(last=False)[0])
         return newest(records)
