@@ -462,14 +462,16 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
         raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")
-    empty: Any = build_whole(config).empty()
-    checkpoint.check_complete(empty)
+    tensors = _by_block(
+        checkpoint, blocks
+    )  # before a model is built: a config may claim any number of blocks
+    checkpoint.check_complete(build_whole(config).empty)
     return Manifest(
         architecture=architecture_of(config),
         blocks=blocks,
         hidden_size=hidden_size,
         files=tuple(_describe_file(checkpoint, name, progress) for name in checkpoint.files),
-        tensors=_by_block(checkpoint, blocks),
+        tensors=tensors,
     )
 
 

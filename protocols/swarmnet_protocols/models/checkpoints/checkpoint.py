@@ -1,7 +1,7 @@
 """The interface of a model's files on disk, which safetensors directories and gguf files implement, and hashing of files."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -125,8 +125,11 @@ class ModelCheckpoint(Protocol):
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         """The config of the language model. ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right."""
 
-    def check_complete(self, model: "PreTrainedModel") -> None:
-        """Raise ``ConfigError``, which names it, for a tensor that ``model`` would not use: the whole CausalLM, without values."""
+    def check_complete(self, build: "Callable[[], Any]") -> None:
+        """Raise ``ConfigError``, which names it, for a tensor that the model would not use.
+
+        ``build`` makes the whole CausalLM without values.
+        """
 
     def generation_config(self) -> "GenerationConfig | None":
         """The generation config of the checkpoint; None if it has none."""

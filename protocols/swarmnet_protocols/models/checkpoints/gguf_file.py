@@ -181,7 +181,8 @@ class GgufCheckpoint:
             rows = _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
         return [float(value) for value in self._dequantized(name, rows).ravel()]
 
-    def check_complete(self, model: "PreTrainedModel") -> None:
+    def check_complete(self, build: Callable[[], Any]) -> None:
+        model = build()
         used = self._hf_names(model, self._processor(model)).keys() | {*ROPE_TENSORS}
         for name in self.tensor_names:
             if name not in used and f"{name.rpartition('.')[0]}" not in used:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,7 +231,7 @@ class SafetensorsCheckpoint:
     def config_tensors(self) -> tuple[str, ...]:
         return ()
 
-    def check_complete(self, model: "PreTrainedModel") -> None:
+    def check_complete(self, build: "Callable[[], Any]") -> None:
         """Nothing here: transformers names the tensors that it does not use when they are loaded."""
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
