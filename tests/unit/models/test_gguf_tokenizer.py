@@ -1,4 +1,4 @@
-"""Tokenizers of gguf files give llama.cpp's ids, or are refused; a ``tokenizer.model`` gives sentencepiece's."""
+"""Tokenizers of gguf files give llama.cpp's ids, or are refused; ``tokenizer.model`` is read."""
 
 import json
 from pathlib import Path
@@ -161,25 +161,26 @@ def test_special_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> N
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|end|>", f"{SPACE}Hello"]
 
 
-def test_a_folder_with_a_sentencepiece_model_only_gives_its_ids(tmp_path: Path) -> None:
-    spm = pytest.importorskip("sentencepiece")
+def test_a_folder_with_a_sentencepiece_model_only_has_a_tokenizer(tmp_path: Path) -> None:
+    from transformers.utils import sentencepiece_model_pb2_new as pb
+
     save_tiny_llama(tmp_path / "model")
-    (tmp_path / "text").write_text("the capital of France is Paris and not London\n" * 50)
-    spm.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "trained"), model_type="bpe", vocab_size=300,
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).unlink(missing_ok=True)
-    (tmp_path / "trained.model").rename(tmp_path / "model" / "tokenizer.model")
+    model = pb.ModelProto()
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True
+    words = [SPACE, *"Helo", "He", "Hel", "lo", f"{SPACE}H", f"{SPACE}Hel", f"{SPACE}Hello", "Hello"]
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256))]
+    for rank, (piece, kind) in enumerate([*pieces, *((word, 1) for word in words)]):
+        model.pieces.add(piece=piece, type=kind, score=-float(rank))
+    (tmp_path / "model" / "tokenizer.model").write_bytes(model.SerializeToString())
     settings = {
         "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
     }
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer: Any = resolve(str(tmp_path / "model"), cache_dir=tmp_path / "cache").tokenizer()
-    reference = spm.SentencePieceProcessor(str(tmp_path / "model" / "tokenizer.model"))
-    for text in ("the capital of France", "is Paris not Lond ön 12"):
-        assert tokenizer(text, add_special_tokens=False).input_ids == reference.encode(text)
+    ids = tokenizer("Hello Hel\n").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", f"{SPACE}Hello", f"{SPACE}Hel", "<0x0A>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello Hel\n"

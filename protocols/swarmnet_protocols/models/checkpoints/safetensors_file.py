@@ -5,7 +5,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,7 @@ _DTYPES = {
     "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F32": "float32", "I64": "int64", "F64": "float64",
 }  # fmt: skip
 """torch's names of the types of tensors."""
+_SENTENCEPIECE = threading.Lock()
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _TEXT_SETTINGS = re.compile(
     r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
@@ -278,9 +281,10 @@ class SafetensorsCheckpoint:
         with tempfile.TemporaryDirectory(prefix="swarmnet-tokenizer-") as folder:
             self._lay_out_tokenizer(Path(folder))
             try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    folder, trust_remote_code=False, local_files_only=True
-                )
+                with _reading_sentencepiece():
+                    tokenizer = AutoTokenizer.from_pretrained(
+                        folder, trust_remote_code=False, local_files_only=True
+                    )
             except (*CONFIG_FAULTS, OSError, ImportError) as error:
                 raise ConfigError(
                     f"{self.root} has a tokenizer that transformers does not read: {error}",
@@ -394,6 +398,24 @@ class SafetensorsCheckpoint:
             name: places.of(self.naming.renumbered(weight, first_block)) for name, weight in weights.items()
         }
         return {name: place for name, place in found.items() if place is not None}
+
+
+@contextmanager
+def _reading_sentencepiece() -> Iterator[None]:
+    """Have transformers read a ``tokenizer.model`` without the package sentencepiece.
+
+    transformers parses such a file with protobuf, and asks for the package only by habit. The package
+    would bring a second OpenMP library into this process.
+    """
+    from transformers import convert_slow_tokenizer
+
+    with _SENTENCEPIECE:
+        asked = convert_slow_tokenizer.requires_backends
+        convert_slow_tokenizer.requires_backends = lambda *_: None
+        try:
+            yield
+        finally:
+            convert_slow_tokenizer.requires_backends = asked
 
 
 class _CopiedTensor:
