@@ -138,8 +138,7 @@ def _hub_gguf(
             raise ConfigError(
                 f"{repository} has no file {missing[0]}", hint="its page on the hub lists its files"
             )
-        paths = [_hub_part(hub, each) for each in part_names(name)]
-        return paths[0], hub
+        return [_hub_part(hub, each) for each in part_names(name)][0], hub
 
 
 def _hub_part(hub: HubFiles, name: str) -> Path:

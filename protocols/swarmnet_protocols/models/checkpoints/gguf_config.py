@@ -117,7 +117,7 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
     if long is None or short is None:
         raise ConfigError("the file has one of two tensors with factors of rotary frequencies", hint=_HINT)
     config.original_max_position_embeddings = original
-    scaling = {"rope_type": "longrope", "long_factor": [*long], "short_factor": [*short]}
+    scaling: dict[str, Any] = {"rope_type": "longrope", "long_factor": [*long], "short_factor": [*short]}
     scaling["original_max_position_embeddings"] = original
     return scaling if attention is None else {**scaling, "attention_factor": attention}
 
