@@ -79,7 +79,7 @@ def test_every_bench_is_on_the_page_of_results_and_all_but_those_of_hours_are_ru
 
 
 MOST_WORDS = 1200
-"""Of a guide: somebody reads one in five minutes."""
+"""Of a guide, which is read in five minutes."""
 
 
 def test_guides_are_one_page() -> None:
