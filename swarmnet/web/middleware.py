@@ -38,7 +38,7 @@ from swarmnet_protocols.net.limits.resources import Scope as CallerScope
 from swarmnet_protocols.net.limits.subnets import subnet_of
 
 MAX_BODY_BYTES = 8 << 20
-MAX_BUFFERED_BODY_BYTES = 32 << 20
+MAX_BUFFERED_BODY_BYTES = 24 << 20
 """Most bytes of all request bodies in progress. The limits of one caller follow from it: see ``BodyLimit``."""
 BODY_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
@@ -233,9 +233,7 @@ class BodyLimit:
         self._app = app
         self._max_bytes = max_bytes
         self._resources = ResourceManager()
-        self._resources.limit(
-            Resource.MEMORY, system=MAX_BUFFERED_BODY_BYTES, per_peer=MAX_BUFFERED_BODY_BYTES
-        )
+        self._resources.limit(Resource.BODIES, system=MAX_BUFFERED_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -268,7 +266,7 @@ class BodyLimit:
                 raise HTTPException(503, "too many bodies at once", {"Retry-After": "1"}) from None
             return message
 
-        with self._caller(scope).reserve(Resource.MEMORY, 0) as held:
+        with self._caller(scope).reserve(Resource.BODIES, 0) as held:
             await self._app(scope, limited, send)
 
     def _caller(self, scope: Scope) -> CallerScope:

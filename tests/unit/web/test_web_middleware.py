@@ -118,10 +118,11 @@ def test_a_body_that_is_too_long_is_refused() -> None:
 
 
 def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = asyncio.Event()
+    came, answered = asyncio.Event(), asyncio.Event()
 
     async def hold(request: Request) -> PlainTextResponse:
         await request.body()
+        came.set()
         await answered.wait()
         return PlainTextResponse("done")
 
@@ -131,14 +132,14 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             async with asyncio.TaskGroup() as group:
                 first = group.create_task(client.post("/", content=bytes(80)))
-                await asyncio.sleep(0.01)
+                await came.wait()
                 second = await client.post("/", content=bytes(80))
                 answered.set()
             third = await client.post("/", content=bytes(80))
         assert second.headers["retry-after"] == "1"
         return [first.result().status_code, second.status_code, third.status_code]
 
-    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 240)
+    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY_BYTES", 180)
     assert asyncio.run(main()) == [200, 503, 200]
 
 
@@ -169,7 +170,7 @@ def test_unfinished_bodies_of_one_caller_leave_room_for_others(monkeypatch: pyte
 
     async def main(policy: AccessPolicy, greedy: str, honest: str, elsewhere: str) -> None:
         app = protect(bare(), policy)
-        bodies = [await held(app, greedy, f"192.0.2.{n}", 2000) for n in range(50)]
+        bodies = [await held(app, greedy, f"192.0.2.{n}", 2000) for n in range(55)]
         refused = [task.result() for task in bodies if task.done()]
         assert set(refused) == {503}
         assert await (await held(app, honest, elsewhere, 0)) == 200

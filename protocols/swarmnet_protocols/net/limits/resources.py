@@ -89,6 +89,8 @@ class Resource(StrEnum):
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
     """Streams between the members of running rounds."""
+    BODIES = "body_bytes"
+    """Bodies of HTTP requests in progress. Only in the manager of an HTTP endpoint."""
 
 
 class Rate(StrEnum):
@@ -164,6 +166,7 @@ SHARED = frozenset(
         Resource.PROBES,
         Resource.TRANSFERS,
         Resource.PENDING_ROUNDS,
+        Resource.BODIES,
     }
 )
 """Resources of which every subnet leaves some. Streams and sessions are evicted instead: see ``subnets.py``."""
