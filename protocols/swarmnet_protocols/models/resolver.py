@@ -138,7 +138,8 @@ def _hub_gguf(
             raise ConfigError(
                 f"{repository} has no file {missing[0]}", hint="its page on the hub lists its files"
             )
-        return [_hub_part(hub, each) for each in part_names(name)][0], hub
+        first, *_ = [_hub_part(hub, each) for each in part_names(name)]  # fetches all headers
+        return first, hub
 
 
 def _hub_part(hub: HubFiles, name: str) -> Path:
