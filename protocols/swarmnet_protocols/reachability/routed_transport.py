@@ -266,7 +266,7 @@ class RoutedTransport(TransportWrapper):
             reservations.on_incoming = self._on_incoming
 
     def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
-        if self._accepting[reservation.relay] < MAX_UNCONFIRMED:
+        if self._accepting[reservation.relay] < 2 * MAX_UNCONFIRMED:  # some are confirmed on their way
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
     async def _accept(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
