@@ -8,6 +8,7 @@ import pytest
 import torch
 import uvloop
 
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundMember, RoundTiming
@@ -24,6 +25,8 @@ TIMING = RoundTiming(contribution_s=8.0, majority_s=12.0, deadline_s=18.0)
 def test_three_workers_average_and_two_continue_when_one_is_gone(tmp_path: Path) -> None:
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
+            identities = [Identity.load_or_create(tmp_path / name) for name in ("0", "1", "leaving")]
+            keys = {identity.peer_id: identity for identity in identities}
             transports = [
                 await stack.enter_async_context(
                     P2pdTransport.create(P2pdConfig(tmp_path / str(index), listen=LOOPBACK))
@@ -38,7 +41,8 @@ def test_three_workers_average_and_two_continue_when_one_is_gone(tmp_path: Path)
             )
             members = [RoundMember(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
             exchanges = [
-                await stack.enter_async_context(Averager(each, JOB, timing=TIMING)) for each in transports
+                await stack.enter_async_context(Averager(each, JOB, keys[each.peer_id].sign, timing=TIMING))
+                for each in transports
             ]
             values = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
