@@ -22,6 +22,7 @@ from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import padded
 from tests.support.memory_network import Delivery
 from tests.support.processes import Swarm, swarm
+from tests.support.rounding import assert_near
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
@@ -73,7 +74,7 @@ def test_another_seed_gives_another_sample(tiny: TinySwarm) -> None:
 def test_scores_are_those_of_the_local_model(tiny: TinySwarm) -> None:
     options = {"return_dict_in_generate": True, "output_scores": True}
     theirs, ours = (generate(model, PROMPTS, **options) for model in (tiny.reference.model, tiny.model))
-    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(theirs.scores), rtol=0, atol=1e-4)
+    assert_near(torch.stack(ours.scores), torch.stack(theirs.scores))
 
 
 @pytest.mark.parametrize("speculation", ["prompt lookup", "assistant"])
@@ -135,8 +136,8 @@ def test_forward_gives_the_logits_and_the_loss(tiny: TinySwarm, left: bool) -> N
     with torch.inference_mode():
         theirs = tiny.reference.model(**inputs, position_ids=positions, labels=labels)
         ours = tiny.model(**inputs, labels=labels)
-    torch.testing.assert_close(ours.logits[mask], theirs.logits[mask], rtol=0, atol=1e-4)
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=0, atol=1e-4)
+    assert_near(ours.logits[mask], theirs.logits[mask])
+    assert_near(ours.loss, theirs.loss)
 
 
 def test_forward_takes_embeddings_and_keeps_the_last_logits(tiny: TinySwarm) -> None:
@@ -146,7 +147,7 @@ def test_forward_takes_embeddings_and_keeps_the_last_logits(tiny: TinySwarm) -> 
         embedded = tiny.model.get_input_embeddings()(ids)
         ours = tiny.model(inputs_embeds=embedded, logits_to_keep=2).logits
     assert ours.shape[1] == 2
-    torch.testing.assert_close(ours, theirs[:, -2:], rtol=0, atol=1e-4)
+    assert_near(ours, theirs[:, -2:])
 
 
 def test_a_session_that_begins_again_may_be_padded_otherwise(tiny: TinySwarm) -> None:

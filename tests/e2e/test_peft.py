@@ -30,6 +30,7 @@ from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.protocol_ids import PING
 from tests.support.generation import padded
+from tests.support.rounding import NEAR, assert_near
 from tests.support.swarm_lab import Reference
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
@@ -113,11 +114,6 @@ def labelled(texts: list[list[int]]) -> dict[str, torch.Tensor]:
 
 def learning(model: Any) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert equality up to 1e-5 of the norm of ``expected``."""
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def greedy(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -362,7 +358,7 @@ def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
         theirs.tokenizer = ours.tokenizer
         begun = copy.deepcopy([parameter.detach() for parameter in learning(ours)])
         losses = train(ours, tmp_path / "ours")
-        assert losses == pytest.approx(train(theirs, tmp_path / "theirs"), rel=1e-5)
+        assert losses == pytest.approx(train(theirs, tmp_path / "theirs"), rel=NEAR)
         assert len(losses) == 6
 
         if method == "p-tuning":
@@ -371,7 +367,7 @@ def test_the_trainer_trains_as_on_the_plain_model_and_resumes(
             for parameter, source in zip(learning(ours), begun, strict=True):
                 parameter.copy_(source)
         shutil.rmtree(tmp_path / "ours" / "checkpoint-4")
-        assert train(ours, tmp_path / "ours", resume=True) == pytest.approx(losses, rel=1e-6)
+        assert train(ours, tmp_path / "ours", resume=True) == pytest.approx(losses, rel=NEAR)
 
 
 def test_gradient_checkpointing_changes_nothing(calm: TinySwarm, tmp_path: Path) -> None:
@@ -382,5 +378,5 @@ def test_gradient_checkpointing_changes_nothing(calm: TinySwarm, tmp_path: Path)
             for parameter, source in zip(learning(ours), begun, strict=True):
                 parameter.copy_(source)
         losses = train(ours, tmp_path / "checkpointing", activation_checkpointing=True)
-        assert losses == pytest.approx(plain, rel=1e-6)
+        assert losses == pytest.approx(plain, rel=NEAR)
         calm.model.activation_checkpointing_disable()

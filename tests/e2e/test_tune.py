@@ -26,6 +26,7 @@ from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net.protocol_ids import PASS
 from tests.support.generation import greedy, padded
 from tests.support.memory_network import Delivery
+from tests.support.rounding import NEAR, assert_near
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
 from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
@@ -180,7 +181,7 @@ def test_a_classifier_learns(
     expected = load_adapter(whole, out)(**batch).logits
     with classifying(reference, monkeypatch) as running, torch.no_grad():
         found = load_adapter(running.model, out)(**batch).logits
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert_near(found, expected.detach())
 
 
 def passes(count: int, action: Callable[[], object]) -> Callable[[Delivery], None]:
@@ -276,7 +277,7 @@ def test_a_host_that_dies_is_not_noticed(
     assert [event["step"] for event in quiet if event.get("failovers")] == []
     assert [event["step"] for event in deadly if event.get("failovers")] != []
     losses = [[event.get("loss", event.get("val_loss")) for event in scores(events)] for events in results]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=NEAR)
 
 
 def test_an_interrupt_after_a_checkpoint_saves_nothing_twice(

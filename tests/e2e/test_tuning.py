@@ -14,6 +14,7 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support import rounding
 from tests.support.generation import padded
 from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Reference
@@ -42,10 +43,9 @@ def prompted(model: Any, prompts: torch.Tensor, texts: list[list[int]]) -> dict[
 
 
 def assert_near(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    """Assert equality up to 1e-5 of the norm of ``expected``."""
     assert found is not None
     assert expected is not None
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    rounding.assert_near(found, expected)
 
 
 @contextmanager

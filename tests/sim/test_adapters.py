@@ -20,6 +20,7 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import Delivery
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
+from tests.support.rounding import assert_near
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.virtual_time import TimedExecutor
 
@@ -122,12 +123,10 @@ def test_adapters_of_a_host_that_has_dropped_blocks_give_the_outputs_of_peft(
             assert node.status().weight_bytes < reference.stage(2, 6).weight_bytes
             hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), torch.tensor(text[5:])))
             assert chain.report.failovers == chain.report.handovers
-            torch.testing.assert_close(
-                logits_of(reference, torch.cat(hidden)), tuned.logits(text), atol=1e-5, rtol=1e-4
-            )
+            assert_near(logits_of(reference, torch.cat(hidden)), tuned.logits(text))
         async with lab.client("second") as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
             found = await chain.forward((Row(0, 0, 13, 13, 0),), torch.tensor(text))
-            torch.testing.assert_close(logits_of(reference, found), tuned.logits(text), atol=1e-5, rtol=1e-4)
+            assert_near(logits_of(reference, found), tuned.logits(text))
 
     simulate(reference, scenario)
 
@@ -145,7 +144,7 @@ def test_an_adapter_through_hops_gives_the_outputs_of_peft(
                 assert await lab.generate(chain, PROMPT, TOKENS) == text[len(PROMPT) :]
             async with open_chain(lab, swarm, tuned.adapter) as chain:
                 hidden = await chain.forward((Row(0, 0, len(text), len(text), 0),), torch.tensor(text))
-            torch.testing.assert_close(logits_of(reference, hidden), tuned.logits(text), atol=1e-5, rtol=1e-4)
+            assert_near(logits_of(reference, hidden), tuned.logits(text))
             async with open_chain(lab, swarm, None) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
 
@@ -260,15 +259,13 @@ def test_sequences_with_a_prefix_are_rewound_and_forked_like_others(reference: R
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
             await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor(one))
             rewound = await chain.forward((Row(0, 3, 2, 2, 0, True),), torch.tensor(other[3:]))
-            torch.testing.assert_close(
-                logits_of(reference, rewound), tuned.logits(other)[3:], atol=1e-5, rtol=1e-4
-            )
+            assert_near(logits_of(reference, rewound), tuned.logits(other)[3:])
             rows = (Row(0, 3, 2, 2, 0, True), Row(1, 3, 2, 2, 0, True))
             forked = await chain.forward(rows, torch.tensor([*third[3:], *other[3:]]))
             expected = torch.cat([tuned.logits(third)[3:], tuned.logits(other)[3:]])
-            torch.testing.assert_close(logits_of(reference, forked), expected, atol=1e-5, rtol=1e-4)
+            assert_near(logits_of(reference, forked), expected)
             again = await chain.forward((Row(0, 0, 5, 5, 0, True),), torch.tensor(other))
-            torch.testing.assert_close(logits_of(reference, again), tuned.logits(other), atol=1e-5, rtol=1e-4)
+            assert_near(logits_of(reference, again), tuned.logits(other))
 
     simulate(reference, scenario)
 

@@ -15,6 +15,7 @@ from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
 from tests.support.memory_network import MemoryStream
+from tests.support.rounding import assert_near
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 RATE = 64_000.0
@@ -85,7 +86,7 @@ async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBa
         found = await batch.forward(values[0]), (await batch.backward(values[1]))[0]
     if adapter is None:
         for ours, theirs in zip(found, lab.reference.train(values[0], COUNTS, values[1]), strict=True):
-            assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+            assert_near(ours, theirs)
     return batch
 
 

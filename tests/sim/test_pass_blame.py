@@ -19,6 +19,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.memory_network import LinkProfile, MemoryStream
+from tests.support.rounding import assert_near
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.tiny_models import save_tiny
 
@@ -150,7 +151,7 @@ def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
             assert lab.peer_id(lies.liar) in swarm._view().banned
         pairs = [(outputs, expected[0]), (gradients, expected[1])]
         for found, wanted in pairs if lies.found == "forward" else pairs[1:]:
-            assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+            assert_near(found, wanted)
         honest = {lab.peer_id(name) for name in REPLICAS if name != lies.liar}
         assert len(refused[lies.found] & honest) > 1
 
@@ -198,7 +199,7 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
             expected, _ = reference.train(states(0), COUNTS, states(1))
             while not refusals:  # the router chooses the first host at random
                 batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
-                assert (await batch.forward(states(0)) - expected).norm() <= 1e-5 * expected.norm()
+                assert_near(await batch.forward(states(0)), expected)
 
     simulate(reference, scenario)
     assert set(refusals) == {refusal_pb2.REASON_OUT_OF_MEMORY}

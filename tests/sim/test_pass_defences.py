@@ -19,6 +19,7 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support import memory_network
 from tests.support.refusals import refusal
+from tests.support.rounding import assert_near
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
@@ -97,7 +98,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
                 expected = reference.train(values[0], counts, values[1])
                 found = await batch.forward(values[0]), (await batch.backward(values[1]))[0]
                 for ours, theirs in zip(found, expected, strict=True):
-                    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+                    assert_near(ours, theirs)
 
             tokens, *_ = await asyncio.gather(
                 lab.generate(chain, PROMPT, TOKENS), train(), talk(Stranger(lab, transport))

@@ -17,6 +17,7 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import Delivery
 from tests.support.refusals import refusal
+from tests.support.rounding import assert_near
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
@@ -87,7 +88,7 @@ def train(
             gradients, _ = await batch.backward(states(1))
             assert batch.report.failovers == 0
         for found, wanted in zip((outputs, gradients), expected, strict=True):
-            assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+            assert_near(found, wanted)
         assert not any(buffered_bytes(lab).values())
         return watch
 
@@ -111,7 +112,7 @@ def test_a_second_backward_computes_the_forward_again(reference: Reference) -> N
             await batch.backward(states(2)),
             reference.train(states(0), COUNTS, states(2)),
         )
-        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+        assert_near(found, wanted)
 
     watch = train(reference, backward)
     assert watch.backwards.count(True) == watch.backwards.count(False) == len(COUNTS) * len(SPANS)

@@ -10,8 +10,8 @@ BLOCKS = 6
 LIVELY = 0.4
 """A spread of the weights so large that greedy tokens differ, and that rounding does not decide them."""
 CALM = 0.1
-"""A spread that hardly magnifies rounding: float32 gradients are within 3e-6 of those in float64. With ``LIVELY`` they are up to
-3e-5 away, on every kind of processor, so no test can ask for 1e-5."""
+"""A spread that hardly magnifies rounding: float32 gradients are within 3e-6 of those in float64.
+With ``LIVELY`` they are up to 3e-5 away, on every kind of processor."""
 
 
 def save_tiny_llama(directory: Path, *, blocks: int = BLOCKS, spread: float = LIVELY) -> Path:

@@ -16,6 +16,7 @@ from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import lora_tensors, prefix_tensors, random_tensors, with_lora, with_prefix
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
@@ -123,7 +124,7 @@ def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None
             results[i].append(logits)
             fed[i] += len(pieces[i])
     for i, reference in enumerate((*tuned, chain.plain)):
-        torch.testing.assert_close(torch.cat(results[i]), expected(reference, texts[i]), atol=1e-5, rtol=1e-4)
+        assert_near(torch.cat(results[i]), expected(reference, texts[i]))
     plain, adapted = expected(chain.plain, texts[0]), expected(tuned[0], texts[0])
     assert (plain - adapted).abs().max() > 1e-2
 
@@ -166,7 +167,7 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
             )
             for stage in stages
         )
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert_near(ours, theirs)
     assert calls == [2, 3, 1, 1]
 
 
@@ -201,5 +202,5 @@ def test_a_part_of_a_stage_applies_the_tensors_of_its_blocks(family: str, tmp_pa
     (expected,) = alone.forward([(alone.new_sequence(alone.load_adapter(tensors, start)), inputs)])
     (outputs,) = part.forward([(part.new_sequence(whole_stage.load_adapter(tensors, 0)), inputs)])
 
-    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
+    assert_near(outputs, expected)
     assert not any(module._forward_hooks for module in whole_stage._model.modules())

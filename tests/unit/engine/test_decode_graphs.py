@@ -24,11 +24,11 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import random_tensors
 from tests.support.recording_backend import FakeRecorder, RecordingBackend
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
 PROMPTS = (3, 29, 11, 5, 17, 2, 9)
 
 
@@ -65,7 +65,7 @@ class Both:
         )
         for index, row, got in zip(counts, rows, mine, strict=True):
             [expected] = self.stages[1].forward([(self.sequences[1][index], row)])
-            torch.testing.assert_close(got, expected, **TOLERANCE)
+            assert_near(got, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -205,7 +205,7 @@ def test_other_sequences_do_not_reach_a_sequence_through_padding(tmp_path: Path)
     got = mine.forward([(both.sequences[0][index], rows[index : index + 1]) for index in range(3)])
     for index in (0, 2):
         [expected] = theirs.forward([(both.sequences[1][index], rows[index : index + 1])])
-        torch.testing.assert_close(got[index], expected, **TOLERANCE)
+        assert_near(got[index], expected)
     assert got[1].isnan().any()
 
 

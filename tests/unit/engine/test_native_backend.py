@@ -22,6 +22,7 @@ from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.peft_oracle import random_tensors
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_the_decode_step_matches_torch(
     outputs = [
         one_by_one(stage, sequence, rows) for stage, sequence in zip((expected, got), sequences, strict=True)
     ]
-    assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
+    assert_near(outputs[1], outputs[0])
     length = sequences[1].length
     for index in range(got.blocks):
         for mine, theirs in zip(sequences[1].layers[index], sequences[0].layers[index], strict=True):
@@ -139,7 +140,7 @@ def test_sequences_of_different_lengths_share_a_step(
                 5 * (index + 1) + 1 for index in range(count)
             ]
             outputs.append(torch.cat(parts))
-        assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
+        assert_near(outputs[1], outputs[0])
 
 
 def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) ->
         for layer in stage._llama_layers.layers:
             layer.gate_up.weight.mul_(1000)
         outputs.append(one_by_one(stage, stage.new_sequence(), inputs(stage, 3)))
-    assert (outputs[1] - outputs[0]).norm() < 1e-6 * outputs[0].norm()
+    assert_near(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
@@ -209,7 +210,7 @@ def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -
             rows = inputs(stage, sum(counts), step)
             outputs[-1] += stage.forward(list(zip(sequences, rows.split(counts), strict=True)))
     for theirs, mine in zip(*outputs, strict=True):
-        assert (mine - theirs).norm() < 1e-6 * theirs.norm()
+        assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_every_sequence_has_its_own_adapter(
     finally:
         torch.set_num_threads(1)
     for theirs, mine in zip(*outputs, strict=True):
-        assert (mine - theirs).norm() < 1e-6 * theirs.norm()
+        assert_near(mine, theirs)
 
 
 def test_few_positions_use_the_decode_step(
@@ -310,7 +311,7 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBacken
         got = one_by_one(stage, stage.new_sequence(), rows)
     finally:
         torch.set_num_threads(1)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert_near(got, expected)
 
 
 def test_decode_steps_and_packed_batches_share_sequences(
@@ -334,7 +335,7 @@ def test_decode_steps_and_packed_batches_share_sequences(
             else:
                 [states] = part.forward([(sequence, states)])
         outputs.append(states)
-    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
+    assert_near(torch.cat(outputs), expected)
 
 
 def test_inputs_are_left_as_they_were(native: NativeBackend, tmp_path: Path) -> None:

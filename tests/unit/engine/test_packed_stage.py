@@ -23,6 +23,7 @@ from swarmnet_protocols.quantization.packed_linear import PackedLinear, install,
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
 from tests.support.peft_oracle import random_tensors
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import save_tiny, write_gguf
 
 CPU = torch.device("cpu")
@@ -75,10 +76,6 @@ def native() -> NativeBackend:
     return found
 
 
-def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return bool((mine - theirs).norm() <= 2e-6 * theirs.norm())
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_packed_weights_compute_as_their_dequantised_values_do(
                 [(sequences[0], inputs[row : row + 1]), (sequences[1], inputs[row : row + 1])]
             )
         outputs.append(torch.cat(found))
-    assert close(*outputs)
+    assert_near(*outputs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +126,8 @@ def test_gradients_and_adapters_of_packed_weights_are_those_of_their_dequantised
         assert graph.nbytes < 2_000_000
         gradients, own = stage.gradients(graph, towards)
         found.append([session, outputs, gradients, *(own[name] for name in sorted(own))])
-    assert all(close(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    for mine, theirs in zip(*found, strict=True):
+        assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
@@ -183,7 +181,7 @@ def test_local_layers_stay_packed_and_share_tied_weights(native: NativeBackend) 
     assert torch.equal(mine.model.embed_tokens(ids), theirs.model.embed_tokens(ids))
     for rows in 1, 3, 200:
         states = torch.randn(rows, 576, generator=torch.Generator().manual_seed(rows))
-        assert close(mine.lm_head(states), theirs.lm_head(states))
+        assert_near(mine.lm_head(states), theirs.lm_head(states))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +211,11 @@ def test_matrices_of_16_bits_stay_so_and_compute_as_float32(
     for stage in (mine, theirs):
         sequence = stage.new_sequence()
         outputs.append(torch.cat([stage.forward([(sequence, part)])[0] for part in inputs.split([97, 1, 2])]))
-    assert close(*outputs)
+    assert_near(*outputs)
     ends: list[Any] = [
         model.load_local_layers(lambda layers: nn.ModuleList(), packed=packed, **FLOAT32)
         for packed in (True, False)
     ]
     ids = torch.tensor([[3, 0, 7]])
     assert torch.equal(*(each.get_input_embeddings()(ids) for each in ends))
-    assert close(*(each.get_output_embeddings()(inputs) for each in ends))
+    assert_near(*(each.get_output_embeddings()(inputs) for each in ends))

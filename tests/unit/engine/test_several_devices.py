@@ -15,11 +15,11 @@ from swarmnet_protocols.machine import devices
 from swarmnet_protocols.machine.devices import pick_devices
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.peft_oracle import random_tensors
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import save_tiny
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 SPREAD = (FIRST, FIRST, FIRST, SECOND, SECOND)
-TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
 MODULES = [("self_attn.q_proj", 32, 32), ("mlp.down_proj", 32, 48)]
 
 
@@ -69,13 +69,11 @@ def test_a_spread_stage_computes_what_one_device_computes(family: str, arena: bo
             assert moved.hidden_states >= 1
             expected = theirs.forward(list(zip(sequences[1], rows, strict=True)))
             for got, wanted in zip(found, expected, strict=True):
-                torch.testing.assert_close(got, wanted, **TOLERANCE)
+                assert_near(got, wanted)
     part, whole = mine.part(2, 5), theirs.part(2, 5)
     rows = [torch.randn(6, 32, generator=generator)]
-    torch.testing.assert_close(
-        part.forward([(part.new_sequence(), rows[0])])[0],
-        whole.forward([(whole.new_sequence(), rows[0])])[0],
-        **TOLERANCE,
+    assert_near(
+        part.forward([(part.new_sequence(), rows[0])])[0], whole.forward([(whole.new_sequence(), rows[0])])[0]
     )
 
 
@@ -89,7 +87,7 @@ def test_gradients_flow_between_devices(tmp_path: Path) -> None:
         gradients, own = stage.gradients(graph, towards)
         found.append([outputs, gradients, *(own[name] for name in sorted(own))])
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, **TOLERANCE)
+        assert_near(mine, theirs)
 
 
 def test_caches_are_on_the_devices_of_their_layers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from tests.support.pass_oracle import assert_same, lora_pass, prefix_pass
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> Non
         for text, parts in zip(texts, outputs, strict=True):
             hidden = torch.cat(parts)
             expected = reference.model(text[None]).last_hidden_state[0]
-            torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-4)
+            assert_near(hidden, expected)
             greedy = reference.lm_head(hidden).argmax(-1)[-NEW_TOKENS - 1 : -1]
             assert greedy.tolist() == text[-NEW_TOKENS:].tolist()
 
@@ -150,7 +151,7 @@ def test_growing_keeps_the_positions_of_a_sequence(tmp_path: Path) -> None:
     expected = forward(stage, at_once, rows)
 
     got = torch.cat([forward(stage, one_by_one, row[None]) for row in rows])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    assert_near(got, expected)
 
 
 def test_a_sequence_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_failed_forward_leaves_the_length_of_every_sequence(tmp_path: Path) ->
 
     fresh = stage.new_sequence()
     expected = forward(stage, fresh, torch.cat([inputs(5), inputs(2, 1)]))[5:]
-    torch.testing.assert_close(forward(stage, first, inputs(2, 1)), expected, atol=1e-5, rtol=1e-4)
+    assert_near(forward(stage, first, inputs(2, 1)), expected)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +238,7 @@ def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path
         rows = chunk
         for part, sequence in zip(parts, sequences, strict=True):
             rows = forward(part, sequence, rows)
-        torch.testing.assert_close(
-            rows, expected[sequences[0].length - len(chunk) : sequences[0].length], atol=1e-5, rtol=1e-4
-        )
+        assert_near(rows, expected[sequences[0].length - len(chunk) : sequences[0].length])
     assert sum(sequence.nbytes for sequence in sequences) == stage.geometry.bytes_for(20)
     assert parts[1]._model.layers[0] is stage._model.layers[1]
 
@@ -262,12 +261,6 @@ def local_gradients(
     torch.cat(outputs).backward(wanted)
     assert leaf.grad is not None
     return torch.cat(outputs).detach(), leaf.grad
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert a relative error below 1e-5."""
-    assert found.shape == expected.shape
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.matrix

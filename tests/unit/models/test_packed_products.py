@@ -13,6 +13,7 @@ from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
 from swarmnet_protocols.quantization.products import FEW_ROWS, Products, load_products
 from swarmnet_protocols.quantization.unpack import unpack
+from tests.support.rounding import assert_product
 
 HALVES = {Format.F16: [0], Format.Q4_0: [0], Format.Q4_1: [0, 2], Format.Q5_0: [0], Format.Q5_1: [0, 2]}
 HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6_K: [208]}
@@ -118,13 +119,10 @@ def test_products_equal_those_of_the_dequantised_weights(
     used = products if native else Products(None)
     matrix = random_matrix(format, 43, 768)
     inputs, bias = torch.randn(rows, 768), torch.randn(43)
-    exact = matrix.dequantize().double()
-    expected = inputs.double() @ exact.T + bias
-    scale = (inputs.double().abs() @ exact.abs().T).max()
-    assert (used.linear(inputs, matrix, bias) - expected).abs().max() / scale < 1e-6
+    weight = matrix.dequantize()
+    assert_product(used.linear(inputs, matrix, bias), inputs, weight, bias)
     gradients = torch.randn(rows, 43)
-    scale = (gradients.double().abs() @ exact.abs()).max()
-    assert (used.back(gradients, matrix) - gradients.double() @ exact).abs().max() / scale < 1e-6
+    assert_product(used.back(gradients, matrix), gradients, weight.T)
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products) -> None:
@@ -175,8 +173,7 @@ def test_rows_of_several_formats_are_one_matrix(products: Products, threads: int
     torch.set_num_threads(threads)
     try:
         inputs = torch.randn(3, 512)
-        outputs, wanted = products.linear(inputs, matrix), inputs @ expected.T
-        assert (outputs - wanted).abs().max() / wanted.abs().max() < 1e-5
+        assert_product(products.linear(inputs, matrix), inputs, expected)
     finally:
         torch.set_num_threads(before)
     for piece, part in zip(matrix.split([5, 6, 9, 2]), parts, strict=True):

@@ -20,6 +20,7 @@ from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, can_be_quantized, quantize
+from tests.support.rounding import assert_near
 from tests.support.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
     rounded = Stage(expected, 64, native)
     inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, rounded)]
-    assert (outputs[0] - outputs[1]).norm() <= 2e-6 * outputs[1].norm()
+    assert_near(outputs[0], outputs[1])
 
 
 def test_what_is_quantised_already_is_refused_with_the_reason() -> None:

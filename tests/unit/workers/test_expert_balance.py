@@ -15,6 +15,7 @@ from swarmnet_node.training.model import build_model, read_model, write_model
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.quantization.packed_experts import experts_modules
 from tests.support.hub_families import FAMILIES
+from tests.support.rounding import assert_near
 from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
 
 EXPERTS = 4
@@ -81,7 +82,7 @@ def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_pat
     assert biases(trainer).abs().max() > 2 * STEP
     mine = dict(trainer._model.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(mine[name], parameter, atol=2e-6, rtol=1e-5)
+        assert_near(mine[name], parameter)
 
 
 def test_workers_that_exchange_gradients_move_biases_by_the_load_of_all(tmp_path: Path) -> None:

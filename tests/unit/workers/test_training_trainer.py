@@ -21,6 +21,7 @@ from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import Job, JobError, TrainingSection, parse_job
+from tests.support.rounding import NEAR, assert_near
 from tests.support.tiny_job import CONFIG, tiny_job, tiny_trainer
 
 PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
@@ -55,7 +56,7 @@ def test_steps_equal_a_plain_pytorch_loop(tmp_path: Path, clip_norm: float, tied
     trainer.steps(0, 1, 5)
     trainer.steps(1, 1, 3)
     expected = _bare_loop(tiny_job(tmp_path, **changes), trainer, tmp_path, 8)
-    torch.testing.assert_close(trainer.parameters(), expected, atol=2e-6, rtol=1e-5)
+    assert_near(trainer.parameters(), expected)
     assert (expected - started).abs().max() > 1e-3
 
 
@@ -115,7 +116,7 @@ def test_applying_the_own_gradient_equals_a_step(tmp_path: Path) -> None:
 def test_microbatches_give_the_gradient_of_the_batch(tmp_path: Path) -> None:
     whole, _ = tiny_trainer(tmp_path).gradient(0, 0, 0)
     parts, _ = tiny_trainer(tmp_path, training={"microbatch": 1}).gradient(0, 0, 0)
-    torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
+    assert_near(parts, whole)
 
 
 def test_training_resumes_from_parameters_and_optimizer_state(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_loss_uses_current_parameters_and_no_gradients(tmp_path: Path) -> None:
     trainer.load(start)
     gradient, report = trainer.gradient(0, 0, 0)
     assert (probes[0] - probes[1]) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)
-    assert trainer.loss(0, 0, 0) == pytest.approx(report.loss, rel=1e-5)
+    assert trainer.loss(0, 0, 0) == pytest.approx(report.loss, rel=NEAR)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
