@@ -26,8 +26,22 @@ def of_a_swarm(test: Callable[[Reference], object]) -> Callable[[Path], object]:
     return lambda folder: test(load_reference(folder / "model", folder / "cache"))
 
 
-def plain_norm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one - other).norm(dim=1) / other.norm(dim=1)
+def plain_norm(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One bound, on the norm of a position alone."""
+    whole = (one - other).norm(dim=1) / other.norm(dim=1)
+    return whole, torch.zeros_like(whole)
+
+
+def whole_alone(patch: Patch) -> None:
+    """Compare hidden states as they are, without a bound on single channels."""
+    patch.setattr(verdict, "views", lambda one, other, read: [(one, other, verdict.STATES)])
+    patch.setattr(verdict, "STATES", verdict.Bound(verdict.STATES.whole, torch.inf))
+
+
+def repeats_nothing(patch: Patch) -> None:
+    """First audits of one position, before which there is none."""
+    patch.setattr(plan, "NEWCOMER_POSITIONS", 1)
+    patch.setattr(plan, "MAX_DIGEST_POSITIONS", 1)
 
 
 def believe_the_second(said: torch.Tensor, second: torch.Tensor, third: Any = None) -> Verdict:
@@ -65,7 +79,7 @@ def found(liar: str) -> Callable[[Path], object]:
     return of_a_swarm(
         lambda reference: (
             test_audit.test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
-                reference, liar
+                reference, liar, "rolled"
             )
         )
     )
@@ -101,8 +115,28 @@ AUDITS = (
     ),
     Defence(
         "a channel of large values hides no error in the others",
-        replacing(verdict, "relative_errors", plain_norm),
+        replacing(verdict, "differences", plain_norm),
         lambda _: decisions.test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(),
+    ),
+    Defence(
+        "a single channel has a bound of its own",
+        whole_alone,
+        lambda _: decisions.test_no_lie_hides_in_a_few_channels(17),
+    ),
+    Defence(
+        "hidden states are compared after a norm, too",
+        replacing(verdict, "after_norm", lambda states: states),
+        lambda _: decisions.test_what_a_norm_makes_of_large_channels_is_compared(),
+    ),
+    Defence(
+        "the last hop's outputs are compared as logits, too",
+        replacing(auditor, "judge", lambda *outputs, read: verdict.judge(*outputs)),
+        of_a_swarm(test_audit.test_a_last_hop_that_favours_one_token_is_found_by_its_logits),
+    ),
+    Defence(
+        "a first audit covers several positions",
+        repeats_nothing,
+        lambda _: decisions.test_wrong_outputs_are_found_within_200_steps_in_a_thousand_runs(),
     ),
     Defence(
         "audits cost a limited share of the work",

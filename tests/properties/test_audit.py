@@ -10,15 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_client.audit import verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
-from swarmnet_client.audit.verdict import TOLERANCE, Verdict, judge, relative_errors
+from swarmnet_client.audit.verdict import STATES, Verdict, agree, differences, judge
+from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.routing.chain_search import Hop, HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
+from swarmnet_protocols.session.wire_tensors import as_received
+from tests.support.forgers import FORGERS, Forger, towards
+from tests.support.swarm_lab import Reference, load_reference
 
 BLOCKS = 30
 CUTS = (0, 10, 20, 30)
@@ -26,8 +29,40 @@ HOPS = [Hop(PeerId(f"h{at}"), start, end) for at, (start, end) in enumerate(iter
 
 
 ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
-"""Mean and standard deviation of the logarithm of a position's relative error between bfloat16 and float32, over 30 blocks of SmolLM2-135M.
--3.65 and 0.23 were measured (``tests.bench.audit``); here every computation has such an error, so two differ by as much in the middle."""
+"""Mean and standard deviation of the logarithm of a position's relative error between bfloat16 and
+float32, over 30 blocks of SmolLM2-135M. -3.65 and 0.23 were measured; here every computation has such
+an error, so that two differ by as much."""
+HOPS_OF_TINY = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIRES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("tiny")
+    return load_reference(folder / "model", folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
+    """Outputs [P, D] of each hop of the tiny model, as honest hosts of all precisions send them."""
+    ids = torch.randint(2, 97, (24,), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for hop, (start, end) in HOPS_OF_TINY.items():
+        inputs = reference.embed(ids)
+        if start:
+            inputs = reference.stage(0, start).run_sequences(inputs, (len(ids),))
+        found[hop] = [
+            as_received(
+                Stage.load(reference.local, start, end, dtype=dtype, device=torch.device("cpu"))
+                .run_sequences(inputs, (len(ids),))
+                .float(),
+                wire,
+            ).float()
+            for wire in WIRES
+            for dtype in DTYPES
+        ]
+    return found
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
@@ -37,8 +72,13 @@ def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))
 
 
-def run(rng: random.Random, steps: int, liar: int | None) -> tuple[int | None, float]:
-    """Simulate a session of ``steps`` positions; returns the step at which the liar is found, and the share of work for audits."""
+def run(
+    rng: random.Random, steps: int, liar: int | None, lie: Forger = FORGERS["rolled"]
+) -> tuple[int | None, float]:
+    """Simulate a session of ``steps`` positions.
+
+    Returns the step at which the liar is found, and the share of work for audits.
+    """
     ledger = Ledger(rng)
     plan, spent = None, 0
     for step in range(1, steps + 1):
@@ -47,9 +87,7 @@ def run(rng: random.Random, steps: int, liar: int | None) -> tuple[int | None, f
         if step < plan.positions or not ledger.may_spend(plan.cost):
             continue
         true = torch.randn(plan.positions, 64, generator=torch.Generator().manual_seed(step))
-        said = rounded(
-            torch.roll(true, 1, -1) if liar is not None and plan.hop == HOPS[liar] else true, 3 * step
-        )
+        said = rounded(lie(true) if liar is not None and plan.hop == HOPS[liar] else true, 3 * step)
         ledger.charge(plan.cost)
         spent += plan.cost
         found = judge(said, rounded(true, 3 * step + 1))
@@ -66,7 +104,8 @@ def run(rng: random.Random, steps: int, liar: int | None) -> tuple[int | None, f
 
 def test_wrong_outputs_are_found_within_200_steps_in_a_thousand_runs() -> None:
     rng = random.Random(1)
-    found = [run(rng, 200, rng.randrange(3))[0] for _ in range(1000)]
+    lies = list(FORGERS.values())
+    found = [run(rng, 200, rng.randrange(3), rng.choice(lies))[0] for _ in range(1000)]
     assert sum(step is not None for step in found) >= 990
 
 
@@ -107,15 +146,72 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
     true = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     false = torch.roll(true, 1, -1)
     true[:, channel] = false[:, channel] = size
-    assert (relative_errors(true, false) > TOLERANCE).all()
-    assert not verdict.agree(true, false)
+    whole, _ = differences(true, false)
+    assert (whole > STATES.whole).all()
+    assert not agree(true, false)
+
+
+@pytest.mark.parametrize("channels", [1, 5, 17, 34])
+def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
+    """As many of 576 channels as the whole may be wrong in; a norm after them leaves nothing of the rest."""
+    true = torch.randn(3, 576, generator=torch.Generator().manual_seed(0))
+    for size in (1e6, 30.0, 8.0):
+        false = true.clone()
+        false[:, :channels] = size
+        whole, _ = differences(true, false)
+        assert (whole < STATES.whole).all()
+        assert not agree(true, false)
+
+
+def test_what_a_norm_makes_of_large_channels_is_compared() -> None:
+    """Each large channel is within its bound; together they halve all others behind a norm."""
+    true = torch.randn(3, 576, generator=torch.Generator().manual_seed(0))
+    true[:, :17] = 30.0
+    false = true.clone()
+    false[:, :17] = 4.5 * 30.0
+    assert all(
+        (each <= bound).all()
+        for each, bound in zip(differences(true, false), (STATES.whole, STATES.part), strict=True)
+    )
+    assert not agree(true, false)
+
+
+@pytest.mark.parametrize("hop", HOPS_OF_TINY)
+def test_every_forger_is_refused_at_every_position_of_a_chain(
+    tiny_outputs: dict[str, list[torch.Tensor]], reference: Reference, hop: str
+) -> None:
+    """The liar's witnesses compute in other precisions than it would have."""
+    true, second, third = tiny_outputs[hop][:3]
+    read = reference.logits if hop == "last" else None
+    others = {other: outputs[0] for other, outputs in tiny_outputs.items() if other != hop}
+    forged = {name: forger(true) for name, forger in FORGERS.items()} | others
+    forged["another token"] = towards(reference.model.lm_head.weight[5], 0.2 if read else 0.4)(true)
+    verdicts = {name: judge(said, second, third, read=read) for name, said in forged.items()}
+    assert verdicts == dict.fromkeys(forged, Verdict.WRONG)
+
+
+@pytest.mark.parametrize("hop", HOPS_OF_TINY)
+def test_no_honest_precision_is_accused(
+    tiny_outputs: dict[str, list[torch.Tensor]], reference: Reference, hop: str
+) -> None:
+    read = reference.logits if hop == "last" else None
+    assert all(
+        judge(one, other, read=read) is Verdict.RIGHT
+        for one, other in itertools.combinations(tiny_outputs[hop], 2)
+    )
+
+
+def test_what_overflows_in_a_view_agrees_with_nothing(reference: Reference) -> None:
+    true = torch.randn(3, 32)
+    assert not agree(true, 1e38 * true, reference.logits)
+    assert not agree(1e38 * true, 1e38 * true, lambda hidden: hidden * torch.inf)
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_rounding_differences_convict_no_host(seed: int, dtype: torch.dtype) -> None:
     true = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     true[:, 3] = 3e4
-    assert verdict.agree(true, true.to(dtype).float())
+    assert agree(true, true.to(dtype).float())
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=8), st.integers(0, 1 << 16))

@@ -15,6 +15,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
+from tests.support.forgers import FORGERS, towards
 from tests.support.lying_hosts import THREE_OF_EACH, lying, start
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -65,12 +66,16 @@ async def used(
             return tokens
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("lie", ["rolled", "one_huge_channel", "a_large_channel", "scaled", "negated"])
 @pytest.mark.parametrize("liar", ["a1", "b1", "c1"], ids=["first", "middle", "last"])
 def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
-    reference: Reference, liar: str
+    reference: Reference, liar: str, lie: str
 ) -> None:
+    """``tests/properties/test_audit.py`` has all forgers."""
+
     async def scenario(lab: Lab) -> None:
-        await start(lab, THREE_OF_EACH, [liar])
+        await start(lab, THREE_OF_EACH, [liar], FORGERS[lie])
 
         def look(swarm: Swarm, chain: Chain) -> None:
             assert names(lab, chain.report.wrong) == [liar]
@@ -78,6 +83,21 @@ def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
             assert lab.peer_id(liar) not in [peer for peer, _, _ in chain.report.route]
 
         await used(lab, [liar], look)
+
+    simulate(reference, scenario)
+
+
+def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Reference) -> None:
+    """Its hidden states are as near to the true ones as those of an honest host may be."""
+    lie = towards(reference.model.lm_head.weight[5], 0.3)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, THREE_OF_EACH, ["c1"], lie)
+
+        def look(swarm: Swarm, chain: Chain) -> None:
+            assert names(lab, chain.report.wrong) == ["c1"]
+
+        await used(lab, ["c1"], look)
 
     simulate(reference, scenario)
 

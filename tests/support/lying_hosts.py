@@ -1,12 +1,13 @@
 """Hosts of the simulated swarm that give wrong but finite outputs, or report wrong ones."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from swarmnet_node.node import Hosting
+from tests.support.forgers import Forger, rolled
 from tests.support.swarm_lab import Lab
 
 THREE_OF_EACH = {
@@ -14,17 +15,10 @@ THREE_OF_EACH = {
 }
 
 
-def rolled(outputs: torch.Tensor) -> torch.Tensor:
-    """Wrong outputs of the same size as the true ones."""
-    return torch.roll(outputs, 1, dims=-1)
-
-
 class LyingStage:
     """A stage that passes each of its outputs through ``lie``."""
 
-    def __init__(
-        self, stage: Any, lie: Callable[[torch.Tensor], torch.Tensor], precision: str | None = None
-    ) -> None:
+    def __init__(self, stage: Any, lie: Forger, precision: str | None = None) -> None:
         self._stage = stage
         self._lie = lie
         self.precision: str = stage.precision if precision is None else precision
@@ -42,17 +36,17 @@ class LyingStage:
         return getattr(self._stage, name)
 
 
-def lying(
-    hosting: Hosting, lie: Callable[[torch.Tensor], torch.Tensor] = rolled, *, precision: str | None = None
-) -> Hosting:
+def lying(hosting: Hosting, lie: Forger = rolled, *, precision: str | None = None) -> Hosting:
     """A node whose outputs are all wrong, or right in ``precision`` and wrong in that of others."""
     load = hosting.load
     loaded: Any = lambda start, end: LyingStage(load(start, end), lie, precision)  # noqa: E731
     return dataclasses.replace(hosting, load=loaded)
 
 
-async def start(lab: Lab, spans: Mapping[str, tuple[int, int]], liars: Sequence[str] = ()) -> None:
+async def start(
+    lab: Lab, spans: Mapping[str, tuple[int, int]], liars: Sequence[str] = (), lie: Forger = rolled
+) -> None:
     """Start nodes for these spans; the ``liars`` among them lie."""
     for name, span in spans.items():
         hosting = lab.hosting(span)
-        await lab.start(name, lying(hosting) if name in liars else hosting)
+        await lab.start(name, lying(hosting, lie) if name in liars else hosting)

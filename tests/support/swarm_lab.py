@@ -76,9 +76,14 @@ class Reference:
         return embedded
 
     @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of hidden states [n, D]."""
+        found: torch.Tensor = self.model.lm_head(self.model.model.norm(hidden))
+        return found
+
     def next_token(self, hidden: torch.Tensor) -> int:
         """The greedy token after the last position of hidden states [n, D]."""
-        return int(self.model.lm_head(self.model.model.norm(hidden[-1:])).argmax())
+        return int(self.logits(hidden[-1:]).argmax())
 
     @torch.inference_mode()
     def greedy(self, ids: list[int], count: int) -> list[int]:
@@ -251,7 +256,7 @@ class Lab:
     ) -> Any:
         blocks = self.reference.local.manifest.blocks
         spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby, wait_s=wait_s)
-        return Chain.open(swarm, spec, self.reference.embed)
+        return Chain.open(swarm, spec, self.reference.embed, self.reference.logits)
 
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None

@@ -16,7 +16,8 @@ from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 SHARE = 0.03
 """Extra work for audits, as a share of the work that hosts do for the client, in positions times blocks."""
 NEWCOMER_POSITIONS = 4
-"""Most positions of a host's first audit, so that every host of a chain is audited within 200 positions."""
+"""Positions of a host's first audit. With more, the budget would not cover every host of a chain within
+200 positions. With fewer, hosts that repeat earlier outputs would pass: the first position has none."""
 MAX_REMEMBERED = 4096
 """Most audited hosts that are remembered."""
 
@@ -58,12 +59,10 @@ class Ledger:
         self._credit -= cost
 
     def plan(self, hops: Sequence[Hop]) -> AuditPlan:
-        """The next audit: of a host that was never audited, if there is one among ``hops``."""
+        """Return the next audit: of a host that was never audited, if there is one among ``hops``."""
         new = [hop for hop in hops if hop.peer not in self._audited]
-        hop = self.rng.choice(new or list(hops))
-        return AuditPlan(
-            hop, min(int(1 / (1 - self.rng.random())), NEWCOMER_POSITIONS if new else MAX_DIGEST_POSITIONS)
-        )
+        drawn = min(int(1 / (1 - self.rng.random())), MAX_DIGEST_POSITIONS)
+        return AuditPlan(self.rng.choice(new or list(hops)), NEWCOMER_POSITIONS if new else drawn)
 
     def passed(self, peer: PeerId) -> None:
         """A host was audited and found right."""

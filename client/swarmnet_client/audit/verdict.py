@@ -1,29 +1,110 @@
-"""Verdicts: whether computations of the same outputs differ by more than precision, and which host is wrong. Pure."""
+"""Verdicts: whether two hosts computed the same outputs, up to precision, and which host is wrong.
 
+Honest hosts differ, because they round differently. Outputs are compared in two or three views:
+
+1. as they are: the next blocks add to them;
+2. after a norm, which is what the next block reads: a few huge channels shrink all others there;
+3. the last hop's outputs also as logits, which is what the client makes of them.
+
+In each view, a position as a whole and its most different number have a bound of their own. A bound
+on the whole alone would allow anything in a few channels.
+
+The functions are pure.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
-TOLERANCE = 0.25
-"""Largest relative error of a position between two honest hosts of any precision: 3.8 times the largest that was measured (decision 0055)."""
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""Turns outputs [P, D] of the last block into logits [P, V]: final norm and lm_head."""
+
+SLICE = 16
+"""Positions that are read at a time. More would take more memory: each has a logit for every token."""
 
 
-def relative_errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The relative error of every position [P], of two tensors [P, D] of finite numbers.
+@dataclass(frozen=True)
+class Bound:
+    """The largest differences of a position between two honest hosts.
 
-    Every channel counts by its own size or, where that is small, by the median size of the position's channels: transformers have
-    a few channels that are thousands of times larger than the rest, and in a plain norm a lie in all others would vanish beside them.
-    No channel counts more than as wholly wrong.
+    ``whole``: root mean square of the relative errors. ``part``: the largest difference of a number,
+    in units of the smaller of the two or of the position's median, whichever is larger.
+    """
+
+    whole: float
+    part: float
+
+
+STATES = Bound(whole=0.25, part=4.0)
+"""For hidden states, as they are and after a norm. Larger bounds hide lies; smaller ones accuse hosts
+that compute many blocks in bfloat16 (decision 0104 has the measurements)."""
+LOGITS = Bound(whole=0.25, part=1.5)
+"""For logits. A host that moves one token's logit further is found."""
+
+
+def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the differences of every position, whole [P] and largest part [P], of two tensors [P, D].
+
+    A number's size is its own or, where that is small, the median of the position's sizes.
+    Transformers have a few channels that are thousands of times larger than the rest. In a plain
+    norm, a lie in all other channels would vanish next to them. In the whole, no channel counts
+    more than as wholly wrong, so that one channel with a large rounding error accuses nobody.
     """
     one, other = one.double(), other.double()
-    sizes = torch.maximum(one.abs(), other.abs())
-    typical = sizes.median(dim=1, keepdim=True).values
-    scale = torch.maximum(sizes, typical).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((one - other).abs() / scale).clamp_max(1.0).square().mean(dim=1).sqrt()
+    off, sizes = (one - other).abs(), torch.maximum(one.abs(), other.abs())
+    typical = sizes.median(dim=1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
+    whole = (off / torch.maximum(sizes, typical)).clamp_max(1.0).square().mean(dim=1).sqrt()
+    part = (off / torch.maximum(torch.minimum(one.abs(), other.abs()), typical)).amax(dim=1)
+    return whole, part
+
+
+def after_norm(states: torch.Tensor) -> torch.Tensor:
+    """Return hidden states [P, D] as a norm without a gain leaves them (RMSNorm, arXiv:1910.07467).
+
+    Only hosts know the gain of the next block's norm. It scales the channels of both hosts alike.
+    """
+    states = states.double()
+    return states / states.square().mean(dim=1, keepdim=True).sqrt().clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
+
+
+def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
+    """Check whether two honest hosts, of any precision, may have computed ``one`` and ``other`` [P, D].
+
+    Both have the same inputs. ``read`` is given for outputs of the last hop.
+    """
+    return all(
+        is_within(*differences(mine, theirs), bound)
+        for start in range(0, len(one), SLICE)
+        for mine, theirs, bound in views(one[start : start + SLICE], other[start : start + SLICE], read)
+    )
+
+
+def views(
+    one: torch.Tensor, other: torch.Tensor, read: Read | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bound]]:
+    """Yield two tensors [P, D] in each view, with the view's bound."""
+    yield one, other, STATES
+    yield after_norm(one), after_norm(other), STATES
+    if read is not None:
+        yield _centred(read(one)), _centred(read(other)), LOGITS
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    """Logits without what is common to all tokens, which changes no probability."""
+    return logits - logits.mean(dim=1, keepdim=True)
+
+
+def is_within(whole: torch.Tensor, part: torch.Tensor, bound: Bound) -> bool:
+    """Check both bounds. Numbers that overflow in a view are NaN there, and within no bound."""
+    return bool((whole <= bound.whole).all() and (part <= bound.part).all())
 
 
 class Verdict(Enum):
-    """The finding of an audit about the audited host."""
+    """What an audit found out about the audited host."""
 
     RIGHT = auto()
     """A second host computed the same."""
@@ -32,23 +113,28 @@ class Verdict(Enum):
     WRONG = auto()
     """Two other hosts agree with each other and not with the audited one."""
     DOUBTED_WITNESS = auto()
-    """The third host agrees with the audited one and not with the second. No proof against the second: the two may collude."""
+    """The third host agrees with the audited one and not with the second. No proof against the second:
+    the two may collude."""
     UNDECIDED = auto()
     """All three differ, or the third agrees with both."""
 
 
-def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors [P, D] may be what two honest hosts, of any precision, computed from the same inputs."""
-    return bool((relative_errors(one, other) <= TOLERANCE).all())
+def judge(
+    reported: torch.Tensor,
+    second: torch.Tensor,
+    third: torch.Tensor | None = None,
+    *,
+    read: Read | None = None,
+) -> Verdict:
+    """Return the verdict on the outputs that a host ``reported``.
 
-
-def judge(reported: torch.Tensor, second: torch.Tensor, third: torch.Tensor | None = None) -> Verdict:
-    """The verdict on the outputs that a host ``reported``, given those that other hosts computed from the same inputs."""
-    if agree(reported, second):
+    ``second`` and ``third`` are what other hosts computed from the same inputs. ``read`` as in ``agree``.
+    """
+    if agree(reported, second, read):
         return Verdict.RIGHT
     if third is None:
         return Verdict.OPEN
-    is_wrong, is_doubted = agree(second, third), agree(reported, third)
+    is_wrong, is_doubted = agree(second, third, read), agree(reported, third, read)
     if is_wrong == is_doubted:
         return Verdict.UNDECIDED
     return Verdict.WRONG if is_wrong else Verdict.DOUBTED_WITNESS

@@ -294,7 +294,7 @@ async def open_engine(
         await swarm.refresh()
         async with Batcher.run(
             LmHead(local_layers, computing),
-            lambda: Chain.open(swarm, spec, local_layers.embed),
+            lambda: Chain.open(swarm, spec, local_layers.embed, local_layers.logits),
             limits,
             draft_model,
             lambda: swarm.room((0, spec.blocks)),

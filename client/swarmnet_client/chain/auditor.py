@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
-from swarmnet_client.audit.verdict import Verdict, judge
+from swarmnet_client.audit.verdict import Read, Verdict, judge
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.passes import ask_pass
 from swarmnet_client.chain.supervisor import ChainSupervisor
@@ -98,6 +98,7 @@ class Auditor:
         supervisor: ChainSupervisor,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
+        read: Read | None = None,
     ) -> None:
         self._swarm = swarm
         self._ledger = swarm.ledger
@@ -105,6 +106,7 @@ class Auditor:
         self._supervisor = supervisor
         self._report = report
         self._embed = embed
+        self._read = read
         self._lengths: dict[int, int] = {}
         self._watched: AuditedSequence | None = None
         self._news = asyncio.Event()
@@ -256,12 +258,13 @@ class Auditor:
         if second is None:
             return
         self._report.audits += 1
-        verdict = judge(claimed.outputs, second)
+        read = self._read if plan.hop.end == self._spec.blocks else None
+        verdict = await asyncio.to_thread(judge, claimed.outputs, second, read=read)
         if verdict is Verdict.OPEN:
             third, _ = await self._recompute(plan, claimed, asked)
             if third is None:
                 return
-            verdict = judge(claimed.outputs, second, third)
+            verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
         if verdict is Verdict.WRONG:
             self._supervisor.convict(live)
         elif verdict is Verdict.RIGHT:

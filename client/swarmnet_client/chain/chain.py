@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 
+from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionStream
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
@@ -41,28 +42,39 @@ Part = list[tuple[int, Row]]
 class Chain:
     """Made by :meth:`open`."""
 
-    def __init__(self, swarm: Swarm, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        spec: ChainSpec,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        read: Read | None = None,
+    ) -> None:
         self.report = ChainReport()
         self._swarm = swarm
         self._spec = spec
         self._steps_s: list[float] = []
         self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size)
         self._supervisor = ChainSupervisor(swarm, spec, self._in_flight, self.report, embed, self._receive)
-        self._auditor = Auditor(swarm, spec, self._supervisor, self.report, embed)
+        self._auditor = Auditor(swarm, spec, self._supervisor, self.report, embed, read)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, swarm: Swarm, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]
+        cls,
+        swarm: Swarm,
+        spec: ChainSpec,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        read: Read | None = None,
     ) -> AsyncIterator["Chain"]:
-        """A chain over all blocks of ``spec``, repaired for as long as the context is open.
+        """Open a chain over all blocks of ``spec``, repaired for as long as the context is open.
 
-        ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings [P, D] for the first hop: the
-        log keeps ids, which are smaller.
+        ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings
+        [P, D] for the first hop: the log keeps ids, which are smaller. ``read`` turns outputs into
+        logits, in a thread of its own. Audits of the last hop then compare these too.
         """
         if spec.trace is not None:
             spec.trace.begin_chain(spec.blocks)
-        chain = cls(swarm, spec, embed)
+        chain = cls(swarm, spec, embed, read)
         supervising = asyncio.create_task(chain._supervise(), name="chain")
         auditing = asyncio.create_task(chain._auditor.run(), name="audits")
         try:

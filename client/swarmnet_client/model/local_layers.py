@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
@@ -87,6 +87,19 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
+@torch.inference_mode()
+def logits(model: Any, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+    """Return logits [N, V], float32, of outputs [N, D] of the last block of ``model``.
+
+    ``forward`` is that of its architecture. A classifier has a logit for each label.
+    """
+    states = hidden.to(model.device, model.dtype)[:, None]
+    output = forward(
+        model, inputs_embeds=states, use_cache=False, return_dict=True, swarm_call=lambda _: states
+    )
+    return cast(torch.Tensor, output.logits).reshape(len(hidden), -1).float()
+
+
 class LocalLayers:
     """Embeddings, final norm and lm_head of one model, for many answers at once."""
 
@@ -111,13 +124,8 @@ class LocalLayers:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V], float32, for outputs [N, D] of the last block."""
-        states = hidden.to(self._device, self._model.dtype)[:, None]
-        output = self._model(
-            inputs_embeds=states, use_cache=False, return_dict=True, swarm_call=lambda _: states
-        )
-        scores: torch.Tensor = output.logits[:, 0].float()
-        return scores
+        """Return logits [N, V], float32, of outputs [N, D] of the last block."""
+        return logits(self._model, type(self._model).forward, hidden)
 
 
 class LmHead:

@@ -28,7 +28,7 @@ from swarmnet_client.chain.trace import Trace
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
+from swarmnet_client.model.local_layers import LoadOptions, load_local_layers, logits
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
 from swarmnet_client.model.speculation import StepTimes
@@ -169,7 +169,8 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     The head of a classifier is initialised at random if the checkpoint has none.
     """
     model: Any = load_local_layers(local, options)
-    model.__class__ = _swarm_class(type(model))
+    architecture: Any = type(model)
+    model.__class__ = _swarm_class(architecture)
     model.tokenizer = local.tokenizer()
     model.generation_config.eos_token_id = [*local.end_ids(model.tokenizer)] or None
     if model.tokenizer.pad_token_id is None:
@@ -188,7 +189,9 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
         standby=options.standby,
         wait_s=options.wait_s,
     )
-    model.blocks = RemoteBlocks(runtime, spec, model._embed)
+    model.blocks = RemoteBlocks(
+        runtime, spec, model._embed, functools.partial(logits, model, architecture.forward)
+    )
     model._session = None
     model._generating = None
     model._step_times = StepTimes()

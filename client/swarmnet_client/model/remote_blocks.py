@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
@@ -22,14 +23,15 @@ class RemoteBlocks:
     """All blocks of one model on one swarm. The caller's thread computes; the network is on the runtime's own loop."""
 
     def __init__(
-        self, runtime: Runtime, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor]
+        self, runtime: Runtime, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor], read: Read
     ) -> None:
-        """``embed`` turns logged inputs ([P] token ids, or embeddings [P, D]) into embeddings [P, D]."""
+        """``embed`` and ``read`` as in ``Chain.open``."""
         self.spec = spec
         self.report = ChainReport()
         """The report of the chain or batch that was used last."""
         self._runtime = runtime
         self._embed = embed
+        self._read = read
         self._adapter: Adapter | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -51,7 +53,7 @@ class RemoteBlocks:
     def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
         """A chain for sequences of at most ``max_length`` positions, to which hosts apply ``adapter``."""
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
-        return Chain.open(self._runtime.swarm, spec, self._embed)
+        return Chain.open(self._runtime.swarm, spec, self._embed, self._read)
 
     def batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """A batch of sequences of these lengths, for a forward and backward passes."""

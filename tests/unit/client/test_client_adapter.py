@@ -202,7 +202,7 @@ def test_methods_that_need_the_weights_of_blocks_are_refused(options: dict[str, 
 
 def test_an_adapter_is_made_once_for_each_version_of_the_parameters(model: Any) -> None:
     tuned = randomised(get_peft_model(model, config()))
-    blocks = RemoteBlocks(None, None, None)  # type: ignore[arg-type]  # neither is used
+    blocks = RemoteBlocks(None, None, None, None)  # type: ignore[arg-type]  # none is used
 
     def adapter() -> Any:
         return blocks.adapter(ClientAdapter.found(model.model.layers, {}))
