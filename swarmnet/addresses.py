@@ -1,9 +1,11 @@
 """Network addresses: checks of the addresses that users type, and the file in which a peer keeps its own."""
 
+import asyncio
 import ipaddress
+import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,11 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.multiaddr import MAX_ADDRESS_CHARS, PEER_ID, Multiaddr, parse_multiaddrs
 
+_log = logging.getLogger(__name__)
+
 ADDRESSES_NAME = "addresses"
+FOLLOW_S = 10.0
+"""Seconds between two looks at this peer's addresses: others may read an old one for so long."""
 MAX_ADDRESSES = 64
 """Most addresses read from the `addresses` file of a data directory."""
 
@@ -31,7 +37,7 @@ def parse_hosts(text: str) -> tuple[PeerId, ...]:
     for name in names:
         if not PEER_ID.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is not a peer id", hint="`swarmnet status --swarm SWARM` lists the hosts' peer ids"
+                f"{name!r} is not a peer id", hint="`swarmnet status` on a host prints its peer id"
             )
     return tuple(PeerId(name) for name in names)
 
@@ -52,6 +58,20 @@ def read_addresses(data_dir: Path) -> tuple[str, ...]:
                 check_peer_address(each)
                 found.append(each)
     return tuple(found)
+
+
+async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]]) -> None:
+    """Keep the file ``addresses`` like the ``current`` ones, until cancelled: networks come and go."""
+    written = None
+    while True:
+        addresses = list(current())
+        if addresses != written:
+            try:
+                write_addresses(data_dir, addresses)
+                written = addresses
+            except OSError as error:
+                _log.warning("cannot write the file addresses", extra={"reason": str(error)})
+        await asyncio.sleep(FOLLOW_S)
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Default folders of this user, and the lock that lets one process use a data directory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,17 +19,26 @@ TRANSPORT_VARIABLE = "SWARMNET_TRANSPORT"
 
 def default_data_dir() -> Path:
     """The folder of a node's key, control socket and addresses."""
-    return platformdirs.user_data_path(_APP, appauthor=False)
+    return _of_user(platformdirs.user_data_path)
 
 
 def default_cache_dir() -> Path:
     """The folder of model files, which can be fetched again."""
-    return platformdirs.user_cache_path(_APP, appauthor=False)
+    return _of_user(platformdirs.user_cache_path)
 
 
 def default_history() -> Path:
     """The file with the lines typed in chats."""
-    return platformdirs.user_state_path(_APP, appauthor=False) / "chat_history"
+    return _of_user(platformdirs.user_state_path) / "chat_history"
+
+
+def _of_user(find: Callable[..., Path]) -> Path:
+    try:
+        return find(_APP, appauthor=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            "this user has no home folder", hint="set HOME, or give --data-dir DIR and --cache-dir DIR"
+        ) from error
 
 
 @contextmanager

@@ -32,6 +32,11 @@ def plain_norm(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, to
     return whole, torch.zeros_like(whole)
 
 
+def judge_unread(*outputs: torch.Tensor, read: object) -> Verdict:
+    del read
+    return verdict.judge(*outputs)
+
+
 def whole_alone(patch: Patch) -> None:
     """Compare hidden states as they are, without a bound on single channels."""
     patch.setattr(verdict, "views", lambda one, other, read: [(one, other, verdict.STATES)])
@@ -130,7 +135,7 @@ AUDITS = (
     ),
     Defence(
         "the last hop's outputs are compared as logits, too",
-        replacing(auditor, "judge", lambda *outputs, read: verdict.judge(*outputs)),
+        replacing(auditor, "judge", judge_unread),
         of_a_swarm(test_audit.test_a_last_hop_that_favours_one_token_is_found_by_its_logits),
     ),
     Defence(

@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -141,7 +142,7 @@ def _options(
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. Errors are printed to stderr as a message and a hint, not raised."""
+    """Run one command and return its exit code. Errors are printed to stderr as a message and a hint."""
     arguments = arguments or ["--help"]
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
@@ -149,9 +150,11 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout has left. stdout is replaced because the interpreter would raise the error again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_INTERRUPTED
+        return _reader_left()
+    except SystemExit as end:  # click ends the process itself when it meets a closed pipe
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return _reader_left()
     except Exception as error:  # noqa: BLE001 - the outermost handler
         if "--debug" in options:
             traceback.print_exc()
@@ -159,6 +162,12 @@ def execute(arguments: Sequence[str]) -> int:
         failure.show(as_json="--json" in options)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _reader_left() -> int:
+    """Replace stdout, whose reader has left: the interpreter would raise the error again when it flushes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_INTERRUPTED
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -181,5 +190,8 @@ def main() -> NoReturn:
     # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when torch is imported. Threads end within that
     # time unless another process has displaced one, and spinning longer would take the core that the displaced thread needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # letters that its encoding lacks must not end an answer
+            stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

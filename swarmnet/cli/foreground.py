@@ -1,5 +1,6 @@
 """A node in the foreground of a terminal: it prints its state, and lets its sessions move away before it stops."""
 
+import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet.addresses import write_addresses
+from swarmnet.addresses import follow_addresses, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.reach import advice, describe
@@ -42,6 +43,7 @@ class Foreground:
 
     async def _serve(self) -> None:
         from swarmnet_node.owner import control
+        from swarmnet_protocols.machine.aio import cancel
 
         interrupts = Interrupts.catch()
         if self.stop_on_eof:
@@ -53,6 +55,10 @@ class Foreground:
                 # A node may wait long for experts that peers have, and these may enter the swarm through it.
                 await stack.enter_async_context(control.serve(node, self.data_dir))
                 write_addresses(self.data_dir, list(node.status().addresses))
+                following = asyncio.create_task(
+                    follow_addresses(self.data_dir, lambda: node.status().addresses), name="addresses"
+                )
+                stack.push_async_callback(cancel, following)
                 has_started = await node.started()
             if not has_started:  # told to finish while it was loading
                 self._say({"event": "stopped"}, "stopped")

@@ -158,6 +158,8 @@ def _memory(facts: Facts) -> Finding:
 def _disk(disk: Disk) -> Finding:
     if disk.error:
         fix = f"sudo chown -R $USER {shlex.quote(str(disk.path))}"
+        if disk.is_read_only:
+            fix = "swarmnet … --data-dir DIR --cache-dir DIR"
         return Finding("disk", Level.FAIL, f"cannot write {disk.purpose} into {disk.path}: {disk.error}", fix)
     text = f"{_gib(disk.free_bytes)} is free for {disk.purpose} in {disk.path}"
     fix = f"du -sh {shlex.quote(str(disk.path))}/* | sort -h"

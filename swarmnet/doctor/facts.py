@@ -16,6 +16,8 @@ class Disk:
     free_bytes: int
     error: str = ""
     """Why ``path`` cannot be written; empty if it can."""
+    is_read_only: bool = False
+    """Whether its file system is mounted read-only, so that no permission helps."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,11 @@ def examine_disk(purpose: str, path: Path) -> facts.Disk:
     """The disk of ``path``, or of the nearest parent directory that exists."""
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     error = "" if os.access(existing, os.W_OK | os.X_OK) else "permission denied"
-    return facts.Disk(purpose, existing, shutil.disk_usage(existing).free, error)
+    is_read_only = hasattr(os, "statvfs") and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
+    if is_read_only:
+        error = "read-only file system"
+    free_bytes = shutil.disk_usage(existing).free
+    return facts.Disk(purpose, existing, free_bytes, error, is_read_only=is_read_only)
 
 
 def examine_memory() -> facts.Memory:

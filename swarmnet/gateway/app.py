@@ -98,15 +98,20 @@ class Gateway:
     def app(self) -> FastAPI:
         """The ASGI app, without the middleware of ``swarmnet.web``."""
         app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
-        app.add_api_route("/v1/models", self.models)
-        app.add_api_route("/v1/models/{name:path}", self.one_model)
+        readings: list[tuple[str, Callable[..., Any]]] = [
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.one_model),
+            ("/health", self.health),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ]
+        for path, endpoint in readings:
+            app.add_api_route(path, endpoint)
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # monitors send it
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
-        app.add_api_route("/health", self.health)
-        app.add_api_route("/version", self.version)
-        app.add_api_route("/metrics", self.metrics)
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._handle_error)
         return app
@@ -222,7 +227,13 @@ class Gateway:
             requests = self._sequence_requests(body, prepared, key)
             prompt_tokens = sum(map(len, prepared.prompts))
             generation = await stack.enter_async_context(
-                Generation.run(self.engine, requests, body.stop, self._metrics)
+                Generation.run(
+                    self.engine,
+                    requests,
+                    body.stop,
+                    self._metrics,
+                    continues=prepared.formatter.continues_prompt,
+                )
             )
             clock = asyncio.get_running_loop().time
             self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
@@ -248,7 +259,9 @@ class Gateway:
         for prompt in prepared.prompts:
             self._tokenizer.check_ids(prompt, prepared.param)
             room = self.engine.max_length - len(prompt)
-            if not 1 <= len(prompt) < self.engine.max_length:
+            if not prompt:
+                raise ApiError(400, "the prompt has no tokens", "invalid_value", param=prepared.param)
+            if room < 1:
                 most = self.engine.max_length
                 who = "this model takes" if most == self.engine.context else "its hosts have room for"
                 message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"

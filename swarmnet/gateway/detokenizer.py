@@ -1,43 +1,58 @@
-"""Streaming text from tokens: incremental detokenization and stop strings."""
+"""Streaming text from tokens: incremental detokenization, the bytes of tokens, and stop strings."""
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 MAX_HELD_TOKENS = 4
 """Most tokens held back for an incomplete character, which has at most four bytes in UTF-8."""
+MAX_WINDOW = 64
+"""Most tokens without valid text that are decoded again with the next one. More would take more time;
+with fewer, a character after so much invalid text is lost."""
+PROMPT_TOKENS = 16
+"""Last tokens of a prompt that decide how the text after it begins."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
     """The text of a growing token sequence, in pieces that end between characters.
 
-    Each piece is decoded together with the tokens of the piece before, because tokenizers decode the first word of a text differently.
+    Each piece is decoded together with the tokens of the piece before, because tokenizers decode the
+    first word of a text differently.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the tokens that the text continues; none if it is a text of its own."""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(prompt[-PROMPT_TOKENS:])
         self._prefix_start = 0
-        self._prefix_end = 0
-        self._prefix_text = ""
+        self._prefix_end = len(self._ids)
+        self._shown = len(self._decode(0)) if self._ids else 0
+        """Characters of the decoded text that were returned, or are the prompt's."""
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while its last character is incomplete."""
+        """Return the text that ``token_id`` completes; empty while its last character is incomplete."""
         self._ids.append(token_id)
-        return self._decode_new(max_held=MAX_HELD_TOKENS)
+        return self._decode_new(is_end=False)
 
     def flush(self) -> str:
-        """The text that was held back, complete or not."""
-        return self._decode_new(max_held=0)
+        """Return the text that was held back, complete or not."""
+        return self._decode_new(is_end=True)
 
-    def _decode_new(self, *, max_held: int) -> str:
+    def _decode_new(self, *, is_end: bool) -> str:
         text = self._decode(self._prefix_start)
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._prefix_end <= max_held:
-            return ""
-        new = text[len(self._prefix_text) :]
+        held = len(self._ids) - self._prefix_end
+        if text.endswith(REPLACEMENT) and not is_end:
+            if held <= MAX_HELD_TOKENS:
+                return ""
+            if held <= MAX_WINDOW:  # invalid, but the next tokens may still complete the last character
+                new, self._shown = text[self._shown : -1], max(self._shown, len(text) - 1)
+                return new
+        new = text[self._shown :]
         if new:
             self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
-            self._prefix_text = self._decode(self._prefix_start)
+            self._shown = len(self._decode(self._prefix_start))
         else:
             del self._ids[self._prefix_end :]  # special tokens, which would add spaces between words
         return new
@@ -45,6 +60,46 @@ class IncrementalDetokenizer:
     def _decode(self, start: int) -> str:
         text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
         return text
+
+
+class TokenBytes:
+    """The bytes that each token of a tokenizer adds to a text. Of a part of a character, these are no text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        kinds = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+        self._letters = _byte_letters() if "ByteLevel" in kinds else {}
+        self._has_bytes = "ByteFallback" in kinds
+
+    def of(self, token_id: int, *, begins: bool = False) -> bytes:
+        """Return the bytes of a token within a text, or of the one that ``begins`` a text."""
+        found = self._within(token_id)
+        if begins and found[:1] == b" " and not self._decode([token_id]).startswith(" "):
+            return found[1:]
+        return found
+
+    def _within(self, token_id: int) -> bytes:
+        if self._letters or self._has_bytes:
+            name = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+            if self._letters:
+                return b"".join(self._letters.get(letter) or letter.encode() for letter in name)
+            if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+                return bytes([int(match[1], 16)])
+        # A decoder may drop the space at the beginning of a text.
+        return self._decode([token_id, token_id])[len(self._decode([token_id])) :].encode(errors="replace")
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+
+@cache
+def _byte_letters() -> dict[str, bytes]:
+    """Return the byte for which each letter of a byte-level vocabulary stands (GPT-2's ``bytes_to_unicode``)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = {chr(byte): bytes([byte]) for byte in shown}
+    others = [byte for byte in range(256) if byte not in shown]
+    return letters | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
 
 
 class StopStrings:

@@ -36,7 +36,10 @@ class Generation:
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,
+        *,
+        continues: bool = False,
     ) -> None:
+        """``continues``: the answers continue the text of their prompts."""
         self.generated_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
@@ -48,6 +51,7 @@ class Generation:
         self._requests = requests
         self._stops = stops
         self._metrics = metrics
+        self._continues = continues
         self._unfinished = len(requests)
         self._queue: asyncio.Queue[Delta | SwarmnetError] = asyncio.Queue()
         self._started = asyncio.Event()
@@ -62,9 +66,14 @@ class Generation:
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,
+        *,
+        continues: bool = False,
     ) -> AsyncIterator["Generation"]:
-        """Generate one choice for each of ``requests`` while the context is open; leaving it cancels the unfinished ones."""
-        generation = cls(engine, requests, stops, metrics)
+        """Generate one choice for each of ``requests`` while the context is open.
+
+        Leaving it cancels the unfinished ones.
+        """
+        generation = cls(engine, requests, stops, metrics, continues=continues)
         tasks = [asyncio.create_task(generation._run_choice(index)) for index in range(len(requests))]
         try:
             yield generation
@@ -101,7 +110,9 @@ class Generation:
 
     async def _generate(self, index: int) -> None:
         request = self._requests[index]
-        detokenizer, stops = IncrementalDetokenizer(self._engine.tokenizer), StopStrings(self._stops)
+        prompt = request.ids if self._continues else ()
+        detokenizer = IncrementalDetokenizer(self._engine.tokenizer, prompt)
+        stops = StopStrings(self._stops)
         pending: list[Token] = []
         count = 0
         last_s = self._start_s
@@ -109,9 +120,9 @@ class Generation:
             async for token in answer:
                 last_s = self._observe_token(count, last_s)
                 count += 1
-                pending.append(token)
                 if token.id in request.end_ids:
                     continue
+                pending.append(token)
                 text = stops.push(detokenizer.push(token.id))
                 if stops.found:
                     answer.stop()

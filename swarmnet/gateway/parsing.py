@@ -4,6 +4,7 @@ The length of a JSON body bounds neither, because three bytes can become an obje
 and digits are counted before the body is parsed, and validation ends at the first invalid value.
 """
 
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +28,12 @@ MAX_CONTAINERS = 1 << 14
 """Most objects and lists: four for each message of the longest chat."""
 MAX_FIELDS = 1 << 15
 MAX_DIGITS = 64
+_ESCAPE = re.compile(
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\(?!u[dD][89a-fA-F]).)"
+    rb"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}",
+    re.DOTALL,
+)
+"""An escape in JSON: a whole one as the first group, or half of a surrogate pair."""
 _DIGITS_TO_0 = bytes.maketrans(b"123456789", b"000000000")
 R = TypeVar("R", bound=StrictModel)
 
@@ -55,7 +62,7 @@ class BodyParser:
             raise _too_large(f"the body is longer than {self.max_bytes} bytes")
         self._check_size(body)
         try:
-            fields = from_json(body, allow_inf_nan=False)
+            fields = _fields(body)
         except ValueError as error:  # its message has the position and quotes nothing
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from error
         if not isinstance(fields, dict):
@@ -92,6 +99,17 @@ class BodyParser:
             elif not part.endswith(b"\\") or (len(part) - len(part.rstrip(b"\\"))) % 2 == 0:
                 is_inside = False  # the quotation mark after it is not escaped
         return b"".join(outside)
+
+
+def _fields(body: bytes) -> object:
+    """Parse JSON; raises ``ValueError``. Half a character, as cutting a text makes it, becomes U+FFFD."""
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError:
+        repaired = _ESCAPE.sub(lambda found: found[1] or b"\\ufffd", body)
+        if repaired == body:
+            raise
+        return from_json(repaired, allow_inf_nan=False)
 
 
 def _too_large(message: str) -> ApiError:

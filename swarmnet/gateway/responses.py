@@ -10,6 +10,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
+from swarmnet.gateway.detokenizer import TokenBytes
 from swarmnet.gateway.errors import swarm_error
 from swarmnet.gateway.generation import Delta, Generation
 from swarmnet_client.model.sampling import Token
@@ -25,9 +26,13 @@ class CompletionFormatter:
     id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    continues_prompt = True
+    """Whether the answer continues the text of the prompt; a chat's answer is a text of its own."""
 
     def __init__(self, model: str, tokenizer: Any, created: int, fingerprint: str) -> None:
-        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
+        self._chars: dict[int, int] = {}
+        """Characters of each choice's tokens so far."""
         self._fields = {
             "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
             "created": created,
@@ -44,7 +49,7 @@ class CompletionFormatter:
         return {
             "index": delta.index,
             "text": delta.text,
-            "logprobs": self._logprobs(delta.tokens),
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
@@ -58,19 +63,30 @@ class CompletionFormatter:
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         return {**self._fields, "object": self.chunk_object_name, "choices": choices, **fields}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        known = [token for token in tokens if token.logprob is not None]
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        known = [token for token in delta.tokens if token.logprob is not None]
         if not known:
             return None
         return {
-            "tokens": [self._text(token.id) for token in known],
+            "tokens": [_name(self._bytes.of(token.id)) for token in known],
             "token_logprobs": [token.logprob for token in known],
-            "top_logprobs": [{self._text(one): value for one, value in token.top} for token in known],
+            "top_logprobs": [self._alternatives(token) for token in known],
+            "text_offset": [self._count_chars(delta.index, self._bytes.of(token.id)) for token in known],
         }
 
-    def _text(self, token_id: int) -> str:
-        text: str = self._tokenizer.decode([token_id])
-        return text
+    def _alternatives(self, token: Token) -> dict[str, float]:
+        """Return the log probability of each alternative by its text. One with the text of another has its id, too."""
+        found: dict[str, float] = {}
+        for one, value in token.top:
+            name = _name(self._bytes.of(one))
+            found[f"{name} (token {one})" if name in found else name] = value
+        return found
+
+    def _count_chars(self, index: int, token: bytes) -> int:
+        """Add a token's characters to those of a choice; returns how many there were before it."""
+        before = self._chars.get(index, 0)
+        self._chars[index] = before + sum(byte & 0xC0 != 0x80 for byte in token)
+        return before
 
 
 class ChatFormatter(CompletionFormatter):
@@ -79,6 +95,7 @@ class ChatFormatter(CompletionFormatter):
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    continues_prompt = False
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         delta = _concatenated(deltas)
@@ -95,26 +112,32 @@ class ChatFormatter(CompletionFormatter):
         return {
             "index": delta.index,
             field: content,
-            "logprobs": self._logprobs(delta.tokens),
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        known = [token for token in tokens if token.logprob is not None]
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        known = [token for token in delta.tokens if token.logprob is not None]
         if not known:
             return None
-        content = [
-            {
-                **self._entry(token.id, token.logprob),
-                "top_logprobs": [self._entry(one, value) for one, value in token.top],
-            }
-            for token in known
-        ]
+        content = []
+        for token in known:
+            begins = self._count_chars(delta.index, self._bytes.of(token.id)) == 0
+            top = [self._entry(one, value, begins=begins) for one, value in token.top]
+            content.append({**self._entry(token.id, token.logprob, begins=begins), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _entry(self, token_id: int, logprob: float | None, *, begins: bool) -> dict[str, Any]:
+        spelled = self._bytes.of(token_id, begins=begins)
+        return {"token": _name(spelled), "logprob": logprob, "bytes": list(spelled)}
+
+
+def _name(token: bytes) -> str:
+    """Return the text of a token. Bytes that are no text are written as in OpenAI's responses."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _concatenated(deltas: Sequence[Delta]) -> Delta:
@@ -124,14 +147,16 @@ def _concatenated(deltas: Sequence[Delta]) -> Delta:
 
 
 def usage_of(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object of a generation, with the steps through chains (``trips``) and the tokens that each gave on average."""
+    """Return OpenAI's usage object of a generation, and the steps through chains (``trips``).
+
+    All values are whole numbers: clients add them up.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generation.generated_tokens,
         "total_tokens": prompt_tokens + generation.generated_tokens,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
         "trips": generation.trips,
-        "tokens_per_trip": round(generation.generated_tokens / max(1, generation.trips), 2),
     }
 
 

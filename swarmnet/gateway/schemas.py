@@ -5,7 +5,7 @@ Validation of a list ends at its first invalid item, because the errors of all i
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from swarmnet.gateway.errors import UNSUPPORTED
@@ -19,22 +19,56 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_OWNER_CHARS = 512
 
-LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Parameters that are ignored, because they never change a response."""
+LABELS = frozenset(
+    {
+        "cache_control",
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+    }
+)
+"""Fields that are ignored, because they never change an answer: labels, and hints for caches and speed."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": ({},),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "early_stopping": (False,),
     "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
+    "priority": (0,),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
+    "tfs_z": (1,),
+    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "functions": ([],),
+    "top_a": (0,),
+    "top_k": (-1, 0),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
 }
-"""Unsupported parameters, with the values that are accepted because they change nothing."""
+"""Unsupported fields of requests, messages and parts, with the values that change nothing."""
 
 
 def _as_list(value: Any) -> Any:
@@ -56,6 +90,11 @@ def _at_most(count: int) -> BeforeValidator:
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Tokens, Tag("tokens")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "tokens"),
+]
+"""A text, or its tokens. The tag decides which of the two an error speaks of."""
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -119,16 +158,25 @@ class TextPart(StrictModel):
     text: str
 
 
+def _as_parts(value: Any) -> Any:
+    """Return a string as a list of one part, so that errors speak of parts only where there are some."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "this should be a string or a list of parts")
+    return value
+
+
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True), _at_most(MAX_PARTS)] = ""
+    content: Annotated[
+        list[TextPart], Field(fail_fast=True), _at_most(MAX_PARTS), BeforeValidator(_as_parts)
+    ] = []
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message in the format of chat templates."""
-        content = (
-            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        )
+        """Return the message as ``render_chat`` takes it."""
+        content = "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -155,7 +203,7 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
-        list[str | Tokens],
+        list[Prompt],
         Field(fail_fast=True, min_length=1),
         _at_most(MAX_CHOICES),
         BeforeValidator(_as_list),

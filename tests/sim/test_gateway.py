@@ -18,6 +18,7 @@ from tests.support.gateway import (
     Caller,
     chat_body,
     completion_body,
+    continued,
     events_of,
     refused,
     served,
@@ -36,7 +37,12 @@ def test_a_completion_is_the_models_greedy_output(tiny: Reference) -> None:
 
     answer = served(tiny, scenario)
     assert answer["choices"] == [
-        {"index": 0, "text": words(tiny.greedy(PROMPT, TOKENS)), "logprobs": None, "finish_reason": "length"}
+        {
+            "index": 0,
+            "text": continued(tiny.greedy(PROMPT, TOKENS)),
+            "logprobs": None,
+            "finish_reason": "length",
+        }
     ]
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["usage"]["total_tokens"] == 2 + TOKENS
@@ -87,7 +93,7 @@ def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -
         asked = [caller.complete(prompt, max_tokens=3 + len(prompt)) for prompt in prompts]
         return [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*asked)]
 
-    expected = [words(tiny.greedy(prompt, 3 + len(prompt))) for prompt in prompts]
+    expected = [continued(tiny.greedy(prompt, 3 + len(prompt))) for prompt in prompts]
     assert served(tiny, scenario, limits=BatchLimits(active=8, waiting=20)) == expected
 
 
@@ -136,12 +142,12 @@ def test_several_prompts_are_answered_in_their_order(tiny: Reference) -> None:
         return (await caller.complete(["w5 w6", "w7"], max_tokens=4)).json()["choices"]
 
     choices = served(tiny, scenario)
-    assert [choice["text"] for choice in choices] == [words(tiny.greedy(ids, 4)) for ids in (PROMPT, [7])]
+    assert [choice["text"] for choice in choices] == [continued(tiny.greedy(ids, 4)) for ids in (PROMPT, [7])]
 
 
 def test_a_stop_string_ends_a_choice_within_a_token(tiny: Reference) -> None:
     tokens = tiny.greedy(PROMPT, 20)
-    text = words(tokens)
+    text = continued(tokens)
     stop = words(tokens[4:7])[1:-1]  # begins and ends within a token
     expected = text[: text.index(stop)]
 
@@ -166,7 +172,7 @@ def test_an_end_token_ends_a_choice(tiny: Reference) -> None:
 
     choice = served(tiny, scenario)
     tokens = tiny.greedy(PROMPT, 5)
-    assert choice["text"] == words(tokens[: tokens.index(tokens[4])])
+    assert choice["text"] == continued(tokens[: tokens.index(tokens[4])])
     assert choice["finish_reason"] == "stop"
 
 
@@ -199,7 +205,7 @@ def test_penalties_and_biases_follow_openais_formula(tiny: Reference) -> None:
         return [answer.json()["choices"][0]["text"] for answer in answers]
 
     plain, *changed = served(tiny, scenario)
-    assert changed == [words(greedy(20, penalised)), words(greedy(20, biased))]
+    assert changed == [continued(greedy(20, penalised)), continued(greedy(20, biased))]
     assert plain not in changed
 
 
@@ -354,7 +360,7 @@ def test_a_node_failure_does_not_interrupt_a_stream(tiny: Reference, moment: int
             return stream.status, text, caller.gateway.engine.batcher.failovers
 
     spans = {**SPANS, "b2": (2, 4)}
-    assert served(tiny, scenario, spans) == (200, words(tiny.greedy(PROMPT, TOKENS)), 1)
+    assert served(tiny, scenario, spans) == (200, continued(tiny.greedy(PROMPT, TOKENS)), 1)
 
 
 def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
@@ -393,7 +399,7 @@ def test_a_draining_gateway_finishes_running_requests_and_refuses_new_ones(tiny:
         assert refused(await caller.complete(max_tokens=1)) == (503, None, "stopping")
         assert (await caller.http.get("/health")).status_code == 503
         assert not draining.done()
-        assert (await running).json()["choices"][0]["text"] == words(tiny.greedy(PROMPT, TOKENS))
+        assert (await running).json()["choices"][0]["text"] == continued(tiny.greedy(PROMPT, TOKENS))
         await draining
 
     served(tiny, scenario)

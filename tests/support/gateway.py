@@ -172,6 +172,11 @@ def words(ids: list[int]) -> str:
     return " ".join(f"w{number}" for number in ids if number > 1)
 
 
+def continued(ids: list[int]) -> str:
+    """The text of token ids after a prompt's."""
+    return "".join(f" w{number}" for number in ids if number > 1)
+
+
 def refused(response: Any) -> tuple[int, str | None, str]:
     error = response.json()["error"]
     return response.status_code, error["param"], error["code"]

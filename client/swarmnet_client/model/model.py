@@ -339,6 +339,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             stack.callback(setattr, self, "_generating", None)
             config = {"generation_config": args[0]} if args else {}
             if speculate and may_speculate(self, ids, config | kwargs) and not _is_prompted(self):
+                _stop_at_strings(kwargs)
                 kwargs["custom_generate"] = SpeculativeDecoding(
                     self._step_times, self._draft_model, cache, kwargs.get("streamer")
                 )
@@ -350,6 +351,19 @@ def _generate(architecture: Any) -> Callable[..., Any]:
 def _placed(value: Any, device: torch.device) -> Any:
     """A tensor on ``device``; anything else unchanged."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _stop_at_strings(options: dict[str, Any]) -> None:
+    """Turn ``stop_strings`` and ``tokenizer`` among the options of ``generate`` into a stopping criterion.
+
+    transformers gives no tokenizer to the stopping criteria of a ``custom_generate`` that is a function.
+    """
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    if options.get("stop_strings") and options.get("tokenizer"):
+        criterion = StopStringCriteria(options.pop("tokenizer"), options.pop("stop_strings"))
+        others = options.get("stopping_criteria") or []
+        options["stopping_criteria"] = StoppingCriteriaList([*others, criterion])
 
 
 def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swarmnet_protocols.errors import IntegrityError
+
 NUCLEUS = 512
 """Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary need not be sorted."""
 
@@ -58,9 +60,19 @@ class Token:
 
 
 def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
-    """One token for each row of ``scores`` [N, V], float32."""
+    """Choose one token for each row of ``scores`` [N, V], float32.
+
+    Raises ``IntegrityError`` for scores that are not finite: hosts' outputs are checked, so the
+    model's own files are wrong.
+    """
     changed = _changed(scores, draws)
-    likeliest = changed.argmax(dim=-1).tolist()
+    best, where = changed.max(dim=-1)
+    if not bool(best.isfinite().all()):
+        raise IntegrityError(
+            "the scores of the model's tokens are not finite: its norm or lm_head is damaged",
+            hint="fetch the model again: `swarmnet model verify` names damaged files",
+        )
+    likeliest = where.tolist()
     tokens = []
     for unbiased, row, best, draw in zip(scores, changed, likeliest, draws, strict=True):
         chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)

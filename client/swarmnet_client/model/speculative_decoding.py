@@ -112,4 +112,5 @@ def may_speculate(model: Any, ids: torch.Tensor | None, options: Mapping[str, An
         and not any(option(name) for name in _OTHER_LOOPS)
         and all((option(name) or 1) == 1 for name in ("num_beams", "num_return_sequences", "guidance_scale"))
         and option("use_cache") is not False
+        and not config.stop_strings  # those of a config need the tokenizer, which this loop does not get
     )

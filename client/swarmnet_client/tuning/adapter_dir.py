@@ -111,8 +111,9 @@ def load_adapter(model: Any, directory: Path) -> Any:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         other.hint = f"{other.hint}; PEFT says: {reason[:300]}"
         raise other from error
-    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    if stored != {name: tuple(value.shape) for name, value in state.items()}:
+    # With LoRA on the embeddings or the head, PEFT also stores the weight that it changes.
+    states = [get_peft_model_state_dict(adapted, save_embedding_layers=each) for each in (False, True)]
+    if stored not in [{name: tuple(value.shape) for name, value in state.items()} for state in states]:
         raise other
     return adapted.eval()
 

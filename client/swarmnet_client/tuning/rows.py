@@ -151,9 +151,12 @@ class Encoder:
             so_far = self._render(checked[: number + 1])
             content = message["content"].strip()
             start = whole.find(content, len(before))
-            closing = so_far[so_far.rfind(content) + len(content) :]
+            # From where the message begins: the text may also be part of the mark that ends it.
+            alone = so_far.find(content, len(before))
+            closing = so_far[alone + len(content) :]
             end = start + len(content) + len(closing)
-            if not whole.startswith(before) or start < 0 or whole[start + len(content) : end] != closing:
+            are_found = start >= 0 and alone >= 0 and whole.startswith(before)
+            if not are_found or whole[start + len(content) : end] != closing:
                 raise BadRow(
                     f"the model's chat template does not show where message {number + 1} begins and ends"
                 )

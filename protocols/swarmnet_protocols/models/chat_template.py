@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,10 @@ _ESCAPED_BYTES = 12
 """Bytes of one character in the reply at most: the reply is JSON in ASCII."""
 
 
+_PROBE = "f3b1 9c77 e2d5"
+"""A text of a user that no template writes by itself."""
+
+
 class TemplateFailed(ConfigError):
     """A chat template could not be rendered."""
 
@@ -61,10 +66,11 @@ def render_chat(
     add_generation_prompt: bool,
     max_chars: int = MAX_CHARS,
 ) -> str:
-    """``messages`` rendered with the chat template of ``tokenizer``, as ``apply_chat_template(tokenize=False)`` does.
+    """Render ``messages`` with the chat template of ``tokenizer``, as ``apply_chat_template(tokenize=False)`` does.
 
-    Thread-safe. Blocks for some tenths of a millisecond; the first call, until the process has started. Raises ``TemplateRefused`` if the
-    template raises an error, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars`` characters.
+    Thread-safe. Blocks for some tenths of a millisecond; the first call, until the process has
+    started. Raises ``TemplateRefused`` if the template raises an error or leaves out what the user
+    wrote, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars`` characters.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -72,14 +78,51 @@ def render_chat(
         raise TemplateFailed("the model has no default chat template") from error
     request = {
         "template": template,
-        "messages": messages,
         "add_generation_prompt": add_generation_prompt,
         "special_tokens": tokenizer.special_tokens_map,
         "max_chars": max_chars,
         "cpu_s": CPU_S,
     }
+    in_parts = _takes_parts(template, json.dumps(request["special_tokens"], default=str))
+    text = _render(request, messages, in_parts=in_parts)
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "user" and message["content"].strip() not in text:
+            raise TemplateRefused(f"the model's chat template leaves out the text of message {number}")
+    return text
+
+
+@lru_cache(maxsize=16)
+def _takes_parts(template: str, special_tokens: str) -> bool:
+    """Check whether a template reads content as a list of parts rather than as a string.
+
+    Such templates loop over parts. Given a string, they loop over its letters and write nothing.
+    """
+    request = {
+        "template": template,
+        "add_generation_prompt": True,
+        "special_tokens": json.loads(special_tokens),
+        "max_chars": MAX_CHARS,
+        "cpu_s": CPU_S,
+    }
+    probe = [{"role": "user", "content": _PROBE}]
+    for in_parts in (False, True):
+        with contextlib.suppress(TemplateRefused):
+            text = _render(request, probe, in_parts=in_parts)
+            is_list = "'type'" in text or '"type"' in text  # the list itself was written, as text
+            if _PROBE in text and not is_list:
+                return in_parts
+    return False
+
+
+def _render(request: Mapping[str, Any], messages: Sequence[Mapping[str, str]], *, in_parts: bool) -> str:
+    given: Sequence[Mapping[str, Any]] = messages
+    if in_parts:
+        given = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages
+        ]
     answer = _renderer.request(
-        json.dumps(request, default=str).encode(), max_chars * _ESCAPED_BYTES + _EXTRA_BYTES
+        json.dumps({**request, "messages": given}, default=str).encode(),
+        request["max_chars"] * _ESCAPED_BYTES + _EXTRA_BYTES,
     )
     if "refused" in answer:
         raise TemplateRefused(f"the model's chat template refuses these messages: {answer['refused']}")

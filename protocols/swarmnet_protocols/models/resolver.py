@@ -60,7 +60,13 @@ def resolve(
     ``published``: the name comes from another peer, so a path of this machine is not accepted. Raises ``ConfigError`` for an unknown name,
     ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
     """
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the cache folder {cache_dir}: {error.strerror}",
+            hint="choose another one with --cache-dir",
+        ) from error
     path, hub = _locate(name, cache_dir, progress, published=published)
     model = _open(name, path, hub, cache_dir, progress)
     model.parts.max_disk_bytes = max_disk_bytes

@@ -101,10 +101,16 @@ class Stopped(KeyboardInterrupt):
 
 
 def generate(
-    model: Any, input_ids: "torch.Tensor", sampling: SamplingOptions, show: Callable[[str], None]
+    model: Any,
+    input_ids: "torch.Tensor",
+    sampling: SamplingOptions,
+    show: Callable[[str], None],
+    *,
+    continues: bool = False,
 ) -> RunAnswer:
     """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece.
 
+    ``continues``: the answer continues the text of the prompt; otherwise it is a text of its own.
     Raises ``Stopped`` for Ctrl-C.
     """
     tokenizer: Any = model.tokenizer
@@ -119,7 +125,7 @@ def generate(
         import torch
 
         torch.manual_seed(sampling.seed)
-    streamer = _Streamer(tokenizer, show)
+    streamer = _Streamer(tokenizer, show, input_ids[0].tolist() if continues else [])
     # Without a mask, transformers takes prompt tokens that equal the padding token for padding.
     choice: dict[str, Any] = {"attention_mask": input_ids.new_ones(input_ids.shape), "do_sample": False}
     if sampling.temperature > 0:
@@ -149,13 +155,13 @@ def generate(
 class _Streamer:
     """A streamer of transformers: ``put`` is called with the prompt, and then with each new token."""
 
-    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, show: Callable[[str], None], prompt: list[int]) -> None:
         self.started = time.monotonic()
         self.first_token_s = 0.0
         self.token_ids: list[int] = []
-        self._tokenizer = tokenizer
         self._show = show
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._pieces: list[str] = []
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
         self._prompt_seen = False
 
     def put(self, tokens: Any) -> None:
@@ -166,18 +172,21 @@ class _Streamer:
             self.first_token_s = time.monotonic() - self.started
         for token_id in tokens.flatten().tolist():
             self.token_ids.append(token_id)
-            if text := self._detokenizer.push(token_id):
-                self._show(text)
+            self._take(self._detokenizer.push(token_id))
 
     def end(self) -> None:
-        if text := self._detokenizer.flush():
+        self._take(self._detokenizer.flush())
+
+    def _take(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
             self._show(text)
 
     def answer(self, prompt_tokens: int, run: Any) -> RunAnswer:
         """The answer so far, and the hosts that computed it."""
         total_s = time.monotonic() - self.started
         return RunAnswer(
-            text=self._tokenizer.decode(self.token_ids, skip_special_tokens=True),
+            text="".join(self._pieces),
             token_ids=self.token_ids,
             prompt_tokens=prompt_tokens,
             first_token_s=self.first_token_s,

@@ -139,7 +139,13 @@ class Chat:
             note(
                 f"the model reads {self.conversation.context} tokens at most; forgotten: the oldest {counted(dropped, 'turn')}"
             )
-        return generate(self._model, prompt, self.sampling, self._screen.show)
+        return generate(
+            self._model,
+            prompt,
+            self.sampling,
+            self._screen.show,
+            continues=self.conversation.is_plain,
+        )
 
     def _tell(self, answer: RunAnswer) -> None:
         self._totals.add(answer)

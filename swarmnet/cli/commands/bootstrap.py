@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.addresses import follow_addresses, usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import read_relay_rate
 from swarmnet.cli.options import (
@@ -81,7 +81,7 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     ):
         interrupts.first = stop.set
         _announce(transport, data_dir, as_json=as_json)
-        await race(stop.wait(), transport.died())
+        await race(stop.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
         notify_stopping()
         if not stop.is_set():
             raise SwarmnetError("p2pd died: this peer cannot be reached", hint="start it again")

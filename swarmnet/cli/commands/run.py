@@ -185,7 +185,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         else:
             said.turns.append(Turn(question))
             with opened.trace(trace) if trace else nullcontext():
-                answer = generate(answering, said.encode(), sampling, screen.show)
+                answer = generate(answering, said.encode(), sampling, screen.show, continues=said.is_plain)
             screen.end(answer)
 
 
@@ -254,8 +254,16 @@ def open_model(  # noqa: PLR0913 - options of the command line
 
 
 def _question(prompt: str | None) -> str:
-    """The prompt; without one, all of stdin."""
-    text = sys.stdin.read(MAX_MESSAGE_CHARS + 1) if prompt is None else prompt
+    """Return the prompt; without one, all of stdin, without the mark that some editors begin a file with."""
+    try:
+        text = sys.stdin.read(MAX_MESSAGE_CHARS + 2).removeprefix("\ufeff") if prompt is None else prompt
+        text.encode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"stdin is not {error.encoding.upper()} at byte {error.start + 1}", param_hint="PROMPT"
+        ) from error
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        raise typer.BadParameter("the prompt is not UTF-8", param_hint="PROMPT") from error
     if not text.strip():
         raise typer.BadParameter("the prompt is empty: give some text", param_hint="PROMPT")
     if len(text) > MAX_MESSAGE_CHARS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -57,6 +58,12 @@ MAX_FILES = 65536
 """Limit on open files, raised from the usual 1024 because each HTTP connection takes one."""
 
 
+_ORIGIN = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?"
+)
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
 @dataclass(frozen=True)
 class _Serving:
     """The options of an endpoint."""
@@ -94,7 +101,11 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     ] = [],  # noqa: B006
     cors: Annotated[
         list[str],
-        typer.Option("--cors", metavar="ORIGIN", help="A web page that may use it: https://example.org."),
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="A page, app or extension that may use it: https://example.org, app://obsidian.md.",
+        ),
     ] = [],  # noqa: B006
     allow_host: Annotated[
         list[str],
@@ -172,18 +183,19 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
 
 
 def check_origin(text: str) -> str:
-    from urllib.parse import urlsplit
-
-    parts = urlsplit(text)
-    if (
-        parts.scheme not in {"http", "https"}
-        or not parts.netloc
-        or text != f"{parts.scheme}://{parts.netloc}"
-    ):
+    """Return an origin as clients send it: of a page, or with a scheme of its own of an app or extension."""
+    found = _ORIGIN.fullmatch(text)
+    if found is None or int(found["port"] or 0) > 65535:
         raise typer.BadParameter(
-            f"{text!r} is not an origin: it looks like https://example.org", param_hint="'--cors'"
+            f"{text!r} is not an origin: it looks like https://example.org or app://obsidian.md, "
+            "with a port if it has one, and no *",
+            param_hint="'--cors'",
         )
-    return text
+    scheme, host, port = found["scheme"].lower(), found["host"], found["port"]
+    if scheme in _DEFAULT_PORTS:  # browsers write only these in lower case and without the usual port
+        host = host.lower()
+        port = None if port == _DEFAULT_PORTS[scheme] else port
+    return f"{scheme}://{host}" + (f":{port}" if port else "")
 
 
 def _keys(files: Sequence[Path]) -> "ApiKeys":

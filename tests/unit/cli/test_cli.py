@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 import typer
 
 from swarmnet import cli
+from swarmnet.cli.commands import run
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
 from swarmnet_node.owner import control
@@ -272,15 +274,57 @@ def test_a_prompt_of_any_size_is_not_read_into_memory(
     monkeypatch.setattr("sys.stdin", stdin)
     assert cli.execute(["run", "m", "--swarm", swarm]) == 2
     assert "longer than 10" in capsys.readouterr().err
-    assert stdin.tell() == 11
+    assert stdin.tell() == 12
 
 
-def test_a_closed_stdout_is_no_error(tmp_path: Path) -> None:
-    program = "import sys; from swarmnet import cli; sys.exit(cli.execute(['join', '--help']))"
+def test_a_prompt_that_is_no_text_is_refused(
+    swarm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert cli.execute(["run", "m", "--swarm", swarm]) == 2
+    assert "not UTF-8 at byte 2" in capsys.readouterr().err
+    assert cli.execute(["run", "m", "a\udcff", "--swarm", swarm]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffHi"))
+    assert run._question(None) == "Hi"
+
+
+def test_a_reader_that_leaves_ends_a_command_as_documented() -> None:
+    program = "import sys; from swarmnet import cli; sys.exit(cli.execute(['--version']))"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     process.stdout.close()
     _, stderr = process.communicate()
-    assert stderr == b""
+    assert (process.returncode, stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "utf-8"])
+def test_letters_that_an_encoding_lacks_are_replaced(encoding: str) -> None:
+    program = (
+        "from swarmnet import cli; from swarmnet.cli.output import print_text; "
+        "cli.execute = lambda _: print_text('Привет!'); cli.main()"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=True, timeout=60
+    )
+    shown = done.stdout.decode(encoding if encoding != "ascii" else "utf-8").strip()
+    assert shown in {"??????!", "Привет!"}
+
+
+def test_without_a_home_the_options_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home(*_: object, **__: object) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(platformdirs, "user_data_path", no_home)
+    monkeypatch.setattr(platformdirs, "user_cache_path", no_home)
+    for command in ("status", "doctor", "model ls"):
+        assert cli.execute(command.split()) == 3
+        assert "set HOME, or give --data-dir DIR and --cache-dir DIR" in capsys.readouterr().err

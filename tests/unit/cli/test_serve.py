@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
@@ -51,6 +52,39 @@ def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
         as_json=True,
         stop_on_eof=stop_on_eof,
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("https://example.org", "https://example.org"),
+        ("HTTPS://Example.org:443", "https://example.org"),
+        ("http://127.0.0.1:3000", "http://127.0.0.1:3000"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("app://obsidian.md", "app://obsidian.md"),
+        ("tauri://localhost", "tauri://localhost"),
+        ("chrome-extension://abcdefghijklmnop", "chrome-extension://abcdefghijklmnop"),
+    ],
+)
+def test_origins_of_pages_apps_and_extensions_are_allowed(given: str, sent: str) -> None:
+    assert serve.check_origin(given) == sent
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "*",
+        "null",
+        "example.org",
+        "http://localhost:*",
+        "https://example.org/",
+        "https://a b",
+        "https://u@b.c",
+    ],
+)
+def test_what_is_no_origin_is_refused(given: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not an origin"):
+        serve.check_origin(given)
 
 
 @pytest.mark.usefixtures("idle")

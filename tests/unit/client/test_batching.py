@@ -17,6 +17,7 @@ from swarmnet_client.batching.sequences import (
     share,
 )
 from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
+from swarmnet_protocols.errors import IntegrityError
 
 LIMITS = BatchLimits(active=4, waiting=2, positions=1000)
 LONG = tuple(range(2, 2 + 2 * MIN_SHARED))
@@ -159,3 +160,11 @@ def test_log_probabilities_do_not_depend_on_temperature_nucleus_or_biases() -> N
     assert [one for one, _ in token.top] == expected.topk(3).indices.tolist()
     assert choose(scores, [Draw(Sampling(), 0)])[0].logprob is None
     assert choose(scores, [Draw(Sampling(top_logprobs=0), 0)])[0].top == ()
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_scores_that_are_not_finite_are_an_error(wrong: float) -> None:
+    scores = torch.zeros(2, 5)
+    scores[1, 3] = wrong
+    with pytest.raises(IntegrityError, match="not finite"):
+        choose(scores, [Draw(Sampling(), 0)] * 2)

@@ -68,6 +68,16 @@ def test_a_row_of_messages_trains_on_those_of_the_assistant(
     assert learned(row) == [6, 2, 6, 8, 2]
 
 
+@pytest.mark.parametrize("answer", ["w2", "w", "2", "w1", "assistant"])
+def test_an_answer_may_also_be_part_of_a_mark(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": answer}]
+    turns = list(Encoder(tokenizer, 32)._turns(messages))
+    assert turns == [("w1 user w5 w2\nw1 assistant ", False), (f"{answer} w2\n", True)]
+
+
 def test_a_template_that_hides_turns_is_not_guessed_at(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,12 @@ SAID = [{"role": "user", "content": "w5 \N{GRINNING FACE} \ud800"}, {"role": "as
 TEMPLATES = [
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}",
     "{%- for m in messages %}\n  {{ m | tojson }}\n{%- endfor %}{% if add_generation_prompt %}go{% endif %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% continue %}{% endfor %}{{ ns.n }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content }}{% continue %}"
+    "{% endfor %}{{ ns.n }}",
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
 ]
+
+SAYS = "{{ messages[0].content }}"
 
 
 def of(template: str) -> Any:
@@ -49,7 +52,38 @@ def test_the_error_of_a_template_is_reported(template: str, why: str) -> None:
 def test_a_template_is_stopped_at_its_memory_limit() -> None:
     with pytest.raises(TemplateFailed, match="memory"):
         render_chat(of("{% set x = 'a' * 200000000 %}{{ x | length }}"), SAID, add_generation_prompt=True)
-    assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
+    assert render_chat(of(SAYS), SAID, add_generation_prompt=True) == SAID[0]["content"]
+
+
+IN_PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}part{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_loops_over_parts_gets_parts() -> None:
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " user "}]
+    text = render_chat(of(IN_PARTS), said, add_generation_prompt=True)
+    assert text == "system: Be kind.user:  user "
+    assert render_chat(of(EITHER), said[1:], add_generation_prompt=True) == " user "
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m['role'] }}>{% endfor %}",
+        "{{ messages[0]['content'] }}",
+        "{% for m in messages %}{% if 'b' not in m['content'] %}{{ m['content'] }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_leaves_out_what_the_user_wrote_is_refused(template: str) -> None:
+    said = [{"role": "user", "content": "user"}, {"role": "user", "content": "b"}]
+    with pytest.raises(TemplateRefused, match="leaves out the text of message"):
+        render_chat(of(template), said, add_generation_prompt=True)
 
 
 def test_a_template_is_stopped_at_its_output_limit() -> None:
@@ -67,12 +101,12 @@ def loops(count: int) -> str:
 def test_a_template_is_stopped_at_its_time_limit(
     limit: str, value: float, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render_chat(of("started"), SAID, add_generation_prompt=True)
+    render_chat(of(SAYS), SAID, add_generation_prompt=True)
     with monkeypatch.context() as patch:
         patch.setattr(chat_template, limit, value)
         with pytest.raises(TemplateFailed, match="cannot be rendered"):
             render_chat(of(template), SAID, add_generation_prompt=True)
-    assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
+    assert render_chat(of(SAYS), SAID, add_generation_prompt=True) == SAID[0]["content"]
 
 
 WITHOUT_KERNEL_LIMITS = """
@@ -97,12 +131,12 @@ def test_a_template_is_stopped_without_limits_of_the_kernel(
     monkeypatch.setattr(chat_template, "_PROGRAM", script)
     monkeypatch.setattr(chat_template, "_renderer", renderer)
     try:
-        render_chat(of("started"), SAID, add_generation_prompt=True)
+        render_chat(of(SAYS), SAID, add_generation_prompt=True)
         with monkeypatch.context() as patch:
             patch.setattr(chat_template, "CPU_S", 0.1 if resource == "processor" else 50)
             with pytest.raises(TemplateFailed, match="takes more than"):
                 render_chat(of(WASTEFUL[resource]), SAID, add_generation_prompt=True)
-        assert render_chat(of("again"), SAID, add_generation_prompt=True) == "again"
+        assert render_chat(of(SAYS), SAID, add_generation_prompt=True) == SAID[0]["content"]
     finally:
         renderer.stop()
 

@@ -50,7 +50,6 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], type[StrictModel]]] = {
     "messages": (lambda size: filled(CHAT + b"[", b'{"role":"x"}', b"]}", size), ChatRequest),
     "one token": (lambda size: filled(b'{"tokens":[', b"-1", b"]}", size), DetokenizeRequest),
     "NaN": (lambda size: COMPLETION + b'"x","temperature":NaN}', CompletionRequest),
-    "half a character": (lambda size: COMPLETION + b'"\\ud800"}', CompletionRequest),
     "not UTF-8": (lambda size: COMPLETION + b'"\xff"}', CompletionRequest),
     "a long name": (lambda size: COMPLETION + b'"x","' + b"a" * (size - 60) + b'":1}', CompletionRequest),
     "a long bias": (
@@ -104,7 +103,8 @@ def test_a_prompt_that_fills_the_context_is_accepted(context: int) -> None:
     cyrillic = "\N{CYRILLIC SMALL LETTER A}" * (4 * context)
     assert parsed(CompletionRequest, prompt=cyrillic).prompt == [cyrillic]
     emoji = "\N{GRINNING FACE}" * (2 * context)
-    assert parsed(ChatRequest, messages=[{"role": "user", "content": emoji}]).messages[0].content == emoji
+    said = parsed(ChatRequest, messages=[{"role": "user", "content": emoji}]).messages[0]
+    assert said.for_template() == {"role": "user", "content": emoji}
     quoted = '{"a": "\\"}' * (context // 8)
     assert parsed(CompletionRequest, prompt=quoted).prompt == [quoted]
     ids = [100_000 + number for number in range(context - 1)]
@@ -124,3 +124,65 @@ def test_characters_in_strings_are_not_counted() -> None:
         assert SMALL.parse(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [
             text
         ]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"\udE00 cut", "\ufffd cut"),
+        (r"\ud83d\ud83d\uDE00", "\ufffd\N{GRINNING FACE}"),
+        (r"\\ud83d \ud83d", r"\ud83d " + "\ufffd"),
+        (r"\ud83d\n", "\ufffd\n"),
+    ],
+)
+def test_half_a_character_is_replaced(written: str, read: str) -> None:
+    body = b'{"model":"m","prompt":"' + written.encode() + b'"}'
+    assert SMALL.parse(body, CompletionRequest).prompt == [read]
+
+
+USER = {"role": "user", "content": "Hi"}
+HARMLESS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"a": 1}}]}]},
+    {"messages": [USER, {"role": "assistant", "content": "Ho", "refusal": None, "annotations": []}, USER]},
+    {"messages": [USER, {"role": "assistant", "content": "Ho", "tool_calls": []}, USER]},
+    *(
+        {"messages": [USER], name: value}
+        for name, value in {
+            "top_k": -1,
+            "min_p": 0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [],
+            "skip_special_tokens": True,
+            "function_call": "none",
+            "chat_template_kwargs": {},
+            "min_tokens": 0,
+            "prediction": {"type": "content", "content": "Hi"},
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=lambda fields: [*fields][-1])
+def test_what_cannot_change_an_answer_is_accepted(fields: dict[str, Any]) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    assert SMALL.parse(body, ChatRequest).messages[0].for_template()["content"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "names"),
+    [
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.image_url",
+        ),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "a string or a list of parts"),
+        (ChatRequest, {"messages": [USER], "top_k": 40}, "'top_k'"),
+        (CompletionRequest, {"prompt": [1, -2]}, "prompt.0.tokens.1"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong(schema: type[StrictModel], fields: dict[str, Any], names: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        SMALL.parse(json.dumps({"model": "m", **fields}).encode(), schema)
+    assert names in caught.value.message
