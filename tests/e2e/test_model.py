@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -69,6 +71,21 @@ def test_another_seed_gives_another_sample(tiny: TinySwarm) -> None:
     samples = [generate(tiny.model, PROMPTS, seed=seed, do_sample=True).tolist() for seed in (0, 0, 1)]
     assert samples[0] == samples[1]
     assert samples[0] != samples[2]
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_an_answer_ends_at_a_stop_string(tiny: TinySwarm, speculate: bool) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    plain = generate(tiny.model, PROMPTS[:1])[0].tolist()
+    stop = tokenizer.decode(plain[len(PROMPTS[0]) + 4 : len(PROMPTS[0]) + 6])
+    options = {"stop_strings": [stop], "tokenizer": tokenizer}
+    expected = generate(tiny.reference.model, PROMPTS[:1], **options)[0].tolist()
+    assert generate(tiny.model, PROMPTS[:1], speculate=speculate, **options)[0].tolist() == expected
+    assert len(expected) < len(plain)
 
 
 def test_scores_are_those_of_the_local_model(tiny: TinySwarm) -> None:

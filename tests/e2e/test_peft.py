@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from swarmnet import AutoSwarmModelForCausalLM
+from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.protocol_ids import PING
 from tests.support.generation import padded
@@ -152,6 +153,22 @@ def test_generation_equals_that_of_the_saved_adapter(tiny: TinySwarm, method: st
         assert greedy(ours, TEXTS) == expected
         beams = [greedy(theirs, [text], num_beams=3)[0] for text in TEXTS]
         assert greedy(ours, TEXTS, num_beams=3) == beams
+
+
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_embeddings_or_head_generates_as_peft_does(
+    tiny: TinySwarm, module: str, tmp_path: Path
+) -> None:
+    """PEFT stores the weight of such a module next to its LoRA pair."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", module], init_lora_weights=False)
+    theirs = get_peft_model(whole(tiny), config)
+    theirs.save_pretrained(tmp_path)
+    ours = load_adapter(tiny.model, tmp_path)
+    try:
+        assert greedy(ours, TEXTS) == greedy(theirs.eval(), TEXTS)
+    finally:
+        ours.unload()
 
 
 @methods

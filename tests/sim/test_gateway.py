@@ -165,6 +165,42 @@ def test_a_stop_string_ends_a_choice_within_a_token(tiny: Reference) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
+def test_logprobs_of_a_completion_are_its_text(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        options = {"max_tokens": TOKENS, "logprobs": 3}
+        whole = (await caller.complete(**options)).json()["choices"][0]
+        streamed = events_of((await caller.complete(stream=True, **options)).text)
+        return whole, [event["choices"][0]["logprobs"] for event in streamed]
+
+    whole, parts = served(tiny, scenario)
+    found = whole["logprobs"]
+    assert "".join(found["tokens"]) == whole["text"]
+    assert all(
+        whole["text"][at:].startswith(token)
+        for at, token in zip(found["text_offset"], found["tokens"], strict=True)
+    )
+    assert [len(each) for each in found["top_logprobs"]] == [3] * TOKENS
+    for name, values in found.items():
+        assert values == [value for part in parts if part for value in part[name]]
+
+
+def test_monitors_may_ask_with_head(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> list[tuple[int, bytes]]:
+        answers = [await caller.http.head(path) for path in ("/health", "/v1/models", "/v1/completions")]
+        return [answer.status_code for answer in answers]
+
+    assert served(tiny, scenario) == [200, 200, 405]
+
+
+def test_an_empty_prompt_is_refused_as_such(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        return refused(await caller.complete([], max_tokens=1)), refused(
+            await caller.complete("", max_tokens=1)
+        )
+
+    assert served(tiny, scenario)[1] == (400, "prompt", "invalid_value")
+
+
 def test_an_end_token_ends_a_choice(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         object.__setattr__(caller.gateway.engine, "end_ids", frozenset([tiny.greedy(PROMPT, 5)[4]]))
