@@ -50,7 +50,7 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, t
     A number's size is its own or, where that is small, the median of the position's sizes.
     Transformers have a few channels that are thousands of times larger than the rest. In a plain
     norm, a lie in all other channels would vanish next to them. In the whole, no channel counts
-    more than as wholly wrong, so that one channel with a large rounding error accuses nobody.
+    more than as wholly wrong, so that no channel with a large rounding error accuses a host.
     """
     one, other = one.double(), other.double()
     off, sizes = (one - other).abs(), torch.maximum(one.abs(), other.abs())
