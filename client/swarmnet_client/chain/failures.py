@@ -27,7 +27,7 @@ from swarmnet_protocols.wire import refusal_pb2
 CLIENT_FAULTS = {
     refusal_pb2.REASON_PROTOCOL: "update swarmnet, or leave out the adapter",
     refusal_pb2.REASON_TOO_LONG: "send shorter sequences",
-    refusal_pb2.REASON_NOT_FINITE: "the adapter, or what comes before the blocks, has grown too large: train with a lower learning rate",
+    refusal_pb2.REASON_NOT_FINITE: "the model's own weights are damaged, or an adapter has grown too large: train it with a lower learning rate",
 }
 """Reasons for which every honest host refuses a client at fault, each with advice to the user."""
 PAUSE_S = 0.25

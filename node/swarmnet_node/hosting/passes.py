@@ -159,11 +159,9 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """Returns ``values``. Raises ``Refusal`` for infinity or NaN, because the next receiver could not tell which host caused them."""
+    """Return ``values``. Raises ``Refusal`` for infinity or NaN: the next receiver could not tell which host caused them."""
     if not torch.isfinite(values).all():
-        raise Refusal(
-            refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks, with your adapter, are not finite"
-        )
+        raise Refusal(refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks are not finite")
     return values
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from swarmnet.cli.output import note
 
 MAX_MESSAGE_CHARS = 4 << 20
@@ -20,9 +22,15 @@ class Keyboard:
     is_terminal: bool
 
     def read(self) -> str | None:
-        """The next message, or None at the end of the input. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row."""
+        """Return the next message, or None at the end of the input.
+
+        Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row, and ``BadParameter`` for input that
+        is not in the terminal's encoding.
+        """
         try:
             return self._message()
+        except UnicodeDecodeError as error:
+            raise not_text(error) from error
         except KeyboardInterrupt:
             if not self.is_terminal:
                 raise
@@ -60,6 +68,12 @@ class Keyboard:
             sys.stderr.flush()
         line = sys.stdin.readline(MAX_MESSAGE_CHARS)
         return line.removesuffix("\n") if line else None
+
+
+def not_text(error: UnicodeDecodeError) -> typer.BadParameter:
+    """Return the error for a stdin that is not in its encoding."""
+    encoding, at = error.encoding.upper(), error.start + 1
+    return typer.BadParameter(f"stdin is not {encoding} at byte {at}", param_hint="PROMPT")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import typer
 from swarmnet.addresses import parse_hosts
 from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
-from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS
+from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -259,9 +259,7 @@ def _question(prompt: str | None) -> str:
         text = sys.stdin.read(MAX_MESSAGE_CHARS + 2).removeprefix("\ufeff") if prompt is None else prompt
         text.encode()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"stdin is not {error.encoding.upper()} at byte {error.start + 1}", param_hint="PROMPT"
-        ) from error
+        raise not_text(error) from error
     except UnicodeEncodeError as error:  # bytes of the command line that are no text
         raise typer.BadParameter("the prompt is not UTF-8", param_hint="PROMPT") from error
     if not text.strip():

@@ -1,5 +1,6 @@
 """Addresses that people type are checked before anything is started."""
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.addresses import (
+    FOLLOW_S,
     check_listen_address,
     check_peer_address,
+    follow_addresses,
     read_addresses,
     usual_listen,
     write_addresses,
@@ -17,8 +20,25 @@ from swarmnet.addresses import (
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining import network
 from swarmnet_protocols.joining.network import any_port
+from swarmnet_protocols.machine.aio import cancel
+from tests.support.virtual_time import run
 
 PEER_ID = "12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
+
+
+def test_the_file_of_addresses_follows_them(tmp_path: Path) -> None:
+    current = ["/ip4/10.0.0.7/tcp/4001"]
+
+    async def scenario() -> None:
+        following = asyncio.create_task(follow_addresses(tmp_path, lambda: current))
+        await asyncio.sleep(FOLLOW_S / 2)
+        assert (tmp_path / "addresses").read_text().splitlines() == current
+        current[0] = "/ip4/10.0.0.8/tcp/4001"
+        await asyncio.sleep(FOLLOW_S)
+        assert (tmp_path / "addresses").read_text().splitlines() == current
+        await cancel(following)
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(
