@@ -12,6 +12,7 @@ import torch
 from swarmnet.gateway.app import FIRST_TOKEN_S
 from swarmnet.gateway.responses import KEEP_ALIVE_S
 from swarmnet_client.batching.continuous_batching import BatchLimits
+from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_protocols.timing import Timing
 from tests.support.gateway import (
     SPANS,
@@ -182,6 +183,19 @@ def test_logprobs_of_a_completion_are_its_text(tiny: Reference) -> None:
     assert [len(each) for each in found["top_logprobs"]] == [3] * TOKENS
     for name, values in found.items():
         assert values == [value for part in parts if part for value in part[name]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_damaged_head_is_an_error_that_says_so(
+    tiny: Reference, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = LocalLayers.logits
+    monkeypatch.setattr(LocalLayers, "logits", lambda *given: logits(*given).fill_(torch.nan))
+
+    async def scenario(_lab: Lab, caller: Caller) -> str:
+        return (await caller.complete(max_tokens=2, logprobs=1, stream=stream)).text
+
+    assert "scores of the model's tokens are not finite" in served(tiny, scenario)
 
 
 def test_monitors_may_ask_with_head(tiny: Reference) -> None:

@@ -22,6 +22,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import (
     ConfigError,
+    IntegrityError,
     NoRoom,
     NoRoute,
     NotAuthorised,
@@ -229,7 +230,7 @@ def _positions(request: Request) -> int:
 
 def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
     """Whether an answer continues on another chain after ``why``. Counts the attempt."""
-    if isinstance(why, NoRoute | NotAuthorised | ConfigError):
+    if isinstance(why, NoRoute | NotAuthorised | ConfigError | IntegrityError):
         return False
     if isinstance(why, NoRoom) and len(answer.request.ids) + len(answer.ids) > why.room:
         return False  # it would not fit alone either
