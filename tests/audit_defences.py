@@ -49,7 +49,9 @@ def repeats_nothing(patch: Patch) -> None:
     patch.setattr(plan, "MAX_DIGEST_POSITIONS", 1)
 
 
-def believe_the_second(said: torch.Tensor, second: torch.Tensor, third: Any = None) -> Verdict:
+def believe_the_second(
+    said: torch.Tensor, second: torch.Tensor, third: Any = None, **_options: object
+) -> Verdict:
     return Verdict.RIGHT if verdict.agree(said, second) else Verdict.WRONG
 
 

@@ -30,7 +30,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
     async def engine(*_: object, **__: object) -> AsyncIterator[Any]:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
-        yield SimpleNamespace(local=local, batcher=None, max_length=512)
+        yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512)
 
     monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.connect", swarm)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
