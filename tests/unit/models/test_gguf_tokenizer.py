@@ -161,9 +161,15 @@ def test_special_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> N
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|end|>", f"{SPACE}Hello"]
 
 
-def test_a_folder_with_a_sentencepiece_model_only_has_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_with_a_sentencepiece_model_only_has_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from transformers.convert_slow_tokenizer import convert_slow_tokenizer
     from transformers.utils import sentencepiece_model_pb2_new as pb
 
+    # In a process that has not loaded that module, its name in the package is that of a function.
+    monkeypatch.setattr(transformers, "convert_slow_tokenizer", convert_slow_tokenizer)
     save_tiny_llama(tmp_path / "model")
     model = pb.ModelProto()
     model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, True

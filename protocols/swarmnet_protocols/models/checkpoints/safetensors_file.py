@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -407,8 +408,8 @@ def _reading_sentencepiece() -> Iterator[None]:
     transformers parses such a file with protobuf, and asks for the package only by habit. The package
     would bring a second OpenMP library into this process.
     """
-    from transformers import convert_slow_tokenizer
-
+    # ``from transformers import`` gives the module's function of the same name until the module is loaded.
+    convert_slow_tokenizer = import_module("transformers.convert_slow_tokenizer")
     with _SENTENCEPIECE:
         asked = convert_slow_tokenizer.requires_backends
         convert_slow_tokenizer.requires_backends = lambda *_: None
