@@ -8,17 +8,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from swarmnet.dashboard import observer as observer_module
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observations import SwarmInfo
 from swarmnet.dashboard.observer import Observer, ObserverDependencies
+from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.trace import Trace
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_protocols.directory import catalog
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import Role
 from tests.support.expert_lab import LAN, ExpertLab, load_experts_reference
@@ -99,12 +104,23 @@ def test_a_generation_appears_as_edges(reference: Reference, tmp_path: Any, priv
     simulate(reference, scenario, private=PrivateSwarm() if private else None)
 
 
-def test_step_times_are_those_that_the_client_measures(reference: Reference, tmp_path: Any) -> None:
-    """Three links of 30 ms each way: a token takes 4 of them round, and the first one as long."""
+@pytest.mark.parametrize("asked_after_s", [0.0, 1.0], ids=["links being made", "links made"])
+def test_step_times_are_those_that_the_client_measures(
+    reference: Reference, tmp_path: Any, asked_after_s: float
+) -> None:
+    """Three links of 30 ms each way: a token takes 4 of them round. The first one takes as long, unless its prompt is at the first hop before that
+    has its link to the second."""
 
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
-        async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
+        trace = Trace(asyncio.get_running_loop().time)
+        spec = ChainSpec(6, 32, 512, torch.float32, trace=trace)
+        async with (
+            dashboard(lab, tmp_path) as feed,
+            lab.client() as swarm,
+            Chain.open(swarm, spec, reference.embed, reference.logits) as chain,
+        ):
+            await asyncio.sleep(asked_after_s)
             await lab.generate(chain, PROMPT, 60)
             await until(feed, lambda body: any(entry["tokens"] for entry in body["peers"].values()))
             host = lab.nodes["a"].host
@@ -113,7 +129,10 @@ def test_step_times_are_those_that_the_client_measures(reference: Reference, tmp
             assert cumulative_counts(times)[-1] == 58
             assert total(times) / 58 == pytest.approx(0.12, abs=0.005)
             assert cumulative_counts(firsts)[-1] == 1
-            assert total(firsts) == pytest.approx(0.12, abs=0.01)
+            measured = trace.steps[0].noted
+            first_s = measured[Moment.ANSWERED] - measured[Moment.SENT]
+            assert total(firsts) == pytest.approx(first_s, abs=0.01)
+            assert first_s == pytest.approx(0.12 if asked_after_s else 0.18, abs=0.01)
             for other in "bc":
                 host = lab.nodes[other].host
                 assert host is not None
