@@ -15,6 +15,7 @@ from swarmnet_node.owner.limits import Limits, MonthlyUsage
 from swarmnet_node.supervisor import GOVERN_S, OBSERVE_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support.fake_machine import MONDAY_NOON, FakeMachine
@@ -111,19 +112,52 @@ def test_a_node_that_has_ended_releases_the_machine_at_once(reference: Reference
 
 
 def test_a_session_without_another_host_does_not_keep_the_memory(reference: Reference) -> None:
+    """A session with steps in flight has ``PAUSE_GRACE_S`` to move."""
+
     async def scenario(lab: Lab) -> None:
         async with (
             lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
             lab.client() as swarm,
             lab.chain(swarm) as chain,
         ):
-            await lab.generate(chain, PROMPT, 3)
+            begun = asyncio.Event()
+            answering = asyncio.create_task(lab.generate(chain, PROMPT, 400, lambda number: begun.set()))
+            await begun.wait()
             assert supervisor.status().cache_bytes > 0
             began = asyncio.get_running_loop().time()
             supervisor.pause()
             took_s = await turns(supervisor, "paused") - began
-            assert PAUSE_GRACE_S <= took_s < PAUSED_S
+            assert PAUSE_GRACE_S <= round(took_s, 6) < PAUSED_S
             assert supervisor.status().cache_bytes == 0
+            assert not answering.done()
+            await cancel(answering)
+
+    simulate(reference, scenario)
+
+
+def test_an_idle_session_without_another_host_gives_back_the_memory_before_the_grace_ends(
+    reference: Reference,
+) -> None:
+    """Its next step waits until the node serves again."""
+
+    async def scenario(lab: Lab) -> None:
+        async with (
+            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
+            lab.client() as swarm,
+            lab.chain(swarm) as chain,
+        ):
+            tokens = await lab.generate(chain, PROMPT, 3)
+            assert supervisor.status().cache_bytes > 0
+            began = asyncio.get_running_loop().time()
+            supervisor.pause()
+            assert await turns(supervisor, "paused") - began < PAUSE_GRACE_S
+            assert supervisor.status().cache_bytes == 0
+
+            supervisor.resume()
+            await turns(supervisor, "online")
+            row = Row(0, len(PROMPT) + 2, 1, 1, 0)
+            hidden = await chain.forward((row,), torch.tensor(tokens[-1:]))
+            assert [*tokens, reference.next_token(hidden)] == reference.greedy(PROMPT, 4)
 
     simulate(reference, scenario)
 
