@@ -409,7 +409,7 @@ def _reading_sentencepiece() -> Iterator[None]:
     would bring a second OpenMP library into this process.
     """
     # ``from transformers import`` gives the module's function of the same name until the module is loaded.
-    convert_slow_tokenizer = import_module("transformers.convert_slow_tokenizer")
+    convert_slow_tokenizer: Any = import_module("transformers.convert_slow_tokenizer")
     with _SENTENCEPIECE:
         asked = convert_slow_tokenizer.requires_backends
         convert_slow_tokenizer.requires_backends = lambda *_: None
