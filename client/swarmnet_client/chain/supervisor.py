@@ -519,9 +519,8 @@ class ChainSupervisor:
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
                 if receiver is None and reply.link_lost.epoch == live.epoch:
-                    live.epoch = (
-                        0  # the link to a hop that is being opened: it is made again when that hop is open
-                    )
+                    # The link to a hop that is being opened: it is made again when that hop is open.
+                    live.epoch = 0
                 if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
                     receiver = fed.hops[0]
                 elif (standby := self._standbys.of(live)) is not None and standby.is_linking:
