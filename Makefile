@@ -14,7 +14,7 @@ SAMPLE := --sample --seeds 5
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install browser lint types types-windows test fast slow alone thorough sanitized defences fuzz audit demo bench proto
+.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -29,12 +29,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
-# The dashboard is tested in a real browser: Debian's, where there is none yet and we may install it.
-browser:
-	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
-		&& apt-get install --quiet --quiet --yes chromium > /dev/null; } \
-		|| { apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes chromium > /dev/null; } \
-		|| { echo "install chromium for the tests of the dashboard"; exit 1; }
+# Programs that tests start: Debian's packages, where they are missing and we may install them. Whoever may not is not root, and
+# the tests of routers need root.
+TOOLS := chromium=chromium nft=nftables miniupnpd=miniupnpd-nftables
+APT := DEBIAN_FRONTEND=noninteractive apt-get --quiet --quiet
+tools:
+	@missing=$$(for each in $(TOOLS); do command -v $${each%=*} > /dev/null || echo $${each#*=}; done); \
+	test -z "$$missing" || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+		&& { $(APT) install --yes $$missing > /dev/null || { $(APT) update && $(APT) install --yes $$missing > /dev/null; }; }; } \
+		|| command -v chromium > /dev/null || { echo "install chromium for the tests of the dashboard"; exit 1; }
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -48,7 +51,7 @@ types: $(INSTALLED)
 types-windows: $(INSTALLED)
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
-test: lint browser
+test: lint tools
 	$(MAKE) --no-print-directory fast
 	$(MAKE) --no-print-directory slow
 	$(MAKE) --no-print-directory alone
@@ -70,7 +73,7 @@ alone: $(INSTALLED)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 # Every test with all of its parameters, and twenty times as many seeds.
-thorough: $(INSTALLED) browser
+thorough: $(INSTALLED) tools
 	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
 	$(MAKE) --no-print-directory sanitized
 
