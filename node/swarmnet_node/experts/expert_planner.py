@@ -88,11 +88,7 @@ class ExpertPlanner:
             links = {link.host.peer: link for link in self._dispatcher.links.every if link.is_open}
             if self._counts is None or not any(link.host.capacity for link in links.values()):
                 continue
-            try:
-                moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
-            except Exception:  # noqa: BLE001 - numbers that peers announce decide on plans: one that fails must not be the last
-                _log.exception("experts are not placed")
-                continue
+            moves = await loop.run_in_executor(None, self.plan, list(links.values()), every_s)
             if moves.loads or moves.drops:
                 _log.info("experts move: %d loads, %d drops", len(moves.loads), len(moves.drops))
             for peer, link in links.items():
