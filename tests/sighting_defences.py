@@ -5,14 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmnet_node.host_checks import HostChecker, Trial
+from swarmnet_node.node import Node
 from swarmnet_protocols.directory import relay_announcements
 from swarmnet_protocols.directory.dht.storage import BoundedStorage
 from swarmnet_protocols.directory.signers import Signers
+from swarmnet_protocols.net import Stream
 from swarmnet_protocols.routing import sightings
 from swarmnet_protocols.routing.sightings import ModelClaims, Sighting, Sightings
 from swarmnet_protocols.routing.throughput import Claim
 from tests.defences import Defence, Patch, nothing, replacing, yes
-from tests.sim import test_invented_hosts
+from tests.sim import test_invented_hosts, test_resilience
 from tests.support.swarm_lab import Reference, load_reference
 from tests.unit.directory import test_dht_storage, test_relay_announcements, test_signers
 from tests.unit.hosting import test_host_checks
@@ -48,6 +50,15 @@ def ask_no_host(patch: Patch) -> None:
         return list(claims)
 
     patch.setattr(HostChecker, "computing", computing)
+
+
+def leave_pings_unanswered(patch: Patch) -> None:
+    """Answer no ping before the blocks are loaded."""
+
+    async def close(_: Node, stream: Stream) -> None:
+        stream.close()
+
+    patch.setattr(Node, "_answer_pings", close)
 
 
 def count_identities(patch: Patch) -> None:
@@ -100,6 +111,13 @@ SIGHTINGS = (
         "a joining host takes blocks that no host has, whatever is announced",
         believe_all,
         with_model(test_invented_hosts.test_a_joining_host_takes_the_blocks_that_only_invented_hosts_have),
+    ),
+    Defence(
+        "a node that loads its blocks counts",
+        leave_pings_unanswered,
+        with_model(
+            lambda reference: test_resilience.test_a_loading_node_counts_in_placement(reference, "n1")
+        ),
     ),
     Defence(
         "hosts that were not called do not count among invented ones",

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.errors import NoRoute
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.wire import records_pb2
 from tests.sim.churn import request
-from tests.support.memory_directory import MemoryDirectory
 from tests.support.memory_network import LinkProfile
-from tests.support.swarm_lab import SWARM, Lab, Reference, load_reference, peer, simulate
+from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
 from tests.support.tiny import BLOCKS
+from tests.support.virtual_time import TimedExecutor
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
@@ -187,15 +186,12 @@ def test_a_loading_node_counts_in_placement(reference: Reference, name: str) -> 
     """A node that has chosen its blocks keeps them, however long its weights take to load."""
 
     async def scenario(lab: Lab) -> tuple[int, int]:
-        loading = records_pb2.HostRecord(
-            manifest=lab.manifest, start=0, end=2, state=records_pb2.HOST_STATE_JOINING, protocol=PROTOCOL
-        )
-        async with lab.network.transport(lab.peer_id("loading")):
-            directory = MemoryDirectory(lab.board, peer("loading"), SWARM)
-            topic = hosts_topic(lab.manifest, lab.peer_id("loading"))
-            await directory.publish(topic, loading.SerializeToString(), lifetime_s=45.0)
-            await asyncio.sleep(1.0)
-            return (await lab.start(name, lab.hosting(num_blocks=4))).span
+        loading = asyncio.create_task(lab.start("loading", lab.hosting((0, 2)), TimedExecutor(60.0)))
+        await asyncio.sleep(1.0)
+        span = (await lab.start(name, lab.hosting(num_blocks=4))).span
+        assert not loading.done()
+        await cancel(loading)
+        return span
 
     assert simulate(reference, scenario) == (2, 6)
 
