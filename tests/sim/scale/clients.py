@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -210,16 +210,9 @@ class Clients:
     def _replaced(self, client: Client, chain: Sequence[Hop], at: int) -> list[Hop]:
         """The chain in which the hop at index ``at``, which reported the next one, is replaced; that one too if another hop has reported it before."""
         is_repeated = client.exclusions.separate(chain[at].peer, chain[at + 1].peer, self._now)
-        after = at + 1 + is_repeated
         self.reports += 1
-        new = find_chain(
-            self._view(client),
-            (chain[at].start, chain[after - 1].end),
-            client.rng,
-            source=chain[at - 1].peer if at else None,
-            sink=chain[after].peer if after < len(chain) else None,
-        )
-        return [*chain[:at], *new, *chain[after:]]
+        view = replace(self._view(client), hops=[*chain[:at], *chain[at + 1 + is_repeated :]])
+        return find_chain(view, (0, self.blocks), client.rng)
 
     def _service_s(self, hop: Hop) -> float:
         return (hop.end - hop.start) / self.hosts[hop.peer].peer.speed

@@ -107,10 +107,15 @@ def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_th
 
 
 def test_slanderers_change_the_work_of_an_honest_host_little() -> None:
-    """If clients replaced a reported host with the one that reports it, this host would have 0.43 of its work left: few others have its blocks."""
+    """Few others have the blocks of this host: it would lose a third of its work if clients
+    replaced a reported host with the one that reports it.
+
+    At most a fifth is the goal of ``docs/scale.md``. Chance moves the mean of four draws of clients
+    by 8 % (standard deviation).
+    """
     notes = run("slanderers", Setting("ours", 30, 1, 60)).notes
     assert notes["reports"] > 0
-    assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.1)
+    assert notes["slandered_share"] == pytest.approx(notes["honest_share"], rel=0.2)
 
 
 def test_a_failing_seed_prints_the_command_that_replays_it() -> None:
