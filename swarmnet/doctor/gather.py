@@ -141,7 +141,7 @@ def examine_disk(purpose: str, path: Path) -> facts.Disk:
     """The disk of ``path``, or of the nearest parent directory that exists."""
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     error = "" if os.access(existing, os.W_OK | os.X_OK) else "permission denied"
-    is_read_only = hasattr(os, "statvfs") and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
+    is_read_only = sys.platform != "win32" and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
     if is_read_only:
         error = "read-only file system"
     free_bytes = shutil.disk_usage(existing).free
