@@ -90,10 +90,10 @@ class ClaimReader:
     async def computing(
         self, claims: Sequence[Claim], make: MakeTrial, *, blocks: Collection[int], least: int
     ) -> list[Claim]:
-        """Those of the settled ``claims``, which were read last, whose hosts have computed what
-        this node computes.
+        """Return settled ``claims`` of the last reading whose hosts compute what this node
+        computes.
 
-        Hosts are asked until each of ``blocks`` has ``least`` of different places.
+        Hosts are asked until each of ``blocks`` has ``least`` hosts in different places.
         """
         asked = Asked(self._directory.swarm, self._manifest, frozenset(blocks), least)
         hosts = {claim: self._infos[claim.peer] for claim in claims if claim.peer in self._infos}

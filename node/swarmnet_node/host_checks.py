@@ -123,8 +123,8 @@ class HostChecker:
         return self.sightings.counted(model, now=_now())
 
     async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
-        """Those of the settled ``claims`` whose hosts compute what this node computes, until there
-        are as many as ``asked``.
+        """Return settled ``claims`` whose hosts compute what this node computes, as many as
+        ``asked``.
 
         Hosts that this node has seen are asked first.
         """

@@ -104,7 +104,7 @@ def is_within(whole: torch.Tensor, part: torch.Tensor, bound: Bound) -> bool:
 
 
 class Verdict(Enum):
-    """What an audit found out about the audited host."""
+    """The result of an audit for the audited host."""
 
     RIGHT = auto()
     """A second host computed the same."""

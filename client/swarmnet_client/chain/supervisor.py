@@ -121,7 +121,7 @@ class ChainSupervisor:
         self._blame = Blame(swarm)
         self._wait_budget = WaitBudget()
         self._positions = 0
-        """Positions of all sequences, with those that are about to be sent."""
+        """Positions of all sequences, including positions about to be sent."""
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""

@@ -1,7 +1,9 @@
-"""Which routed experts a peer hosts: those that the fewest peers have when it joins, and later what hosts ask it to load and drop. Pure.
+"""Choose the routed experts that a peer hosts. Pure.
 
-A request of a host is the message of one peer, so it has bounds: one host at a time is followed, the one that sends most rows; few experts move at once;
-and experts are dropped only if another peer was seen to compute them (``expert_witness.py``).
+A peer that joins takes the rarest experts. Later, hosts ask it to load and drop experts. Such a
+request is the message of one peer, so it is bounded. A peer follows one host at a time: the host
+that sends most rows. Few experts move at once. An expert is dropped only after another peer was
+seen to compute it (``expert_witness.py``).
 """
 
 from collections import Counter
@@ -40,7 +42,8 @@ def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], ca
 
 
 def follows(last: Followed | None, host: PeerId, now: float, rows: Mapping[PeerId, int]) -> bool:
-    """Whether a peer follows a request of ``host``. ``rows``: those that it has computed for this host and the last one."""
+    """Whether a peer follows a request of ``host``. ``rows``: rows computed for this host and for
+    the last one."""
     if last is None or now >= last.at + ARRANGER_S:
         return True
     is_next = host == last.host or rows.get(host, 0) > rows.get(last.host, 0)
@@ -48,7 +51,7 @@ def follows(last: Followed | None, host: PeerId, now: float, rows: Mapping[PeerI
 
 
 def accepted_drops(drops: BlockExperts, held: BlockExperts) -> BlockExperts:
-    """The experts that a peer would drop at one request: ``SHARE`` of those that it has, at most."""
+    """Return the experts that a peer drops at one request: at most ``SHARE`` of its experts."""
     every = sum(map(len, held.values()))
     wanted = [
         (block, expert) for block in sorted(drops) for expert in sorted(drops[block] & held.get(block, set()))
@@ -59,7 +62,8 @@ def accepted_drops(drops: BlockExperts, held: BlockExperts) -> BlockExperts:
 def accepted_loads(
     loads: BlockExperts, held: BlockExperts, counts: Mapping[int, int], capacity: int
 ) -> BlockExperts:
-    """The experts that a peer loads at one request while there is room beside ``held``: ``SHARE`` of its capacity, at most.
+    """Return the experts that a peer loads at one request: at most ``SHARE`` of its capacity, and
+    no more than fit next to ``held``.
 
     ``counts``: the number of experts of each block of the model that has some.
     """

@@ -49,7 +49,7 @@ class ExpertLinks:
     directory: Directory
     model: ExpertModel
     wanted: dict[int, ExpertBits]
-    """The experts that the host lacks, by block. The owner removes those that it no longer needs."""
+    """The experts that the host lacks, by block. The owner removes experts that it needs no more."""
     timing: Timing
     rng: random.Random
     max_round_trip_s: float = MAX_ROUND_TRIP_S
@@ -84,7 +84,7 @@ class ExpertLinks:
 
     @property
     def every(self) -> Sequence[ExpertLink]:
-        """All links, also those that are not open."""
+        """All links, open or not."""
         return tuple(self._links.values())
 
     @property
@@ -137,7 +137,7 @@ class ExpertLinks:
             await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
 
     async def _update(self, hosts: Mapping[PeerId, ExpertHost]) -> None:
-        """Try peers of ``hosts``, as they announced themselves, and give up those that neither announce themselves nor answer."""
+        """Try announced ``hosts``. Give up peers that neither announce themselves nor answer."""
         self.has_looked = True
         for peer in self._links.keys() & hosts.keys():
             self._links[peer].host = hosts[peer]

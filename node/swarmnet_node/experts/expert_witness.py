@@ -49,7 +49,7 @@ async def computed_elsewhere(links: ExpertLinks, compute: Compute) -> BlockExper
 async def _agreed(
     link: ExpertLink, compute: Compute, block: int, row: torch.Tensor, experts: ExpertBits
 ) -> ExpertBits:
-    """Those of ``experts`` of which a peer gives the outputs that this peer has."""
+    """Return the ``experts`` whose outputs a peer computes as this peer does."""
     agreed: list[int] = []
     for request in split_rows(block, row, {expert: torch.tensor([0]) for expert in experts}):
         mine = request.outputs(await compute(request))
