@@ -140,6 +140,43 @@ def test_a_node_that_dies_changes_no_answer_with_a_reused_prompt(
     )
 
 
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_hop_that_takes_a_lost_hops_place_computes_only_answers_under_way(
+    reference: Reference, victim: int
+) -> None:
+    """Kept caches are given up: later prompts begin anew, and the hosts that are left free them."""
+    old = [[3 + number * (user + 2) % 80 for number in range(120)] for user in range(3)]
+
+    async def scenario(lab: Lab) -> int:
+        await start(lab)
+        for name, span in SPANS.items():
+            await lab.start(f"{name}2", lab.hosting(span))
+        async with batcher(lab) as (running, _):
+            for ids in old:
+                await answered(running, request(ids, TOKENS))
+            (group,) = running._groups
+            lost, *_ = group.report.route[victim]
+
+            def strike(answer: Answer) -> None:
+                if len(answer.ids) == 1:
+                    lab.network.crash(lost)
+
+            assert await answered(running, request(prompt(0), TOKENS), strike) == expected(reference, 1)[0]
+            assert running.failovers == 1
+            names = [
+                next(name for name in lab.nodes if lab.peer_id(name) == hop[0]) for hop in group.report.route
+            ]
+            replayed = positions(lab, names[victim])
+            assert not group.shared(request(old[0], 1))
+            assert await answered(running, request(old[0], TOKENS)) == reference.greedy(old[0], TOKENS)
+            held = {len(each.held) for each in group._sequences}
+            assert held <= {0, 1, len(prompt(0)) + TOKENS - 1, len(old[0]) + TOKENS - 1}
+            assert len({lab.cache_bytes()[name] for name in names}) == 1
+            return replayed
+
+    assert simulate(reference, scenario) < len(prompt(0)) + len(old[0])
+
+
 def test_kept_caches_are_dropped_when_the_positions_of_the_chain_are_used_up(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

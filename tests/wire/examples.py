@@ -79,6 +79,7 @@ def session_messages() -> Iterator[Protobuf]:
         )
     )
     yield pb.SessionRequest(relink=pb.Relink(epoch=2, next=_PEER))
+    yield pb.SessionRequest(relink=pb.Relink(epoch=2, next=_PEER, needed=pb.Sequences(numbers=[0, 7])))
     yield pb.SessionRequest(heartbeat=pb.Heartbeat())
     yield pb.SessionReply(opened=pb.Opened())
     yield pb.SessionReply(output=pb.Output(step=300, tensor=_TENSOR))

@@ -3,6 +3,8 @@
 Prefix reuse (docs/decisions/0073): a finished sequence keeps its KV caches. A prompt that begins like the ids of any sequence of the same owner, which may
 still compute, starts from those: it takes the sequence over if it continues it, and forks from it otherwise. A prompt that begins like another one that is
 being sent waits until that has been sent. Kept caches are dropped, the least recently used first, to keep all caches within ``kept`` positions.
+
+When a host fails, all kept caches are given up: answers under way would wait until the host's successor has computed them again.
 """
 
 import asyncio
@@ -124,6 +126,8 @@ class RunningSequence:
     has_begun: bool = False
     """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
+    is_given_up: bool = False
+    """Whether some hosts have KV caches that ``held`` no longer counts."""
 
     def shared(self, request: Request) -> int:
         """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
@@ -154,11 +158,16 @@ class RunningSequence:
         if not rewrite:
             self.held.extend(ids)  # in place: a long answer would be copied with each token
         self.start += len(ids)
+        self.is_given_up = self.is_given_up and source == self.number
         return row, ids
+
+    def give_up(self) -> None:
+        """Hosts may have no KV caches of this sequence."""
+        self.held, self.owner, self.is_given_up = [0], "", True
 
     def drop(self) -> tuple[Row, list[int]]:
         """A row that frees the KV caches: one position that means nothing remains."""
-        self.held, self.owner = [0], ""
+        self.held, self.owner, self.is_given_up = [0], "", False
         return Row(self.number, 0, 1, 0, FRESH, rewrite=True), [0]
 
 
@@ -225,7 +234,8 @@ def find_origin(
 def to_drop(
     sequences: Sequence[RunningSequence], coming: int, most: int, used_now: Set[int] = frozenset()
 ) -> list[RunningSequence]:
-    """The free sequences whose KV caches are dropped so that ``coming`` more positions fit into ``most``: those unused for longest.
+    """The free sequences whose KV caches are dropped: those that were given up, and those unused for
+    longest, so that ``coming`` more positions fit into ``most``.
 
     Those in ``used_now`` are not dropped: an answer starts from them. Less than all may be enough; all may be too few.
     """
@@ -237,7 +247,7 @@ def to_drop(
         if sequence.answer is None and len(sequence.held) > 1 and sequence.number not in used_now:
             dropped.append(sequence)
             over -= len(sequence.held) - 1
-    return dropped
+    return [*dropped, *(each for each in sequences if each.answer is None and each.is_given_up)]
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -283,6 +293,8 @@ class SequenceGroup:
         self._open_chain = open_chain
         self._kept = kept
         self._turn = 0
+        self._origins: Counter[int] = Counter()
+        """Sequences that steps being sent start from."""
         self._times = StepTimes()
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
@@ -323,6 +335,7 @@ class SequenceGroup:
         """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward`` raises."""
         async with self._open_chain() as chain:
             self.report = chain.report
+            chain.before_replays(self._give_up_idle)
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
 
     async def _send_prompts(self, chain: Chain) -> None:
@@ -422,7 +435,11 @@ class SequenceGroup:
             ids.extend(sent)
             if row.outputs and part.sequence.answer is not None:
                 asking.append((part, part.sequence.answer))
-        hidden = await chain.forward(tuple(rows), torch.tensor(ids))
+        self._origins.update(used_now)
+        try:
+            hidden = await chain.forward(tuple(rows), torch.tensor(ids))
+        finally:
+            self._origins.subtract(used_now)
         if not asking:
             return
         draws = [draw for part, answer in asking for draw in _draws(answer, part.draft)]
@@ -445,6 +462,17 @@ class SequenceGroup:
             self._ready.set()
         else:
             self._release(sequence)
+
+    def _give_up_idle(self) -> set[int]:
+        """Give up the KV caches of finished answers. Returns the numbers of their sequences."""
+        idle = [
+            each
+            for each in self._sequences
+            if each.answer is None and each.held and not self._origins[each.number]
+        ]
+        for sequence in idle:
+            sequence.give_up()
+        return {sequence.number for sequence in idle}
 
     def _release(self, sequence: RunningSequence) -> None:
         self._turn += 1

@@ -10,7 +10,7 @@ not notice, except by the time it takes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
@@ -89,6 +89,12 @@ class Chain:
     def lengths(self) -> dict[int, int]:
         """Positions in the KV caches of the chain, by sequence."""
         return dict(self._in_flight.outbox.log.lengths)
+
+    def before_replays(self, give_up_idle: Callable[[], Set[int]]) -> None:
+        """Call ``give_up_idle`` whenever a hop has to be replaced. It returns the numbers of the
+        sequences that no answer needs. The chain forgets them, so that a new hop computes only the
+        other sequences again."""
+        self._in_flight.give_up_idle = give_up_idle
 
     # ---- steps ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -216,9 +216,14 @@ class LiveHop:
         with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
             await stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
-    async def relink(self, epoch: int, target: NextHop | None, record: bytes) -> None:
-        """Have the hop send to ``target``, whose announcement is ``record``, from now on; None: to the client."""
-        relink = pb.Relink(epoch=epoch, next=_peer(target, record) if target else None)
+    async def relink(self, epoch: int, target: NextHop | None, record: bytes, needed: Iterable[int]) -> None:
+        """Have the hop send to ``target``, whose announcement is ``record``, from now on; None: to
+        the client. If ``target`` is fresh, it is sent only the ``needed`` sequences."""
+        relink = pb.Relink(
+            epoch=epoch,
+            next=_peer(target, record) if target else None,
+            needed=pb.Sequences(numbers=needed),
+        )
         await self._request(pb.SessionRequest(relink=relink))
 
     async def tee(self, target: NextHop, record: bytes) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Callable, Set
 
 import torch
 
@@ -22,6 +23,8 @@ class StepsInFlight:
         """``log_bytes``: the limit of the activation log in bytes. ``hidden_size``: the numbers of one output, D."""
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
+        self.give_up_idle: Callable[[], Set[int]] = frozenset
+        """Gives up the sequences that no answer needs, and returns their numbers."""
         self._hidden_size = hidden_size
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
         self._received: set[int] = set()
@@ -43,6 +46,11 @@ class StepsInFlight:
     def acked(self) -> int:
         """The last step up to which every step has its outputs."""
         return self._acked
+
+    def forget_idle(self) -> None:
+        """Forget the sequences that no answer needs: a replay does not send them."""
+        log = self.outbox.log
+        log.keep(log.lengths.keys() - self.give_up_idle())
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send one step: ``values`` [P] (token ids) or [P, D] (embeddings) of all rows. Returns the outputs that the rows want, [wanted, D].

@@ -62,6 +62,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.link import LinkSender, NextHop, ignore_moment
 from swarmnet_protocols.session.steps import Step
@@ -170,7 +171,7 @@ class ChainSupervisor:
                 self._is_resting = False
                 await self._repair_or_rest()
             if not self._is_resting:
-                positions = sum(self._in_flight.outbox.log.lengths.values())
+                positions = sum(self._steps.lengths.values())
                 self._standbys.keep(self._hops, self._client_link, self._precision(), positions)
 
     async def _repair_or_rest(self) -> None:
@@ -199,6 +200,7 @@ class ChainSupervisor:
                     pause_s = self._retries.pause_s(self._last_error)
                     if not is_full(self._last_error):  # else other hosts may have room at once
                         await asyncio.sleep(pause_s)
+                    self._in_flight.forget_idle()
                     await self._fill(pause_s)
                     self._retries.repaired(loop.time())
                 await self._relink()
@@ -221,7 +223,7 @@ class ChainSupervisor:
 
     def _drop_stuck_hop(self) -> None:
         """Replace a hop that sends heartbeats, has its inputs, and has not computed for ``stall_s``."""
-        sent = self._in_flight.outbox.log.last
+        sent = self._steps.last
         now = asyncio.get_running_loop().time()
         stall_s = self._swarm.timing.stall_s
         for live in self._hops:
@@ -364,7 +366,8 @@ class ChainSupervisor:
         elif sender is not None:
             sender.next, sender.epoch = None, target.epoch
             sender.stands_by = sender.is_switching = False
-            await sender.relink(target.epoch, target, self._swarm.record_of(target.peer))
+            record = self._swarm.record_of(target.peer)
+            await sender.relink(target.epoch, target, record, self._steps.lengths)
 
     async def _wait_for_hosts(self, busy: HostsBusy) -> None:
         """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
@@ -384,6 +387,10 @@ class ChainSupervisor:
     def _open_failed(self, hop: Hop, error: SwarmnetError) -> None:
         self._blame.attribute(error, hop, continues=self._continues)
         self._last_error = error
+
+    @property
+    def _steps(self) -> ActivationLog:
+        return self._in_flight.outbox.log
 
     @property
     def _continues(self) -> bool:
@@ -414,7 +421,7 @@ class ChainSupervisor:
         live.stands_by = live.is_switching = False
         target = successor.target(live.epoch) if successor else None
         record = self._swarm.record_of(successor.hop.peer) if successor else b""
-        await live.relink(live.epoch, target, record)
+        await live.relink(live.epoch, target, record, self._steps.lengths)
 
     def _link_to(self, first: LiveHop, epoch: int, *, is_standby: bool = False) -> asyncio.Task[None]:
         """The client's own link to a first hop, or to its standby."""

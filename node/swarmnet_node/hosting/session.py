@@ -336,7 +336,8 @@ class HostedSession:
         tee = self._tee
         if tee is None or (tee.session, tee.epoch) != (target.session, target.epoch):
             self._target = target
-            await self._send_to_next()
+            needed = frozenset(wanted.needed.numbers) if wanted.HasField("needed") else None
+            await self._send_to_next(needed=needed)
             return
         async with self._switching:
             replaced, self._sending = self._sending, self._teeing
@@ -371,12 +372,19 @@ class HostedSession:
             if tee is not None and not self._over:
                 self._teeing = asyncio.create_task(self._send_steps(tee))
 
-    async def _send_to_next(self, log: ActivationLog | None = None) -> None:
-        """Send steps to the present next hop, in place of an earlier one; from ``log`` if given."""
+    async def _send_to_next(
+        self, log: ActivationLog | None = None, *, needed: frozenset[int] | None = None
+    ) -> None:
+        """Send steps to the present next hop, in place of an earlier one; from ``log`` if given.
+
+        ``needed``: the sequences that a fresh next hop is sent; None: all.
+        """
         async with self._switching:
             await cancel(self._sending)
             if log is not None:
                 self._outbox.log = log
+            if needed is not None:
+                self._outbox.log.keep(needed)
             if self._target is not None and not self._over:
                 self._sending = asyncio.create_task(self._send_steps(self._target))
 

@@ -14,7 +14,7 @@ leave no gap and no overlap, which ``check`` enforces when they are added.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import count
 
 import torch
@@ -213,6 +213,18 @@ class ActivationLog:
             self._pending_bytes -= step.values.nbytes
             self._compact(step)
 
+    def keep(self, sequences: Set[int]) -> None:
+        """Forget all sequences but these and those of pending steps. A fresh hop is not sent them."""
+        needed = {
+            number for _, step in self._pending for row in step.rows for number in (row.sequence, row.source)
+        }
+        for number in self._lengths.keys() - needed - sequences:
+            del self._lengths[number]
+            if self._buffers is not None:
+                self._buffers.pop(number, None)
+        self._count_compacted()
+        self._resize_reservation()
+
     def values(self, sequence: int, count: int) -> torch.Tensor | None:
         """The first ``count`` positions of a sequence after the newest step. None if the log does not have them."""
         if not 0 < count <= self._lengths.get(sequence, 0):
@@ -315,11 +327,14 @@ class ActivationLog:
         for row, buffer, values in zip(step.rows, starts, step.split(), strict=True):
             buffer.append(values)
             self._buffers[row.sequence] = buffer
+        self._count_compacted()
+        self._resize_reservation()
+
+    def _count_compacted(self) -> None:
         storages: dict[int, int] = {}
-        for buffer in self._buffers.values():
+        for buffer in (self._buffers or {}).values():
             storages |= buffer.storages
         self._compacted_bytes = sum(storages.values())
-        self._resize_reservation()
 
     def _resize_reservation(self) -> None:
         """Reserve the present size. Drops the compacted part if its bytes do not fit; raises if pending steps do not fit either."""

@@ -99,12 +99,20 @@ class Open(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ..., spare: _Optional[bool] = ..., continues: _Optional[bool] = ...) -> None: ...
 
 class Relink(_message.Message):
-    __slots__ = ("epoch", "next")
+    __slots__ = ("epoch", "next", "needed")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next: Peer
-    def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    needed: Sequences
+    def __init__(self, epoch: _Optional[int] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., needed: _Optional[_Union[Sequences, _Mapping]] = ...) -> None: ...
+
+class Sequences(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Tee(_message.Message):
     __slots__ = ("epoch", "standby")
