@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from swarmnet_protocols.routing.chain_search import (
 )
 from swarmnet_protocols.routing.coordinates import DIMENSIONS, MAX_ERROR, MIN_HEIGHT_S, Coordinate
 
+T = TypeVar("T")
 BLOCKS = 4
 PRECISIONS = st.sampled_from(["bf16", "int4"])
 SECONDS = st.floats(0.0, 1.0)
@@ -35,6 +37,12 @@ COORDINATES = st.builds(
     st.floats(MIN_HEIGHT_S, 0.1),
     error=st.floats(0.0, MAX_ERROR),
 )
+
+
+def times(failures: st.SearchStrategy[T], most: int) -> st.SearchStrategy[dict[T, float]]:
+    """At most ``most`` failures, the oldest first, each with its time."""
+    ages = st.dictionaries(failures, st.floats(0.0, 9.0), max_size=most)
+    return ages.map(lambda found: dict(sorted(found.items(), key=lambda each: each[1])))
 
 
 @st.composite
@@ -50,8 +58,8 @@ def views(draw: st.DrawFn) -> View:
         hosts,
         delay_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         queue_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
-        banned=draw(st.lists(st.sampled_from(peers), max_size=3, unique=True)),
-        unreachable=frozenset(pair_of(*pair) for pair in draw(st.lists(pairs, max_size=2))),
+        banned=draw(times(st.sampled_from(peers), 3)),
+        unreachable=draw(times(pairs.map(lambda pair: pair_of(*pair)), 2)),
         block_s=draw(st.dictionaries(st.sampled_from(peers), SECONDS)),
         guards=frozenset(draw(st.lists(st.sampled_from(peers), max_size=2))),
         relayed=frozenset(draw(st.lists(st.sampled_from(peers), max_size=3))),

@@ -16,6 +16,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import PAUSE_S
 from swarmnet_client.chain.supervisor import NOTICE_S
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resources import RETRY_S
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.routing.rebalancing import Move
 from swarmnet_protocols.timing import Timing
@@ -186,13 +187,15 @@ class Answer:
         The chain is opened, or a step goes through it. For each fault: half a round trip until it
         is noticed, or ``NOTICED_S``; three round trips for another host; and the step once more.
         Of two silent faults, the second may be at the host that takes over, where a dial has to
-        time out. A host that has moved is known once the directory shows it.
+        time out. A host that has moved is known once the directory shows it. Two hosts that shed
+        their sessions ask for ``RETRY_S``, and no other host may have their blocks.
         """
         round_trip_s, trip_s = 2 * DELAY_S, (max(map(len, self.routes)) + 1) * DELAY_S
         silent = sum(kind in SILENT for kind in self.kinds)
         opening_s = 3 * round_trip_s + trip_s
         repairs_s = len(self.kinds) * (3.5 * round_trip_s + trip_s) + ("move" in self.kinds) * PAUSE_S
-        return opening_s + repairs_s + silent * NOTICED_S + (silent > 1) * Timing.open_s
+        shed_s = (self.kinds.count("shed") > 1) * RETRY_S
+        return opening_s + repairs_s + silent * NOTICED_S + (silent > 1) * Timing.open_s + shed_s
 
     @property
     def repeats(self) -> bool:

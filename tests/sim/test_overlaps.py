@@ -8,6 +8,9 @@ from tests.support.swarm_lab import Reference, simulate
 
 LAYOUTS = 8
 """Swarms of each seed: every other one with two faults, one soon after the other."""
+HARD = (167, 1957, 2043, 2621, 5865, 5961, 7317)
+"""Swarms in which answers once failed or waited for long: pairs of hosts that do not reach each
+other, hosts that refuse, and hosts that move, in the same chain."""
 
 
 def test_an_answer_goes_on_over_overlapping_hosts_whatever_happens_to_one_or_two_of_them(
@@ -16,11 +19,20 @@ def test_an_answer_goes_on_over_overlapping_hosts_whatever_happens_to_one_or_two
     """Every block always has a host that is well. No host follows itself in a chain: it could not dial itself."""
     monkeypatch.setattr(standby, "SPARE_POSITIONS", len(PROMPT))
     for number in range(LAYOUTS):
-        answer = simulate(
-            reference,
-            lambda lab, faults=1 + number % 2: converse(lab, faults=faults),
-            seed=LAYOUTS * seed + number,
-        )
-        assert answer.tokens == reference.greedy(PROMPT, TOKENS)
-        assert not answer.repeats, answer
-        assert answer.longest_s <= answer.bound_s + 1e-6, answer
+        check(reference, LAYOUTS * seed + number)
+
+
+@pytest.mark.parametrize("swarm", HARD)
+def test_an_answer_goes_on_over_the_hardest_swarms(
+    reference: Reference, swarm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "SPARE_POSITIONS", len(PROMPT))
+    check(reference, swarm)
+
+
+def check(reference: Reference, swarm: int) -> None:
+    """The tokens are right, no host follows itself, and no wait is longer than the faults explain."""
+    answer = simulate(reference, lambda lab: converse(lab, faults=1 + swarm % 2), seed=swarm)
+    assert answer.tokens == reference.greedy(PROMPT, TOKENS)
+    assert not answer.repeats, answer
+    assert answer.longest_s <= answer.bound_s + 1e-6, answer

@@ -145,7 +145,7 @@ class RetryPolicy:
 
         A host without room is asked again after that time, then after twice that.
         """
-        if self._attempts <= 2:  # another host may have room
+        if self._attempts <= (2 if is_full(error) else 3):  # another host may do
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
         if is_full(error):

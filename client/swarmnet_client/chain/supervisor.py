@@ -289,10 +289,11 @@ class ChainSupervisor:
                 replaced.cancel()
 
     async def _fill(self, pause_s: float) -> None:
-        """Open sessions until there is no gap. A host that fails is banned for a while, and its
-        blocks are filled in the next round."""
-        rounds, blocks = 0, (0, self._spec.blocks)
-        while self._gaps():
+        """Open sessions until all hops of a route are open. A host that fails is banned for a
+        while, and another route chosen: the open hops may cover all blocks already, but include two
+        that do not reach each other."""
+        rounds, blocks, is_open = 0, (0, self._spec.blocks), False
+        while self._gaps() or not is_open:
             if rounds > 2:
                 await asyncio.sleep(PAUSE_S)
             if rounds > 0:
@@ -319,20 +320,15 @@ class ChainSupervisor:
                 if not is_missing_experts(self._last_error):  # which is why the host is not there
                     self._last_error = error
             else:
-                if rounds > 1 or not self._is_doubtful(route):
-                    await self._open(route)
+                # The directory may know others. Reading it is faster than a dial, which may take a timeout.
+                if rounds > 1 or not self._swarm.is_doubtful(route, [live.hop for live in self._hops]):
+                    is_open = await self._open(route)
                 elif is_full(self._last_error):
                     await asyncio.sleep(pause_s)
 
-    def _is_doubtful(self, route: Sequence[Hop]) -> bool:
-        """Whether new hops are on hosts that failed lately. The directory may know others: read it
-        before dialling, which may take a timeout."""
-        opened, banned = {live.hop for live in self._hops}, set(self._swarm.banned)
-        return any(hop.peer in banned for hop in route if hop not in opened)
-
-    async def _open(self, route: Sequence[Hop]) -> None:
+    async def _open(self, route: Sequence[Hop]) -> bool:
         """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and
-        the last of them to the open hop behind."""
+        the last of them to the open hop behind. Returns whether all are open."""
         role = SessionRole.SUCCESSOR if self._continues else SessionRole.HOP
 
         async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
@@ -347,6 +343,7 @@ class ChainSupervisor:
                 sender.next = opened[0]
 
         await all_of(*(open_run(new, after) for new, after in runs(route, self._hops)))
+        return {live.hop for live in self._hops}.issuperset(route)
 
     def _sender_to(self, new: Hop) -> LiveHop | ClientLink | None:
         """The client or the open hop that will send to a new one; None if a new one will, or a hop

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from swarmnet_protocols.routing.chain_search import (
     HostInfo,
     View,
     credible,
+    failed_links,
     find_chain,
     pair_of,
     uncovered,
@@ -185,8 +186,8 @@ class Swarm:
         return info.record if info else b""
 
     @property
-    def banned(self) -> Sequence[PeerId]:
-        """Hosts that are banned now, the one that failed longest ago first."""
+    def banned(self) -> Mapping[PeerId, float]:
+        """Hosts that are banned now, the oldest failure first, each with its time."""
         return self._exclusions.bans.at(self._now())
 
     async def refresh(self) -> None:
@@ -248,6 +249,15 @@ class Swarm:
             # Few hosts may have these blocks, none of which is in the sample.
             self._sought = error.missing[0][0], error.missing[-1][1]
             raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
+
+    def is_doubtful(self, route: Sequence[Hop], opened: Collection[Hop]) -> bool:
+        """Whether hops of ``route`` other than the ``opened`` ones are on hosts that failed lately,
+        or neighbours did not reach each other lately."""
+        separated = self._exclusions.separated(self._now())
+        return bool(
+            self.banned.keys() & {hop.peer for hop in route if hop not in opened}
+            or failed_links([hop.peer for hop in route], separated)
+        )
 
     def no_route(
         self,
@@ -476,9 +486,10 @@ class Exclusions:
             for pair, (_, reporter) in self._separated_until.items()
         )
 
-    def separated(self, now: float) -> frozenset[tuple[PeerId, PeerId]]:
-        """The pairs that are kept apart."""
-        return frozenset(pair for pair, (until, _) in self._separated_until.items() if until > now)
+    def separated(self, now: float) -> dict[tuple[PeerId, PeerId], float]:
+        """The pairs that are kept apart, each with the time since when."""
+        pairs = self._separated_until.items()
+        return {pair: until - SEPARATED_S for pair, (until, _) in pairs if until > now}
 
     def reporters(self, now: float) -> frozenset[PeerId]:
         """The hosts that reported the separations of these pairs."""

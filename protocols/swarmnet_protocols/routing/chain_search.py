@@ -58,9 +58,6 @@ ENOUGH_DELAYS = 3
 """Number of measured delays from which estimates are used, with the median of the measured ones as their lower bound."""
 UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
-PAIRS_AGAIN = 4
-"""Searches of which one chooses two hosts that did not reach each other before banned hosts. An
-attempt at such a pair takes the timeout of a dial; most banned hosts refuse at once."""
 REPLACED_S = 1.0
 """Seconds added for each open hop that does not stay: more than hosts usually differ by, since the
 KV caches of its blocks are rebuilt elsewhere; and less than ``UNREACHABLE_COST_S``, since a hop
@@ -134,16 +131,16 @@ class Hop:
 class View:
     """A client's view of a model's hosts: their announcements, and its own measurements.
 
-    ``delay_s``: one-way seconds from the client; ``queue_s``: seconds of wait for a host's engine; ``banned``: hosts that failed
-    recently, the oldest failure first.
+    ``delay_s``: one-way seconds from the client; ``queue_s``: seconds of wait for a host's engine.
     """
 
     hosts: Sequence[HostInfo]
     delay_s: Mapping[PeerId, float] = field(default_factory=dict)
     queue_s: Mapping[PeerId, float] = field(default_factory=dict)
-    banned: Sequence[PeerId] = ()
-    unreachable: frozenset[tuple[PeerId, PeerId]] = frozenset()
-    """Pairs, as made by ``pair_of``, that failed to reach each other recently."""
+    banned: Mapping[PeerId, float] = field(default_factory=dict)
+    """Hosts that failed recently, the oldest failure first, each with its time."""
+    unreachable: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
+    """Pairs, as made by ``pair_of``, that failed to reach each other recently, each with the time."""
     reporters: frozenset[PeerId] = frozenset()
     """The hosts that reported such a failure."""
     block_s: Mapping[PeerId, float] = field(default_factory=dict)
@@ -299,9 +296,8 @@ def find_chain(
     ``GUARD_MARGIN`` times as much.
 
     A banned host is used only where the others make no chain, or none whose neighbours reach each
-    other. The one whose failure is oldest comes first: it is the most likely to have recovered.
-    Two hosts that did not reach each other may have recovered, too: one search of ``PAIRS_AGAIN``
-    tries them before banned hosts.
+    other. The oldest failure comes first, since its cause has most likely gone: that of a banned
+    host, or of two hosts that did not reach each other.
 
     Raises ``NoRoute`` with the blocks that no host covers.
     """
@@ -317,21 +313,22 @@ def find_chain(
     allowed = list(usable.values())
     opened = [_as_host(hop) for hop in view.hops]
     stretch = {host.peer: 1 + MARGIN * rng.random() for host in (*allowed, *banned, *opened)}
-    tries_pairs, best = rng.random() * PAIRS_AGAIN < 1, None
+    best = None
     while True:
-        missing = uncovered([*allowed, *opened], span)
+        missing, broken_at = uncovered([*allowed, *opened], span), -math.inf
         if not missing:
             candidates = [*_shortlist(view, allowed, span, stretch), *opened]
             found = _search(candidates, view, span, stretch, (source, sink), precision)
-            if found is not None and (
-                tries_pairs or _is_linked([source, *(hop.peer for hop in found), sink], view)
-            ):
-                return found
+            if found is not None:
+                failures = failed_links([source, *(hop.peer for hop in found), sink], view.unreachable)
+                if not failures:
+                    return found
+                broken_at = max(failures)
             best = best or found
         useful = [host for host in banned if not missing or _has_some(host, missing)]
+        if best is not None and not (useful and view.banned[useful[0].peer] < broken_at):
+            return best
         if not useful:
-            if best is not None:
-                return best
             raise NoRoute(missing or uncovered(allowed, span) or [span])
         banned.remove(useful[0])
         allowed.append(useful[0])
@@ -341,12 +338,15 @@ def _as_host(hop: Hop) -> HostInfo:
     return HostInfo(hop.peer, hop.start, hop.end, 0.0, hop.addresses, precision=hop.precision, is_hop=True)
 
 
-def _is_linked(peers: Sequence[PeerId | None], view: View) -> bool:
-    """Whether all neighbours reach each other, as far as is known. None: the client."""
-    return not any(
-        one is not None and other is not None and pair_of(one, other) in view.unreachable
+def failed_links(
+    peers: Sequence[PeerId | None], unreachable: Mapping[tuple[PeerId, PeerId], float]
+) -> list[float]:
+    """Times at which neighbours among ``peers`` did not reach each other. None: the client."""
+    return [
+        unreachable[pair_of(one, other)]
         for one, other in pairwise(peers)
-    )
+        if one is not None and other is not None and pair_of(one, other) in unreachable
+    ]
 
 
 def _has_some(host: HostInfo, spans: Sequence[tuple[int, int]]) -> bool:
@@ -534,7 +534,7 @@ class Bans:
     def served(self, peer: PeerId) -> None:
         self._failed.pop(peer, None)
 
-    def at(self, now: float) -> list[PeerId]:
-        """The hosts that are banned at ``now``, the oldest failure first."""
-        banned = [peer for peer, (at, ban_s) in self._failed.items() if at + ban_s > now]
-        return sorted(banned, key=lambda peer: self._failed[peer][0])
+    def at(self, now: float) -> dict[PeerId, float]:
+        """The hosts that are banned at ``now``, the oldest failure first, each with its time."""
+        banned = {peer: at for peer, (at, ban_s) in self._failed.items() if at + ban_s > now}
+        return dict(sorted(banned.items(), key=lambda each: each[1]))

@@ -24,7 +24,7 @@ ONE, OTHER = PeerId("one"), PeerId("other")
 def test_a_pair_is_kept_apart_for_a_while_in_either_order() -> None:
     exclusions = Exclusions()
     exclusions.separate(OTHER, ONE, now=5.0)
-    assert exclusions.separated(5.0 + SEPARATED_S - 1) == {pair_of(ONE, OTHER)}
+    assert exclusions.separated(5.0 + SEPARATED_S - 1) == {pair_of(ONE, OTHER): 5.0}
     assert exclusions.reporters(5.0 + SEPARATED_S - 1) == {OTHER}
     assert not exclusions.separate(OTHER, ONE, now=6.0), "the same host again"
     assert not exclusions.separate(ONE, PeerId("third"), now=6.0), "the reported one reports"

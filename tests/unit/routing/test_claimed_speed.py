@@ -199,7 +199,10 @@ def test_another_host_stands_in_for_guards_that_are_gone_or_slow() -> None:
     rng = random.Random(0)
     assert find_chain(View(hosts, delay_s, guards=guard), (0, 30), rng)[0].peer == PEERS[0]
     assert find_chain(View(hosts[1:], delay_s, guards=guard), (0, 30), rng)[0].peer != PEERS[0]
-    assert find_chain(View(hosts, delay_s, banned=PEERS[:1], guards=guard), (0, 30), rng)[0].peer != PEERS[0]
+    assert (
+        find_chain(View(hosts, delay_s, banned={PEERS[0]: 0.0}, guards=guard), (0, 30), rng)[0].peer
+        != PEERS[0]
+    )
     slow = {PEERS[0]: 0.5}
     assert find_chain(View(hosts, delay_s, block_s=slow, guards=guard), (0, 30), rng)[0].peer != PEERS[0]
 
