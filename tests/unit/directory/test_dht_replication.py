@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.directory.records import Publisher, dht_keys
+from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.identity import Identity
 from tests.support.virtual_time import run
 
@@ -22,9 +23,13 @@ class Neighbourhood:
     Which of them are near to a key depends on the key.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, clock: Clock) -> None:
         from hivemind.dht.routing import DHTID
         from hivemind.utils import MSGPackSerializer
+
+        from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
+
+        self.stored = {number: BoundedStorage(StorageLimits(), clock) for number in range(size)}
 
         self.ids = {number: DHTID.generate(source=b"%d" % number) for number in range(size)}
         self.peer_id = 0
@@ -47,7 +52,7 @@ class Neighbourhood:
     def store(self, key: Any, value: bytes, expires_at: float, *, subkey: bytes) -> bool:
         assert subkey == ALICE.public_key
         self.calls.append((self.peer_id, (key,)))
-        return True
+        return self.stored[self.peer_id].store(key, value, expires_at, subkey)
 
     async def call_store(
         self, peer: int, keys: list[Any], values: list[bytes], expires_at: float, subkeys: list[bytes]
@@ -55,7 +60,12 @@ class Neighbourhood:
         assert len(keys) == len(values) == len(subkeys)
         assert set(subkeys) == {ALICE.public_key}
         self.calls.append((peer, tuple(keys)))
-        return None if peer in self.silent else [peer not in self.full] * len(keys)
+        if peer in self.silent:
+            return None
+        return [
+            peer not in self.full and self.stored[peer].store(key, value, expires_at, subkey)
+            for key, value, subkey in zip(keys, values, subkeys, strict=True)
+        ]
 
     def kept(self) -> dict[Any, set[int]]:
         """For each key, the peers that were asked to store since the last call, and answered."""
@@ -73,8 +83,8 @@ class Keeping:
     def __init__(self, size: int) -> None:
         from swarmnet_protocols.directory.dht.replication import Replicator
 
-        self.near = Neighbourhood(size)
         self.now = EPOCH
+        self.near = Neighbourhood(size, lambda: self.now)
         self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
         self._replicator = Replicator(self.near, lambda: self.now)
 
@@ -159,7 +169,7 @@ def test_replicas_are_looked_up_once_a_minute_while_all_answer() -> None:
     with_peers(30, scenario)
 
 
-def test_a_silent_replica_is_replaced_at_the_next_publication() -> None:
+def test_a_silent_replica_is_replaced_at_the_next_publication(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()
         keeping.near.calls.clear()
@@ -168,6 +178,7 @@ def test_a_silent_replica_is_replaced_at_the_next_publication() -> None:
         await keeping.publish()
         assert keeping.near.searches == 2
         assert keeping.near.kept() == keeping.wanted()
+        assert not caplog.records, "the replicas that are left keep the record"
 
     with_peers(30, scenario)
 

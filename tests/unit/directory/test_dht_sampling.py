@@ -19,7 +19,7 @@ class Reading:
     def __init__(self, size: int) -> None:
         from swarmnet_protocols.directory.dht.sampling import RecordSampler
 
-        self.near = Neighbourhood(size)
+        self.near = Neighbourhood(size, lambda: self.now)
         self.near.p2p = SimpleNamespace(call_protobuf_handler=self._answer)  # type: ignore[attr-defined]
         self.now = EPOCH
         self.calls: list[int] = []

@@ -96,13 +96,16 @@ class BoundedStorage:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: "DHTID", subkey: bytes, value: bytes, expiration_time: float) -> bool:
-        """Store a record and return whether it was accepted: it is within the limits and expires later than its predecessor."""
+        """Store a record and return whether it was accepted: it is within the limits and expires later
+        than its predecessor, or is the same record again."""
         now = self._clock()
         self._expire(now)
         old = self._records.get(key, {}).get(subkey)
         grown_bytes = len(value) - (len(old.value) if old else 0)
         if expiration_time <= now:
             return False
+        if old and (old.value, old.expires_at) == (value, expiration_time):
+            return True
         # A record that expires after MAX_LIFETIME_S was accepted while the clock was ahead. It must not block its successor.
         if old and expiration_time <= old.expires_at <= now + MAX_LIFETIME_S:
             return False
