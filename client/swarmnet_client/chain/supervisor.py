@@ -115,8 +115,7 @@ class ChainSupervisor:
         self._hops: list[LiveHop] = []
         self._trouble = asyncio.Event()
         self._trouble.set()
-        feed = partial(self._link_to, is_standby=True)
-        self._standbys = Standbys(swarm, spec, self._sessions, feed, self._trouble)
+        self._standbys = Standbys(swarm, spec, self._sessions, self._feed_standby, self._trouble)
         self._last_error: SwarmnetError | None = None
         self._retries = RetryPolicy(swarm.timing.recover_s)
         self._blame = Blame(swarm)
@@ -333,7 +332,13 @@ class ChainSupervisor:
 
         async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
             sender = self._sender_to(new[0])
-            link = partial(self._link_early, sender, new[0])
+
+            async def link(target: NextHop) -> None:
+                """Link to the hop while it is being opened, which saves two round trips: the link
+                waits there for the session."""
+                if sender is not None:
+                    await self._send_to(sender, new[0], target, None)
+
             opened = await self._sessions.open(new, after, self._open_failed, role=role, begun=link)
             self._add(opened)
             if sender is None or not opened or opened[0].hop != new[0]:
@@ -352,19 +357,6 @@ class ChainSupervisor:
             return self._client_link
         senders = (live for live in self._hops if live.hop.end == new.start and live.hop.peer != new.peer)
         return next(senders, None)
-
-    async def _link_early(self, sender: LiveHop | ClientLink | None, new: Hop, target: NextHop) -> None:
-        """Have ``sender`` link to a new hop while that is being opened: the link waits for the
-        session. This saves two round trips."""
-        if isinstance(sender, ClientLink):
-            sender.next, replaced = None, sender.sending
-            sender.sending = asyncio.create_task(self._send_steps(new, target, None, is_standby=False))
-            await cancel(replaced)
-        elif sender is not None:
-            sender.next, sender.epoch = None, target.epoch
-            sender.stands_by = sender.is_switching = False
-            record = self._swarm.record_of(target.peer)
-            await sender.relink(target.epoch, target, record, self._steps.lengths)
 
     async def _wait_for_hosts(self, busy: HostsBusy) -> None:
         """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
@@ -404,9 +396,9 @@ class ChainSupervisor:
         first = self._hops[0]
         sending = self._client_link.sending
         if self._client_link.next is not first or sending is None or sending.done():
-            await cancel(sending)
-            self._client_link.next = first
-            self._client_link.sending = self._link_to(first, self._sessions.next_epoch())
+            await self._send_to(
+                self._client_link, first.hop, first.target(self._sessions.next_epoch()), first
+            )
         for live, successor in zip(self._hops, [*self._hops[1:], None], strict=True):
             if live.next is not successor or live.stands_by or live.is_switching:
                 await self._link(live, successor)
@@ -414,17 +406,30 @@ class ChainSupervisor:
     async def _link(self, live: LiveHop, successor: LiveHop | None) -> None:
         """Have a hop send to ``successor``; None: to the client."""
         if not live.is_switching or live.next is not successor:
-            live.next, live.epoch = successor, self._sessions.next_epoch()
-        live.stands_by = live.is_switching = False
-        target = successor.target(live.epoch) if successor else None
-        record = self._swarm.record_of(successor.hop.peer) if successor else b""
-        await live.relink(live.epoch, target, record, self._steps.lengths)
+            live.epoch = self._sessions.next_epoch()
+        if successor is not None:
+            await self._send_to(live, successor.hop, successor.target(live.epoch), successor)
+            return
+        live.next, live.stands_by, live.is_switching = None, False, False
+        await live.relink(live.epoch, None, b"", self._steps.lengths)
 
-    def _link_to(self, first: LiveHop, epoch: int, *, is_standby: bool = False) -> asyncio.Task[None]:
-        """The client's own link to a first hop, or to its standby."""
-        return asyncio.create_task(
-            self._send_steps(first.hop, first.target(epoch), first, is_standby=is_standby)
-        )
+    async def _send_to(
+        self, sender: LiveHop | ClientLink, hop: Hop, target: NextHop, opened: LiveHop | None
+    ) -> None:
+        """Have a hop or the client send to ``target``, a session on ``hop``; ``opened``: None while
+        that is being opened."""
+        sender.next = opened
+        if isinstance(sender, ClientLink):
+            replaced = sender.sending
+            sender.sending = asyncio.create_task(self._send_steps(hop, target, opened, is_standby=False))
+            await cancel(replaced)
+            return
+        sender.epoch, sender.stands_by, sender.is_switching = target.epoch, False, False
+        await sender.relink(target.epoch, target, self._swarm.record_of(target.peer), self._steps.lengths)
+
+    def _feed_standby(self, first: LiveHop, epoch: int) -> asyncio.Task[None]:
+        """The client's own link to the standby of a first hop."""
+        return asyncio.create_task(self._send_steps(first.hop, first.target(epoch), first, is_standby=True))
 
     async def _send_steps(
         self, hop: Hop, target: NextHop, first: LiveHop | None, *, is_standby: bool
