@@ -282,6 +282,35 @@ def test_an_answer_continues_when_a_neighbour_fails_during_replay(reference: Ref
 BACK_S = 6.0
 
 
+def test_a_repair_does_not_wait_for_a_directory_that_does_not_answer(reference: Reference) -> None:
+    """The replica of the directory may have failed with the host. A host that failed before is tried
+    instead."""
+
+    async def scenario(lab: Lab) -> float:
+        for name, blocks in ONE_REPLICA.items():
+            await lab.start(name, lab.hosting(blocks))
+        await asyncio.sleep(1.0)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            clock = asyncio.get_running_loop().time
+            times: list[float] = []
+
+            async def silent() -> None:
+                await asyncio.sleep(60.0)
+
+            def on_token(_: int) -> None:
+                times.append(clock())
+                if len(times) == 3:
+                    used, *_ = chain.report.route[1]
+                    swarm.failed(lab.peer_id("b2" if used == lab.peer_id("b") else "b"))
+                    swarm.refresh = silent  # type: ignore[method-assign]
+                    lab.network.crash(used)
+
+            assert await lab.generate(chain, PROMPT, TOKENS, on_token) == reference.greedy(PROMPT, TOKENS)
+            return max(after - before for before, after in pairwise(times))
+
+    assert simulate(reference, scenario) < CRASH_S
+
+
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: str) -> None:
     """One of two hosts hangs from the start; the other one fails while it serves and stays away. Then the first one answers again."""

@@ -73,6 +73,9 @@ _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
 """Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
+DIRECTORY_S = 0.3
+"""Longest wait for the directory before a host that failed is tried again. Most answers take a round
+trip, but a replica that is gone too takes seconds: it may have failed with the host."""
 RESTS_S = 0.8
 """Seconds without a step in flight, and since a hop's host asked to leave, after which it is let go
 before its standby is ready. Longer than between two tokens of an answer, which would wait for a
@@ -291,13 +294,14 @@ class ChainSupervisor:
         """Open sessions until all hops of a route are open. A host that fails is banned for a
         while, and another route chosen: the open hops may cover all blocks already, but include two
         that do not reach each other."""
-        rounds, blocks, is_open = 0, (0, self._spec.blocks), False
+        rounds, blocks, is_open, has_route = 0, (0, self._spec.blocks), False, False
         while self._gaps() or not is_open:
             if rounds > 2:
                 await asyncio.sleep(PAUSE_S)
             if rounds > 0:
-                with contextlib.suppress(SwarmnetError):
-                    await self._swarm.refresh()
+                with contextlib.suppress(SwarmnetError, TimeoutError):
+                    async with asyncio.timeout(DIRECTORY_S if has_route else None):
+                        await self._swarm.refresh()
             rounds += 1
             try:
                 self._swarm.check_room(self._positions, blocks)
@@ -319,7 +323,8 @@ class ChainSupervisor:
                 if not is_missing_experts(self._last_error):  # which is why the host is not there
                     self._last_error = error
             else:
-                # The directory may know others. Reading it is faster than a dial, which may take a timeout.
+                has_route = True
+                # The directory may know others. A dial may take a timeout.
                 if rounds > 1 or not self._swarm.is_doubtful(route, [live.hop for live in self._hops]):
                     is_open = await self._open(route)
                 elif is_full(self._last_error):

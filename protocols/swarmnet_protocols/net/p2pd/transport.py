@@ -192,8 +192,8 @@ class P2pdTransport:
     ) -> FramedStream:
         """As ``Transport.open``. Addresses are dialled if ``dialable`` allows them or the owner named them.
 
-        The stream opens even if the connection is dead. A ping detects that and closes the connection with all its
-        streams, so that the next stream is opened over a new one.
+        The connection may be dead, whether the stream opens or not. A ping detects that and closes the
+        connection with all its streams, so that the next stream is opened over a new one.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -205,9 +205,9 @@ class P2pdTransport:
                 pipe = await self._daemon.open_stream(peer, protocol.id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        stream = self.endpoint.open(pipe, peer, protocol)
-        self.endpoint.start(self._check_alive(peer))
-        return stream
+        finally:
+            self.endpoint.start(self._check_alive(peer))
+        return self.endpoint.open(pipe, peer, protocol)
 
     def permitted(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
         """The addresses among ``addresses`` that the owner named, or at which ``dialable`` allows ``peer`` to be dialled."""
