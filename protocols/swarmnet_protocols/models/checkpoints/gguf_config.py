@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_header import Field
+from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Architecture, Header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,51 +31,90 @@ _TOKENIZER = re.compile(
 )
 """Keys that ``gguf_tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
 """
-_PARTIAL_ROTARY = {"phi3", "stablelm", "nemotron"}
+_PARTIAL_ROTARY = {"stablelm", "nemotron"}
 """Architectures whose classes rotate a part of each head."""
-_GEMMA_27B_BLOCKS = {"gemma2": 46, "gemma3": 62}
-"""No key tells the scale of Gemma's attention. llama.cpp knows the models of 27 billion by their
-blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
 
 
-def completed(
-    config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field]
-) -> "PretrainedConfig":
-    """Add to a config what transformers does not read of the keys, except rotary scaling."""
-    own = _own(architecture, fields)
-    heads = config.num_attention_heads
-    if getattr(config, "head_dim", None) is not None:
-        config.head_dim = own.get("attention.key_length", config.hidden_size // heads)
-    if architecture in _PARTIAL_ROTARY and "rope.dimension_count" in own:
-        share = own["rope.dimension_count"] / _head_size(config)
-        config.partial_rotary_factor = share
-        config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
-    if "expert_shared_feed_forward_length" in own and hasattr(config, "shared_expert_intermediate_size"):
-        config.shared_expert_intermediate_size = own["expert_shared_feed_forward_length"]
-    if hasattr(config, "sliding_window"):  # that of the class is another model's
-        config.sliding_window = own.get("attention.sliding_window") or None
-        if config.sliding_window is None and "sliding_attention" in (
-            getattr(config, "layer_types", None) or []
-        ):
-            raise ConfigError(f"the file has no key {architecture}.attention.sliding_window", hint=_HINT)
-    if architecture in _GEMMA_27B_BLOCKS:
-        is_largest = config.num_hidden_layers == _GEMMA_27B_BLOCKS[architecture]
-        config.query_pre_attn_scalar = config.hidden_size // heads if is_largest else config.head_dim
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if name in own and hasattr(config, name):
-            setattr(config, name, own[name])
+def config_of(header: Header) -> "PretrainedConfig | None":
+    """Return the config by the row of an architecture, without the scaling of rotary frequencies.
+
+    None if the architecture has no row. Raises ``LookupError`` for a key that is missing, and the
+    errors of transformers' config classes.
+    """
+    from transformers import CONFIG_MAPPING
+
+    row = ARCHITECTURES.get(header.architecture)
+    if row is None:
+        return None
+    kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
+    made: Any = CONFIG_MAPPING[kind]
+    known, settings = made(), _common(header, row)
+    for key, names in _SETTINGS.items():
+        own_name = next((name for name in names if hasattr(known, name)), None)
+        if own_name is not None and key in header.own:
+            settings[own_name] = header.own[key]
+    settings = {name: each for name, each in settings.items() if hasattr(known, name) or name == "head_dim"}
+    config: PretrainedConfig = made(**settings | _values(row.settings, header))
+    _check_windows(config, header)
     return config
 
 
-def with_rope(
-    config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field], factors: Factors
-) -> "PretrainedConfig":
+def _values(settings: Mapping[str, Any], header: Header) -> dict[str, Any]:
+    return {name: value(header) if callable(value) else value for name, value in settings.items()}
+
+
+def _common(header: Header, row: Architecture) -> dict[str, Any]:
+    """Settings that have one meaning in all architectures, and that no single key gives."""
+    own = header.own
+    key_heads = own.get("attention.head_count_kv", own["attention.head_count"])
+    rope = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 10_000.0)}
+    more = {name: value for name, value in _values(row.rope, header).items() if value is not None}
+    return {
+        "vocab_size": header.shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in header.shapes,
+        "num_key_value_heads": max(key_heads) if isinstance(key_heads, tuple) else key_heads,
+        "head_dim": header.head_size,
+        "rope_parameters": rope | more,
+        "sliding_window": own.get("attention.sliding_window") or None,
+        "moe_intermediate_size": header.shape_of("ffn_down_exps.weight")[-1],
+        **{
+            f"{name}_token_id": header.fields.get(f"tokenizer.ggml.{key}_token_id")
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        },
+    }
+
+
+def _check_windows(config: Any, header: Header) -> None:
+    if getattr(config, "sliding_window", 1) is None and "sliding_attention" in (
+        getattr(config, "layer_types", None) or []
+    ):
+        raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=_HINT)
+
+
+def completed(config: "PretrainedConfig", header: Header) -> "PretrainedConfig":
+    """Add to a config that transformers has made what it does not read, except rotary scaling."""
+    own = header.own
+    if "output.weight" in header.shapes:  # it may be in another part than the one transformers reads
+        config.tie_word_embeddings = False
+    if getattr(config, "head_dim", None) is not None:
+        config.head_dim = header.head_size
+    if header.architecture in _PARTIAL_ROTARY and "rope.dimension_count" in own:
+        share = own["rope.dimension_count"] / _head_size(config)
+        config.partial_rotary_factor = share
+        config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
+    if hasattr(config, "sliding_window"):  # that of the class is another model's
+        config.sliding_window = own.get("attention.sliding_window") or None
+        _check_windows(config, header)
+    return config
+
+
+def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "PretrainedConfig":
     """Add the scaling of rotary frequencies to a config, by keys and the values of
     ``ROPE_TENSORS``.
 
     Raises ``ConfigError`` for factors that are none.
     """
-    own = _own(architecture, fields)
+    own = header.own
     kind = own.get("rope.scaling.type", "none")
     scaling: dict[str, Any] = {}
     original = own.get("rope.scaling.original_context_length", config.max_position_embeddings)
@@ -83,7 +122,7 @@ def with_rope(
         scaling = _by_factors(config, factors, original, own.get("rope.scaling.attn_factor"))
     elif kind == "linear":
         scaling = {"rope_type": kind, "factor": own["rope.scaling.factor"]}
-    elif kind == "yarn" and architecture != "gpt-oss":
+    elif kind == "yarn":
         scaling = {
             "rope_type": kind,
             "factor": own["rope.scaling.factor"],
@@ -138,16 +177,16 @@ def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
     return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original, **bounds}
 
 
-def check_keys(config: "PretrainedConfig", architecture: str, fields: Mapping[str, Field]) -> None:
+def check_keys(config: "PretrainedConfig", header: Header) -> None:
     """Raise ``ConfigError``, which names the key, unless the config agrees with every key."""
+    fields, own = header.fields, header.own
     if fields.get("general.type", "model") != "model":
         raise ConfigError(
             f"the file is no model: its general.type is {fields['general.type']!r}",
             hint="give the model's own file",
         )
-    own = _own(architecture, fields)
     for key, value in fields.items():
-        suffix = key.removeprefix(f"{architecture}.")
+        suffix = key.removeprefix(f"{header.architecture}.")
         if suffix == key:
             if not _HARMLESS.fullmatch(key) and not _TOKENIZER.fullmatch(key):
                 raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=_HINT)
@@ -157,11 +196,6 @@ def check_keys(config: "PretrainedConfig", architecture: str, fields: Mapping[st
             raise ConfigError(
                 f"the file has {key} = {str(value)[:100]}, which is not read rightly", hint=_HINT
             )
-
-
-def _own(architecture: str, fields: Mapping[str, Field]) -> dict[str, Any]:
-    prefix = f"{architecture}."
-    return {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
 
 
 def _agrees(value: Any, expected: Any) -> bool:
@@ -209,35 +243,36 @@ def _key_heads(config: Any) -> Any:
     return [count if "attention" in kind else 0 for kind in kinds] if "conv" in kinds else count
 
 
-_RMS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "block_count": ("num_hidden_layers",),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size",),
+    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+"""Keys that are settings of a config: the first of these that the class has."""
 _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
-    "block_count": _first("num_hidden_layers"),
-    "context_length": _first("max_position_embeddings", "n_positions"),
-    "embedding_length": _first("hidden_size"),
-    "feed_forward_length": _first("intermediate_size", "ffn_hidden_size", "n_inner"),
-    "vocab_size": _first("vocab_size"),
-    "attention.head_count": _first("num_attention_heads"),
+    **{key: _first(*names) for key, names in _SETTINGS.items()},
     "attention.head_count_kv": _key_heads,
-    "attention.layer_norm_rms_epsilon": _first(*_RMS),
-    "attention.layer_norm_epsilon": _first(
-        "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
-    ),
     "attention.key_length": _head_size,
     "attention.value_length": _head_size,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None) or 0,
     "attention.sliding_window_pattern": _is_sliding,
     "attention.causal": lambda _: True,
-    "attn_logit_softcapping": _first("attn_logit_softcapping"),
-    "final_logit_softcapping": _first("final_logit_softcapping"),
-    "expert_count": _first("num_experts", "num_local_experts"),
-    "expert_used_count": _first("num_experts_per_tok"),
-    "expert_feed_forward_length": _first("moe_intermediate_size", "intermediate_size"),
-    "expert_shared_feed_forward_length": _first("shared_expert_intermediate_size"),
     "expert_weights_norm": lambda config: getattr(config, "norm_topk_prob", True),
     "expert_weights_scale": lambda config: getattr(config, "routed_scaling_factor", 1.0),
     "expert_gating_func": lambda config: {"sigmoid": 2}.get(getattr(config, "scoring_func", ""), 1),
-    "shortconv.l_cache": _first("conv_L_cache"),
-    "use_parallel_residual": _first("use_parallel_residual"),
     "rope.freq_base": lambda config: _rope(config).get("rope_theta"),
     "rope.freq_base_swa": lambda config: config.rope_parameters.get("sliding_attention", {}).get(
         "rope_theta"

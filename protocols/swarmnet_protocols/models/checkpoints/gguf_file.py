@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoints import gguf_gpt_oss
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
-from swarmnet_protocols.models.checkpoints.gguf_config import ROPE_TENSORS, check_keys, completed, with_rope
+from swarmnet_protocols.models.checkpoints.gguf_architectures import Header
+from swarmnet_protocols.models.checkpoints.gguf_config import (
+    ROPE_TENSORS,
+    check_keys,
+    completed,
+    config_of,
+    with_rope,
+)
 from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
+from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe, recipes, tensors_of
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
@@ -34,25 +40,7 @@ _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
 
 
-class _Names:
-    """Takes a model's place when transformers maps gguf's tensor names: it has the names of the whole CausalLM and no submodules.
-
-    For families whose checkpoints lack the base model's prefix, transformers would repeat the mapping for each submodule.
-    """
-
-    def __init__(self, model: "PreTrainedModel") -> None:
-        self.config = model.config
-        prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
-        self._names = [prefix + name for name in model.state_dict()]
-
-    def state_dict(self) -> dict[str, None]:
-        return dict.fromkeys(self._names)
-
-    def named_children(self) -> list[tuple[str, Any]]:
-        return []
-
-
-_READING = 4
+_READING = 5
 """The version of the code by which configs and tokenizers are read: copies that another one has made are not used."""
 METADATA_BYTES = 32 << 20
 """Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
@@ -77,7 +65,8 @@ class GgufCheckpoint:
         self._fields, tensors = read_parts(paths)
         self._tensors = {name: tensor for each in tensors for name, tensor in each.items()}
         self._file_of = {name: file for file, each in zip(self.files, tensors, strict=True) for name in each}
-        self._architecture = str(self._fields.get("general.architecture", ""))
+        self._header = Header(self._fields, {name: tensor.shape for name, tensor in self._tensors.items()})
+        self._architecture = self._header.architecture
         self._parsed: dict[str, tuple[bytes, Layout]] = {}
         """By file, the hash of a header, and the layout that it describes."""
         self.tensor_names = tuple(self._tensors)
@@ -141,8 +130,8 @@ class GgufCheckpoint:
             )
             if has_values:
                 factors = {name: self._numbers(name) for name in self.config_tensors}
-                config = with_rope(config, self._architecture, self._fields, factors)
-                check_keys(config, self._architecture, self._fields)
+                config = with_rope(config, self._header, factors)
+                check_keys(config, self._header)
             return config
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
@@ -156,22 +145,8 @@ class GgufCheckpoint:
         """The config by the keys, the shapes and the names of the tensors: what does not need their values."""
         from transformers.models.auto.configuration_auto import AutoConfig
 
-        widths = {
-            tensor.shape[1]
-            for name, tensor in self._tensors.items()
-            if (match := _EXPERTS.match(name)) and match[2] == "up" and len(tensor.shape) == 3
-        }
-        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
-            vocabulary, *_ = self._tensors["token_embd.weight"].shape
-            [width] = widths
-            is_tied = "output.weight" not in self._tensors
-            return gguf_gpt_oss.config_of(self._fields, vocabulary=vocabulary, width=width, is_tied=is_tied)
-        config: PretrainedConfig = AutoConfig.from_pretrained(**self._source)
-        if len(widths) == 1 and hasattr(config, "moe_intermediate_size"):
-            [config.moe_intermediate_size] = widths
-        if "output.weight" in self._tensors:  # it may be in another part than the one that transformers reads
-            config.tie_word_embeddings = False
-        return completed(config, self._architecture, self._fields)
+        own = config_of(self._header)
+        return own or completed(AutoConfig.from_pretrained(**self._source), self._header)
 
     def _numbers(self, name: str) -> list[float]:
         """The values of a small tensor."""
@@ -183,34 +158,21 @@ class GgufCheckpoint:
 
     def check_complete(self, build: Callable[[], Any]) -> None:
         model = build()
-        used = self._hf_names(model, self._processor(model)).keys() | {*ROPE_TENSORS}
-        for name in self.tensor_names:
-            if name not in used and f"{name.rpartition('.')[0]}" not in used:
-                raise ConfigError(
-                    f"{self.path} has the tensor {name[:200]!r}, which {type(model).__name__} of transformers does not use",
-                    hint="use the model in Hugging Face layout",
-                )
+        used = {*ROPE_TENSORS, *tensors_of(self._recipes(model, 0))}
+        self._check_used(self.tensor_names, used, model)
 
-    def _processor(self, model: "PreTrainedModel") -> Any:
-        """What converts the tensors of this architecture."""
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-        if self._architecture == gguf_gpt_oss.ARCHITECTURE:
-            return gguf_gpt_oss.GptOssTensors()
-        return TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=model.config.to_dict())
-
-    def _hf_names(self, model: "PreTrainedModel", processor: Any) -> dict[str, str]:
-        """transformers' name of each tensor. Raises ``ConfigError`` if transformers does not know those of the architecture."""
-        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
-
+    def _recipes(self, model: "PreTrainedModel", first_block: int) -> dict[str, Recipe]:
         try:
-            names: dict[str, str] = get_gguf_hf_weights_map(_Names(model), processor, self._architecture)
-        except NotImplementedError as error:
+            return recipes(self._header, model, first_block)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
+
+    def _check_used(self, names: Iterable[str], used: Collection[str], model: "PreTrainedModel") -> None:
+        if unused := next((name for name in names if name not in used), None):
             raise ConfigError(
-                f"{self.path}: the tensors of {self._architecture} are not read from gguf",
+                f"{self.path} has the tensor {unused[:200]!r}, which {type(model).__name__} of transformers does not use",
                 hint="use the model in Hugging Face layout",
-            ) from error
-        return names
+            )
 
     def generation_config(self) -> "GenerationConfig | None":
         return None
@@ -263,55 +225,65 @@ class GgufCheckpoint:
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Tensors that transformers converts from gguf's layout. They are dequantised, unless they stay packed and only the order of their rows changes."""
-        import numpy as np
-        import torch
-
+        """Weights by their recipes. They are dequantised, unless they stay packed and only the order of their rows changes."""
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
-        from swarmnet_protocols.quantization.packed_linear import packable_weight
-        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
-        quantized = form.quantized
-        processor = self._processor(model)
-        hf_names = self._hf_names(model, processor)
-        names = [name for name in names if name not in ROPE_TENSORS]
-        parsed: dict[str, dict[str, Any]] = {"tensors": {}}
+        made = self._recipes(model, first_block)
         places = form.places
         if places is None:
             places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
+        wanted = {*names}.difference(ROPE_TENSORS, places)
+        self._check_used(wanted, tensors_of(made), model)
         reader = ExpertReader(places, _NAMING.block_of, form.experts, form.device)
+        found: dict[str, Any] = {}
         with ExitStack() as stack:
             opened = {each: stack.enter_context(self._paths[each].open("rb")) for each in self.holders(names)}
             for name in names:
-                file, tensor = opened[self._file_of[name]], self._tensors[name]
                 if name in places:
-                    reader.read(name, partial(self._expert, file, name, places[name].weight, quantized))
-                    continue
-                file.seek(tensor.offset)
-                raw = _read_bytes(file, tensor.size_bytes, name)
-                rows = raw.reshape(*tensor.shape[:-1], -1)
-                if form.packed and (matrix := _packed(tensor, rows)) is not None:
-                    hf_name, order = _row_order(processor, name, len(rows), first_block, hf_names)
-                    if order is not None and (own_name := packable_weight(model, hf_name)) is not None:
-                        rounded = quantize_if_wanted(matrix.select(order), quantized, own_name)
-                        parsed["tensors"][own_name] = rounded.loaded(form.device)
-                        continue
-                result = processor.process(
-                    weights=self._dequantized(name, rows),
-                    name=_NAMING.renumbered(name, first_block),
-                    tensor_key_mapping=hf_names,
-                    parsed_parameters=parsed,
-                )
-                if result.name in hf_names:
-                    # Dequantised weights are new arrays; others are read-only views of the bytes that were read.
-                    own = np.require(result.weights, requirements=["C_CONTIGUOUS", "WRITEABLE"])
-                    parsed["tensors"][hf_names[result.name]] = torch.from_numpy(own)
-                elif result.name is not None:
-                    raise ConfigError(
-                        f"{self.path} has the tensor {name[:200]!r}, which {type(model).__name__} does not use",
-                        hint="use the model in Hugging Face layout",
-                    )
-        return parsed["tensors"] | reader.finish()
+                    file = opened[self._file_of[name]]
+                    reader.read(name, partial(self._expert, file, name, places[name].weight, form.quantized))
+            for name, recipe in made.items():
+                if wanted.issuperset(recipe.tensors):
+                    own_name, weight = self._weight(name, recipe, model, form, opened)
+                    found[own_name] = weight
+        return found | reader.finish()
+
+    def _weight(
+        self,
+        name: str,
+        recipe: Recipe,
+        model: "PreTrainedModel",
+        form: WeightForm,
+        opened: Mapping[str, BinaryIO],
+    ) -> tuple[str, Any]:
+        """The weight by its recipe, packed if it can be, with its name in ``model`` or in the whole."""
+        import numpy as np
+        import torch
+
+        from swarmnet_protocols.quantization.packed_linear import packable_weight
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
+
+        rows = [self._rows(tensor, opened) for tensor in recipe.tensors]
+        if form.packed and (own_name := packable_weight(model, name)) is not None:
+            packed = [
+                _packed(self._tensors[each], own) for each, own in zip(recipe.tensors, rows, strict=True)
+            ]
+            matrices = [matrix for matrix in packed if matrix is not None]
+            if len(matrices) == len(rows) and (order := recipe.row_order([*map(len, rows)])) is not None:
+                joined = PackedTensor.joined(matrices) if len(matrices) > 1 else matrices[0]
+                rounded = quantize_if_wanted(joined.select(order), form.quantized, own_name)
+                return own_name, rounded.loaded(form.device)
+        values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
+        # Dequantised weights are new arrays; others are views of the bytes that were read.
+        own = np.require(recipe.make(*values), requirements=["C_CONTIGUOUS", "WRITEABLE"])
+        return name, torch.from_numpy(own)
+
+    def _rows(self, name: str, opened: Mapping[str, BinaryIO]) -> "np.ndarray[Any, Any]":
+        """The bytes of a tensor, by its rows."""
+        file, tensor = opened[self._file_of[name]], self._tensors[name]
+        file.seek(tensor.offset)
+        return _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
 
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
@@ -387,35 +359,6 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
     if len(tensor.shape) != 2 or tensor.type not in {*Format}:
         return None
     return PackedTensor.of(Format(tensor.type), torch.from_numpy(np.require(rows, requirements=["W"])))
-
-
-def _row_order(
-    processor: Any, name: str, rows: int, first_block: int, hf_names: dict[str, str]
-) -> "tuple[str, torch.Tensor | None]":
-    """transformers' name of a matrix, and for each of its rows the row in the file; None if transformers changes more than the order of rows.
-
-    The order is found by converting a matrix of one column whose values are the numbers of its rows.
-    """
-    import numpy as np
-    import torch
-
-    numbers = np.arange(rows, dtype=np.float64)[:, None]
-    parsed: dict[str, dict[str, Any]] = {"tensors": {}}
-    try:
-        result = processor.process(
-            weights=numbers,
-            name=_NAMING.renumbered(name, first_block),
-            tensor_key_mapping=hf_names,
-            parsed_parameters=parsed,
-        )
-    except CONFIG_FAULTS:  # the conversion needs the real values
-        return "", None
-    order = np.asarray(result.weights)
-    if result.name not in hf_names or order.shape != numbers.shape or parsed["tensors"]:
-        return "", None
-    if not np.array_equal(np.sort(order, 0), numbers):
-        return "", None
-    return hf_names[result.name], torch.from_numpy(order[:, 0].astype(np.int64))
 
 
 def _hash_of(folder: Path) -> str:

@@ -1,0 +1,204 @@
+"""What the architectures of gguf files are in transformers: one row of ``ARCHITECTURES`` for each.
+
+gguf_config.py makes a config by a row, and gguf_tensors.py finds the tensors of each weight. Most
+keys and tensors mean the same in every architecture, and need no mention here: ``KEYS`` in
+gguf_config.py has the keys, and the package ``gguf`` has llama.cpp's names of tensors.
+
+To add an architecture, add a row: the ``model_type``, settings that no key gives, and weights whose
+tensors have other names, another order or other values. What the row forgets is refused, because
+every key is compared with the config and every tensor must be used.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.models.checkpoints.gguf_header import Field
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a gguf file says before its tensors: metadata, and the shapes of the tensors."""
+
+    fields: Mapping[str, Field]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture", ""))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys of the architecture, without its name. Lists of one number are this number."""
+        prefix = f"{self.architecture}."
+        return {
+            key.removeprefix(prefix): _merged(value)
+            for key, value in self.fields.items()
+            if key.startswith(prefix)
+        }
+
+    @property
+    def blocks(self) -> range:
+        return range(self.own["block_count"])
+
+    @property
+    def head_size(self) -> int:
+        own = self.own
+        return int(own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"]))
+
+    def has(self, name: str) -> bool:
+        """Whether any block has a tensor of this name."""
+        return any(f"blk.{block}.{name}" in self.shapes for block in self.blocks)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in the first block that has it, or (0,) if none has it."""
+        found = (self.shapes.get(f"blk.{block}.{name}") for block in self.blocks)
+        return next(filter(None, found), (0,))
+
+
+def _merged(value: Field) -> Field:
+    """The number that all blocks have; other lists as they are."""
+    same = isinstance(value, tuple) and len({*value}) == 1 and not isinstance(value[0], bool)
+    return value[0] if same and isinstance(value, tuple) else value
+
+
+Setting = Callable[[Header], Any]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a weight of transformers is made of tensors of a block."""
+
+    tensors: tuple[str, ...] = ()
+    """Names within the block, with their ends. Empty: the name that llama.cpp gives the weight."""
+    made: "Callable[..., Array] | None" = None
+    """Makes the weight of the config and the values of each tensor. None: the values as they are.
+
+    A matrix stays packed if ``made`` only chooses rows of its tensors, one after another.
+    """
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of gguf files."""
+
+    model_type: str | Callable[[Header], str]
+    """The name of transformers' config class."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the config that no key has: values, or functions of the header."""
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+    """Weights that are made in a way of their own. Keys are expressions for transformers' names
+    within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the rotary embedding beside its base, as ``settings``; None: left out."""
+
+
+def _heads(count: str) -> Weight:
+    """Rows of queries or keys in llama.cpp's order for rotary embeddings that turn neighbours.
+
+    transformers has the first halves of all pairs of a head before the second halves.
+    """
+
+    def made(config: Any, rows: "Array") -> "Array":
+        heads = getattr(config, count)
+        return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+    return Weight(made=made)
+
+
+_NEIGHBOURS = {
+    r"self_attn\.q_proj": _heads("num_attention_heads"),
+    r"self_attn\.k_proj": _heads("num_key_value_heads"),
+}
+_NORMS_PLUS_ONE = {r".*norm": Weight(made=lambda _, values: values - 1)}
+"""transformers adds one to these norms; files have the sum."""
+
+
+def _dense_blocks(header: Header) -> list[int]:
+    return [block for block in header.blocks if f"blk.{block}.ffn_gate_inp.weight" not in header.shapes]
+
+
+def _rotated_share(header: Header) -> float:
+    """The part of each head that rotary embeddings change."""
+    size = header.head_size
+    return float(header.own.get("rope.dimension_count", size) / size)
+
+
+def _gemma_query_scale(blocks_of_27b: int) -> Setting:
+    """No key tells the scale of Gemma's attention. llama.cpp knows the models of 27 billion by
+    their blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
+
+    def scale(header: Header) -> int:
+        is_largest = len(header.blocks) == blocks_of_27b
+        own = header.own
+        return int(own["embedding_length"] // own["attention.head_count"] if is_largest else header.head_size)
+
+    return scale
+
+
+def _rope_by_kind(sliding_base: float | None) -> Setting:
+    """Rotary parameters of each kind of attention.
+
+    ``sliding_base`` is that of sliding windows in files without the key; None: that of the others.
+    """
+
+    def parameters(header: Header) -> dict[str, Any]:
+        base = header.own.get("rope.freq_base", 10_000.0)
+        default = base if sliding_base is None else sliding_base
+        sliding = header.own.get("rope.freq_base_swa", default)
+        return {
+            "full_attention": {"rope_type": "default", "rope_theta": base},
+            "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
+        }
+
+    return parameters
+
+
+def _conv_types(header: Header) -> list[str]:
+    """Blocks without key heads are convolutions."""
+    heads = header.own["attention.head_count_kv"]
+    return ["full_attention" if count else "conv" for count in heads]
+
+
+_BIASES = {
+    "attention_bias": lambda header: header.has("attn_output.bias"),
+    "mlp_bias": lambda header: header.has("ffn_down.bias"),
+}
+_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": _dense_blocks}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gemma2": Architecture("gemma2", {"query_pre_attn_scalar": _gemma_query_scale(46)}, _NORMS_PLUS_ONE),
+    "gemma3": Architecture(
+        "gemma3_text",
+        {"query_pre_attn_scalar": _gemma_query_scale(62), "rope_parameters": _rope_by_kind(10_000.0)},
+        _NORMS_PLUS_ONE,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        rope={"truncate": lambda header: False if header.own.get("rope.scaling.type") == "yarn" else None},
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        {"block_auto_adjust_ff_dim": False, "layer_types": _conv_types, "full_attn_idxs": None},
+    ),
+    "llama": Architecture(
+        lambda header: "mixtral" if "expert_count" in header.own else "llama", _BIASES, _NEIGHBOURS
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        {"scoring_func": "sigmoid"},
+        {r"mlp\.e_score_correction_bias": Weight(("exp_probs_b.bias",))},
+        {"partial_rotary_factor": _rotated_share},
+    ),
+    "phi3": Architecture("phi3", rope={"partial_rotary_factor": _rotated_share}),
+    "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe", {**_QWEN_MOE, "norm_topk_prob": False}),
+    "qwen3": Architecture("qwen3", _BIASES),
+    "qwen3moe": Architecture("qwen3_moe", {**_BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
+}
+"""By ``general.architecture``. Others are read as transformers reads them."""

@@ -1,0 +1,244 @@
+"""Which tensors of a gguf file make a weight of transformers, and how.
+
+``recipes`` lists the weights of a model. Weights of architectures in ``ARCHITECTURES`` are made by
+its rows, others by transformers.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Header, Weight
+from swarmnet_protocols.quantization.packed_experts import experts_modules
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PreTrainedModel
+
+    Array = np.ndarray[Any, Any]
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+_FUSED = ("attn_q", "attn_k", "attn_v")
+"""Parts of the rows of ``attn_qkv``, in their order."""
+_PROJECTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A weight of transformers, made of tensors of a file."""
+
+    tensors: tuple[str, ...]
+    make: "Callable[..., Array]"
+    """Makes the weight of the values of the tensors."""
+
+    def row_order(self, counts: Sequence[int]) -> "torch.Tensor | None":
+        """Return, for each row of a matrix, its row in the tensors, which follow one another.
+
+        None if the weight is not made of whole rows. ``counts`` are the rows of each tensor.
+
+        The order is found by making a weight of matrices of one column with random values.
+        """
+        import numpy as np
+        import torch
+
+        values = np.random.default_rng(0).permutation(np.linspace(1.0, 2.0, sum(counts)))[:, None]
+        try:
+            made = np.asarray(self.make(*np.split(values, np.cumsum(counts)[:-1])))
+        except CONFIG_FAULTS:  # making it needs the real values
+            return None
+        order = np.argsort(values[:, 0])
+        if made.ndim != 2 or made.shape[1] != 1:
+            return None
+        places = np.searchsorted(values[order, 0], made[:, 0]).clip(max=len(values) - 1)
+        if not np.array_equal(values[order[places]], made):
+            return None
+        return torch.from_numpy(order[places])
+
+
+def recipes(header: Header, model: "PreTrainedModel", first_block: int) -> dict[str, Recipe]:
+    """Return the recipe of each weight that the file may have, by transformers' name in the whole
+    CausalLM.
+
+    ``model``, which may be on the meta device, has blocks from ``first_block``.
+
+    Raises ``ConfigError`` if transformers does not know the architecture's tensors.
+    """
+    if header.architecture not in ARCHITECTURES:
+        return dict(_by_transformers(header, model, first_block))
+    prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
+    makers = _Makers(header, model, first_block, prefix)
+    found = {name: makers.recipe_of(name) for name in makers.shapes}
+    return {name: recipe for name, recipe in found.items() if recipe is not None}
+
+
+def tensors_of(found: Mapping[str, Recipe]) -> set[str]:
+    """Return the names of all tensors in some recipes."""
+    return {tensor for recipe in found.values() for tensor in recipe.tensors}
+
+
+class _Makers:
+    """Makes recipes by the row of an architecture."""
+
+    def __init__(self, header: Header, model: "PreTrainedModel", first_block: int, prefix: str) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        self._header, self._config, self._first = header, model.config, first_block
+        self._row = ARCHITECTURES[header.architecture]
+        [kind] = [each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture]
+        self._names = get_tensor_name_map(kind, 1)
+        self.shapes = {prefix + name: tuple(each.shape) for name, each in model.state_dict().items()}
+        self._experts = {prefix + path: module for path, module in experts_modules(model)}
+
+    def recipe_of(self, name: str) -> Recipe | None:
+        """Return the recipe of a weight, or None if no tensor has this weight."""
+        if match := _LAYER.fullmatch(name):
+            return self._in_layer(name, int(match[1]), match[2])
+        stem, end = _split(name)
+        own = self._names.get_name(stem)
+        if own is None:
+            return None
+        return self._recipe(name, (own + end,), self._weight(stem.rpartition(".")[2]))
+
+    def _in_layer(self, name: str, layer: int, own: str) -> Recipe | None:
+        block = f"blk.{layer + self._first}."
+        path, _, last = name.rpartition(".")
+        if path in self._experts:
+            return self._of_experts(block, last, self._experts[path])
+        stem, end = _split(own)
+        weight = self._weight(stem)
+        if weight.tensors:
+            return self._recipe(name, tuple(block + each for each in weight.tensors), weight)
+        known = self._names.get_name(f"model.layers.0.{stem}")
+        if known is None:
+            return None
+        tensor = known.removeprefix("blk.0.")
+        if tensor in _FUSED and f"{block}{tensor}{end}" not in self._header.shapes:
+            cut = partial(_cut, *self._place(name, tensor))
+            return self._recipe(name, (f"{block}attn_qkv{end}",), weight, cut)
+        return self._recipe(name, (f"{block}{tensor}{end}",), weight)
+
+    def _weight(self, stem: str) -> Weight:
+        rows = self._row.weights
+        return next((rows[each] for each in rows if re.fullmatch(each, stem)), Weight())
+
+    def _recipe(
+        self,
+        name: str,
+        tensors: tuple[str, ...],
+        weight: Weight,
+        before: "Callable[[Array], Array] | None" = None,
+    ) -> Recipe:
+        shape = self.shapes[name]
+
+        def make(*values: "Array") -> "Array":
+            if before is not None:
+                values = tuple(map(before, values))
+            [made] = [weight.made(self._config, *values)] if weight.made else values
+            return _shaped(made, shape)
+
+        return Recipe(tensors, make)
+
+    def _place(self, name: str, tensor: str) -> tuple[int, int]:
+        """The rows of a part within ``attn_qkv``: the first, and the one after the last."""
+        own = _PROJECTION[tensor]
+        sizes = [self.shapes[name.replace(f".{own}.", f".{_PROJECTION[each]}.")][0] for each in _FUSED]
+        start = sum(sizes[: _FUSED.index(tensor)])
+        return start, start + self.shapes[name][0]
+
+    def _of_experts(self, block: str, name: str, module: Any) -> Recipe:
+        """Merged weights or biases of all experts."""
+        own, end = name.removesuffix("_bias"), ".bias" if name.endswith("_bias") else ".weight"
+        parts = own.removesuffix("_proj").split("_")
+        fused = f"{block}ffn_{'_'.join(parts)}_exps{end}"
+        tensors = tuple(f"{block}ffn_{part}_exps{end}" for part in parts)
+        if fused in self._header.shapes and module.is_concatenated:
+            tensors = (fused,)
+        is_transposed = module.is_transposed and end == ".weight"
+        takes_turns = len(tensors) > 1 and not module.is_concatenated
+        return Recipe(tensors, partial(_merged, name, takes_turns=takes_turns, is_transposed=is_transposed))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A name without its end, and its end in files, where parameters are weights, too."""
+    stem, _, end = name.rpartition(".")
+    return (stem, f".{end}") if end in ("weight", "bias") else (name, ".weight")
+
+
+def _cut(start: int, end: int, rows: "Array") -> "Array":
+    return rows[start:end]
+
+
+def _shaped(values: "Array", shape: tuple[int, ...]) -> "Array":
+    """Values with the dimensions of size 1 that transformers has."""
+    is_same = [size for size in shape if size > 1] == [size for size in values.shape if size > 1]
+    return values.reshape(shape) if is_same and values.ndim != len(shape) else values
+
+
+def _merged(name: str, *parts: "Array", takes_turns: bool, is_transposed: bool) -> "Array":
+    """The weights [E, rows, D], or biases [E, rows], of E experts, from their parts."""
+    import numpy as np
+
+    if len({part.shape for part in parts}) > 1:
+        raise IntegrityError(
+            f"the parts of {name} have the shapes {' and '.join(str(part.shape) for part in parts)}"
+        )
+    made = parts[0]
+    if takes_turns:
+        made = np.stack(parts, 2).reshape(len(made), -1, *made.shape[2:])
+    elif len(parts) > 1:
+        made = np.concatenate(parts, 1)
+    return made.swapaxes(1, 2) if is_transposed else made
+
+
+class _Names:
+    """Takes a model's place when transformers maps gguf's tensor names.
+
+    Has the names of the whole CausalLM and no submodules: for families whose checkpoints lack the
+    base model's prefix, transformers would repeat the mapping for each submodule.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.config = model.config
+        prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
+        self._names = [prefix + name for name in model.state_dict()]
+
+    def state_dict(self) -> dict[str, None]:
+        return dict.fromkeys(self._names)
+
+    def named_children(self) -> list[tuple[str, Any]]:
+        return []
+
+
+def _by_transformers(
+    header: Header, model: "PreTrainedModel", first_block: int
+) -> Iterator[tuple[str, Recipe]]:
+    """The recipes of an architecture whose tensors transformers converts one by one."""
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    try:
+        names: dict[str, str] = get_gguf_hf_weights_map(_Names(model), processor, header.architecture)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"the tensors of {header.architecture} are not read from gguf",
+            hint="use the model in Hugging Face layout",
+        ) from error
+
+    def make(tensor: str, values: "Array") -> "Array":
+        made: Array = processor.process(
+            weights=values, name=tensor, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        ).weights
+        return made
+
+    for tensor, name in names.items():
+        file_name = re.sub(r"^blk\.(\d+)\.", lambda m: f"blk.{int(m[1]) + first_block}.", tensor)
+        yield name, Recipe((file_name,), partial(make, tensor))
