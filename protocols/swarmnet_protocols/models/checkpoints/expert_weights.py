@@ -108,13 +108,22 @@ class ExpertPlaces:
         place = self._place(parameter, module, patterns.index(pattern), len(patterns), int(number[1]))
         return place if place.expert in range(place.count) else None
 
-    def of_gguf(self, layer: int, which: str) -> ExpertPlace | None:
-        """The place of the merged tensor ``which`` of a layer in a gguf file, ``gate``, ``up`` or ``down``; None if the layer has none."""
+    def of_gguf(self, layer: int, which: str, expert: int | None = None) -> ExpertPlace | None:
+        """Return the place of a tensor of a layer in a gguf file, or None if the layer has none.
+
+        ``which`` is ``gate``, ``up``, ``down`` or ``gate_up``. ``expert`` None: the tensor has the
+        matrices of all experts.
+        """
         for parameter, module in self._modules.items():
-            parts = parameter.rpartition(".")[2].removesuffix("_proj").split("_")
-            if f".layers.{layer}." in f".{parameter}" and which in parts:
-                place = self._place(parameter, module, parts.index(which), len(parts))
-                return replace(place, takes_turns=len(parts) > 1 and not module.is_concatenated)
+            own = parameter.rpartition(".")[2].removesuffix("_proj")
+            parts = own.split("_")
+            if f".layers.{layer}." not in f".{parameter}":
+                continue
+            if which == own:
+                return replace(self._place(parameter, module), expert=expert)
+            if which in parts:
+                place = self._place(parameter, module, parts.index(which), len(parts), expert)
+                return replace(place, takes_turns=not module.is_concatenated)
         return None
 
     def _place(

@@ -90,7 +90,8 @@ class Architecture:
     model_type: str | Callable[[Header], str]
     """The name of transformers' config class."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the config that no key has: values, or functions of the header."""
+    """Settings of the config that no single key has: values, or functions of the header. None: as
+    in every architecture."""
     weights: Mapping[str, Weight] = field(default_factory=dict)
     """Weights that are made in a way of their own. Keys are expressions for transformers' names
     within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
@@ -171,20 +172,97 @@ _BIASES = {
 }
 _QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": _dense_blocks}
 
+
+def _sliding(period: int) -> Setting:
+    """Kinds of attention by ``attention.sliding_window_pattern``.
+
+    Files that do not say have full attention in every ``period``-th block.
+    """
+
+    def kinds(header: Header) -> list[str]:
+        default = [(block + 1) % period != 0 for block in header.blocks]
+        found = header.own.get("attention.sliding_window_pattern", default)
+        return ["sliding_attention" if sliding else "full_attention" for sliding in found]
+
+    return kinds
+
+
+def _if_windows(setting: Setting) -> Setting:
+    """The setting for files with sliding windows; others have none."""
+    return lambda header: setting(header) if "attention.sliding_window" in header.own else None
+
+
+def _key_heads(kind: str) -> Setting:
+    """Heads of keys in blocks with this kind of attention."""
+
+    def heads(header: Header) -> int:
+        counts, block = header.own["attention.head_count_kv"], _sliding(6)(header).index(kind)
+        return int(counts[block] if isinstance(counts, tuple) else counts)
+
+    return heads
+
+
+def _has_full_values(header: Header) -> bool:
+    """Whether blocks with full attention have values that are not their keys."""
+    block = _sliding(6)(header).index("full_attention")
+    return f"blk.{block}.attn_v.weight" in header.shapes
+
+
+def _joined(_: Any, *parts: "Array") -> "Array":
+    import numpy as np
+
+    return np.concatenate(parts)
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "cohere2": Architecture("cohere2", {"layer_types": _sliding(4)}),
+    "command-r": Architecture("cohere", {"use_qk_norm": lambda header: header.has("attn_q_norm.weight")}),
     "gemma2": Architecture("gemma2", {"query_pre_attn_scalar": _gemma_query_scale(46)}, _NORMS_PLUS_ONE),
     "gemma3": Architecture(
         "gemma3_text",
-        {"query_pre_attn_scalar": _gemma_query_scale(62), "rope_parameters": _rope_by_kind(10_000.0)},
+        {
+            "query_pre_attn_scalar": _gemma_query_scale(62),
+            "layer_types": _sliding(6),
+            "rope_parameters": _rope_by_kind(10_000.0),
+        },
         _NORMS_PLUS_ONE,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            "layer_types": _sliding(6),
+            "head_dim": lambda header: header.own["attention.key_length_swa"],
+            "global_head_dim": lambda header: header.own["attention.key_length"],
+            "num_key_value_heads": _key_heads("sliding_attention"),
+            "num_global_key_value_heads": _key_heads("full_attention"),
+            "attention_k_eq_v": lambda header: not _has_full_values(header),
+            "enable_moe_block": lambda header: "expert_count" in header.own,
+            "rope_parameters": _rope_by_kind(10_000.0),
+        },
+        {
+            r"router\.scale": Weight(("ffn_gate_inp.scale",)),
+            r"router\.per_expert_scale": Weight(("ffn_down_exps.scale",)),
+        },
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
+        {"layer_types": _sliding(2)},
         rope={"truncate": lambda header: False if header.own.get("rope.scaling.type") == "yarn" else None},
+    ),
+    "granite": Architecture("granite", _BIASES, _NEIGHBOURS),
+    "granitemoe": Architecture(
+        lambda header: "granitemoeshared" if header.has("ffn_up_shexp.weight") else "granitemoe",
+        _BIASES,
+        {
+            **_NEIGHBOURS,
+            r"block_sparse_moe\.router": Weight(("ffn_gate_inp.weight",)),
+            r"shared_mlp\.input_linear": Weight(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), _joined),
+            r"shared_mlp\.output_linear": Weight(("ffn_down_shexp.weight",)),
+        },
     ),
     "lfm2": Architecture(
         "lfm2",
-        {"block_auto_adjust_ff_dim": False, "layer_types": _conv_types, "full_attn_idxs": None},
+        {"block_auto_adjust_ff_dim": False, "layer_types": _conv_types},
     ),
     "llama": Architecture(
         lambda header: "mixtral" if "expert_count" in header.own else "llama", _BIASES, _NEIGHBOURS
@@ -195,10 +273,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {r"mlp\.e_score_correction_bias": Weight(("exp_probs_b.bias",))},
         {"partial_rotary_factor": _rotated_share},
     ),
+    "olmo2": Architecture(
+        lambda header: "olmo3" if "attention.sliding_window" in header.own else "olmo2",
+        {
+            "layer_types": _if_windows(_sliding(4)),
+            "rope_parameters": _if_windows(_rope_by_kind(None)),
+            **_BIASES,
+        },
+    ),
     "phi3": Architecture("phi3", rope={"partial_rotary_factor": _rotated_share}),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", {**_QWEN_MOE, "norm_topk_prob": False}),
     "qwen3": Architecture("qwen3", _BIASES),
     "qwen3moe": Architecture("qwen3_moe", {**_BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
+    "smollm3": Architecture("smollm3", {**_BIASES, "no_rope_layer_interval": 4}, _NEIGHBOURS),
 }
 """By ``general.architecture``. Others are read as transformers reads them."""

@@ -48,19 +48,24 @@ def config_of(header: Header) -> "PretrainedConfig | None":
         return None
     kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
     made: Any = CONFIG_MAPPING[kind]
-    known, settings = made(), _common(header, row)
-    for key, names in _SETTINGS.items():
-        own_name = next((name for name in names if hasattr(known, name)), None)
-        if own_name is not None and key in header.own:
-            settings[own_name] = header.own[key]
-    settings = {name: each for name, each in settings.items() if hasattr(known, name) or name == "head_dim"}
-    config: PretrainedConfig = made(**settings | _values(row.settings, header))
+    default, settings = made(), _common(header, row)
+    known = {*dir(default), *default.attribute_map, "head_dim"}  # some classes only look for head_dim
+    names = {key: next((name for name in each if name in known), None) for key, each in _SETTINGS.items()}
+    settings |= {name: header.own[key] for key, name in names.items() if name and key in header.own}
+    settings = {name: value for name, value in settings.items() if name in known}
+    settings |= _values(row.settings, header)
+    for key, name in names.items():
+        # The default of the class is another model's, unless it does nothing.
+        if name and name not in settings and getattr(default, name) not in (None, 0, 1):
+            raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=_HINT)
+    config: PretrainedConfig = made(**settings)
     _check_windows(config, header)
     return config
 
 
 def _values(settings: Mapping[str, Any], header: Header) -> dict[str, Any]:
-    return {name: value(header) if callable(value) else value for name, value in settings.items()}
+    found = {name: value(header) if callable(value) else value for name, value in settings.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _common(header: Header, row: Architecture) -> dict[str, Any]:
@@ -68,13 +73,12 @@ def _common(header: Header, row: Architecture) -> dict[str, Any]:
     own = header.own
     key_heads = own.get("attention.head_count_kv", own["attention.head_count"])
     rope = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 10_000.0)}
-    more = {name: value for name, value in _values(row.rope, header).items() if value is not None}
     return {
         "vocab_size": header.shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in header.shapes,
         "num_key_value_heads": max(key_heads) if isinstance(key_heads, tuple) else key_heads,
         "head_dim": header.head_size,
-        "rope_parameters": rope | more,
+        "rope_parameters": rope | _values(row.rope, header),
         "sliding_window": own.get("attention.sliding_window") or None,
         "moe_intermediate_size": header.shape_of("ffn_down_exps.weight")[-1],
         **{
@@ -130,6 +134,8 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             "beta_fast": own.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": own.get("rope.scaling.yarn_beta_slow", 1.0),
         }
+        if "rope.scaling.yarn_attn_factor" in own:
+            scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
     if scaling:
         parameters = config.rope_parameters
         if "full_attention" in parameters:  # by the kind of attention: a sliding window is not scaled
@@ -150,8 +156,8 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
     freqs, long, short = (factors.get(name) for name in ROPE_TENSORS)
     if freqs is not None:
         long = short = freqs
-        if (llama := _as_llama3(config, freqs)) is not None:
-            return llama
+        if (known := _as_llama3(config, freqs) or _as_proportional(freqs)) is not None:
+            return known
         original, attention = config.max_position_embeddings, 1.0
     if long is None or short is None:
         raise ConfigError("the file has one of two tensors with factors of rotary frequencies", hint=_HINT)
@@ -175,6 +181,14 @@ def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
             return None
     bounds = {"low_freq_factor": low, "high_freq_factor": high}
     return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original, **bounds}
+
+
+def _as_proportional(factors: Sequence[float]) -> dict[str, Any] | None:
+    """Gemma 4's scaling: the first frequencies as they are, the rest by factors that stop them."""
+    turned = sum(factor == 1.0 for factor in factors)
+    if not 0 < turned < len(factors) or any(factor < 1e29 for factor in factors[turned:]):
+        return None
+    return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
 def check_keys(config: "PretrainedConfig", header: Header) -> None:
@@ -226,12 +240,23 @@ def _rope(config: Any) -> dict[str, Any]:
     return full
 
 
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _layer(config: Any, block: int) -> Any:
+    """The config of a block: some classes have heads of another size in some blocks."""
+    return config.per_layer_config[block] if config.is_heterogeneous else config
+
+
+def _head_size(config: Any, kind: str = "full_attention") -> int:
+    """The size of heads in blocks with this kind of attention."""
+    kinds = getattr(config, "layer_types", None) or []
+    layer = _layer(config, kinds.index(kind) if kind in kinds else 0)
+    return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _rotary_size(config: Any) -> int:
-    return int(_head_size(config) * _rope(config).get("partial_rotary_factor", 1.0) + 1e-6)
+    rope = _rope(config)
+    if rope.get("rope_type") == "proportional":  # the rest of a head is divided by huge factors
+        return _head_size(config)
+    return int(_head_size(config) * rope.get("partial_rotary_factor", 1.0) + 1e-6)
 
 
 def _is_sliding(config: Any) -> Any:
@@ -239,8 +264,9 @@ def _is_sliding(config: Any) -> Any:
 
 
 def _key_heads(config: Any) -> Any:
-    count, kinds = config.num_key_value_heads, getattr(config, "layer_types", None) or []
-    return [count if "attention" in kind else 0 for kind in kinds] if "conv" in kinds else count
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    counts = [_layer(config, block).num_key_value_heads for block in range(len(kinds))]
+    return [count if "attention" in kind else 0 for count, kind in zip(counts, kinds, strict=True)]
 
 
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -255,9 +281,15 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_experts", "num_local_experts"),
-    "expert_used_count": ("num_experts_per_tok",),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "attention.scale": ("attention_multiplier",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "embedding_scale": ("embedding_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "residual_scale": ("residual_multiplier",),
     "shortconv.l_cache": ("conv_L_cache",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
@@ -265,6 +297,8 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
 _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     **{key: _first(*names) for key, names in _SETTINGS.items()},
     "attention.head_count_kv": _key_heads,
+    "attention.key_length_swa": lambda config: _head_size(config, "sliding_attention"),
+    "attention.value_length_swa": lambda config: _head_size(config, "sliding_attention"),
     "attention.key_length": _head_size,
     "attention.value_length": _head_size,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None) or 0,
@@ -278,6 +312,7 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
         "rope_theta"
     ),
     "rope.dimension_count": _rotary_size,
+    "rope.dimension_count_swa": lambda config: _head_size(config, "sliding_attention"),
     "rope.scaling.type": lambda config: {"default": "none"}.get(
         *[_rope(config).get("rope_type", "default")] * 2
     ),
@@ -286,6 +321,8 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
         "original_max_position_embeddings", config.max_position_embeddings
     ),
     "rope.scaling.attn_factor": lambda config: _rope(config).get("attention_factor", 1.0),
+    "rope.scaling.yarn_attn_factor": lambda config: _rope(config).get("attention_factor"),
+    "rope.scaling.yarn_ext_factor": lambda config: 1.0,
     "rope.scaling.yarn_beta_fast": lambda config: _rope(config).get("beta_fast"),
     "rope.scaling.yarn_beta_slow": lambda config: _rope(config).get("beta_slow"),
     "rope.scaling.finetuned": lambda _: [],

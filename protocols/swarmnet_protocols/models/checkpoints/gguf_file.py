@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
-_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight$")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:(gate|up|down|gate_up)_exps|(gate|up|down)\.(\d+))\.weight")
+"""Tensors of all experts of a block, and of one expert, as in older files."""
 
 
 _READING = 5
@@ -292,10 +293,14 @@ class GgufCheckpoint:
 
         places, found = ExpertPlaces(model), {}
         for name in names:
-            match = _EXPERTS.match(name)
-            if match and (place := places.of_gguf(int(match[1]) - first_block, match[2])) is not None:
+            if (match := _EXPERTS.fullmatch(name)) is None:
+                continue
+            layer, expert = int(match[1]) - first_block, int(match[4]) if match[4] else None
+            place = places.of_gguf(layer, match[2] or match[3], expert)
+            if place is not None:
                 shape = self._tensors[name].shape
-                if len(shape) != 3 or shape[0] != place.count:
+                expected = (place.count,) if expert is None else ()
+                if len(shape) != len(expected) + 2 or shape[:-2] != expected:
                     raise IntegrityError(f"{self.path}: {name} is no tensor of {place.count} experts")
                 found[name] = place
         return found
@@ -303,7 +308,7 @@ class GgufCheckpoint:
     def _expert(
         self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
     ) -> "PackedTensor":
-        """The matrix of one expert in a merged tensor. Formats without a packed product are dequantised to float32."""
+        """The matrix of one expert. Formats without a packed product are dequantised to float32."""
         import torch
 
         from swarmnet_protocols.quantization.formats import Format
@@ -311,10 +316,11 @@ class GgufCheckpoint:
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         tensor = self._tensors[name]
-        size = tensor.size_bytes // tensor.shape[0]
-        file.seek(tensor.offset + index.start * size)
-        rows = _read_bytes(file, size, name).reshape(tensor.shape[1], -1)
-        matrix = _packed(GgufTensor(tensor.shape[1:], tensor.type, 0, size), rows)
+        *counts, height, width = tensor.shape
+        size = tensor.size_bytes // math.prod(counts)
+        file.seek(tensor.offset + (index.start or 0) * size)
+        rows = _read_bytes(file, size, name).reshape(height, -1)
+        matrix = _packed(GgufTensor((height, width), tensor.type, 0, size), rows)
         if matrix is None:
             numbers = torch.from_numpy(self._dequantized(name, rows)).contiguous()
             matrix = PackedTensor.of(Format.F32, numbers.view(torch.uint8))

@@ -158,9 +158,18 @@ class _Makers:
         tensors = tuple(f"{block}ffn_{part}_exps{end}" for part in parts)
         if fused in self._header.shapes and module.is_concatenated:
             tensors = (fused,)
-        is_transposed = module.is_transposed and end == ".weight"
-        takes_turns = len(tensors) > 1 and not module.is_concatenated
-        return Recipe(tensors, partial(_merged, name, takes_turns=takes_turns, is_transposed=is_transposed))
+        make = partial(
+            _merged,
+            name,
+            takes_turns=len(tensors) > 1 and not module.is_concatenated,
+            is_transposed=module.is_transposed and end == ".weight",
+        )
+        if tensors[0] in self._header.shapes:
+            return Recipe(tensors, make)
+        # Older files have a tensor for each expert.
+        count = module.num_experts
+        single = [f"{block}ffn_{part}.{expert}{end}" for part in parts for expert in range(count)]
+        return Recipe(tuple(single), lambda *values: make(*_stacked(count, values)))
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -193,6 +202,13 @@ def _merged(name: str, *parts: "Array", takes_turns: bool, is_transposed: bool) 
     elif len(parts) > 1:
         made = np.concatenate(parts, 1)
     return made.swapaxes(1, 2) if is_transposed else made
+
+
+def _stacked(count: int, matrices: "Sequence[Array]") -> "Iterator[Array]":
+    """Merge the matrices of each part, one for each of ``count`` experts."""
+    import numpy as np
+
+    return (np.stack(matrices[start : start + count]) for start in range(0, len(matrices), count))
 
 
 class _Names:
