@@ -30,7 +30,7 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -1,4 +1,5 @@
-"""The families that people use: greedy tokens through hops equal those of transformers' own class for the published checkpoint."""
+"""The families that people use, as directories and as gguf files, give through hops what transformers' own class
+for the published checkpoint gives: greedy tokens and logits."""
 
 import itertools
 import random
@@ -13,6 +14,7 @@ import transformers
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.gguf_families import FILES, write
 from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED, page, reason_for
 
 CPU = torch.device("cpu")
@@ -49,6 +51,8 @@ class Hops:
 class Case:
     model: LocalModel
     local_layers: LocalLayers
+    reference: Any
+    """The model in transformers."""
     texts: list[torch.Tensor]
     """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
     stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
@@ -63,10 +67,12 @@ class Case:
         return Hops([self.stages[span] for span in spans], self.local_layers, len(self.texts))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{name}.gguf" for name in FILES)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    family = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("family")
+    name = request.param.removesuffix(".gguf")
+    file = FILES[name] if name != request.param else None
+    family = FAMILIES[name] if file is None else file.family
     path = family.save(folder / "model")
     reference: Any = getattr(transformers, family.architecture).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
@@ -74,10 +80,16 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference.generation_config.eos_token_id = None
     texts = []
     for length in PROMPT_LENGTHS:
-        prompt = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(length))
+        prompt = random_tokens(length)[None]
         texts.append(reference.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0])
+    if file is not None:
+        path = write(folder / "model.gguf", file, reference)
     model = resolve(str(path), cache_dir=folder / "cache")
-    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), texts)
+    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), reference, texts)
+
+
+def random_tokens(length: int) -> torch.Tensor:
+    return torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length))
 
 
 @pytest.mark.matrix
@@ -117,6 +129,20 @@ def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: 
     chosen = hops.step({1: text[length:-1]})[1]
     wanted = text[max(PROMPT_LENGTHS[1], length + 1) :]
     assert chosen[-len(wanted) :].tolist() == wanted.tolist()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("length", [16, 150, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_logits_are_those_of_transformers(case: Case, length: int) -> None:
+    tokens = random_tokens(min(length, case.model.max_positions))
+    hops = case.hops(1)
+    rows = case.local_layers.embed(tokens)
+    for stage, sequence in zip(hops.stages, hops.caches[0], strict=True):
+        [rows] = stage.forward([(sequence, rows)])
+    with torch.inference_mode():
+        expected = case.reference(tokens[None]).logits[0, -1]
+    error = (case.local_layers.logits(rows[-1:])[0] - expected).norm() / expected.norm()
+    assert error < 2e-5
 
 
 def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> None:

@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.gguf_header import Field
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+
+
+HINT = "use the model in Hugging Face layout"
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,9 @@ class Architecture:
     """Weights that are made in a way of their own. Keys are expressions for transformers' names
     within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of the rotary embedding beside its base, as ``settings``; None: left out."""
+    """Parameters of the rotary embedding beside its base, as ``settings``."""
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of yarn that no key has."""
 
 
 def _heads(count: str) -> Weight:
@@ -192,6 +198,17 @@ def _if_windows(setting: Setting) -> Setting:
     return lambda header: setting(header) if "attention.sliding_window" in header.own else None
 
 
+def _needs(tensor: str, setting: Setting) -> Setting:
+    """The setting of files that have a tensor; others are refused."""
+
+    def checked(header: Header) -> Any:
+        if tensor not in header.shapes:
+            raise ConfigError(f"the file has no tensor {tensor}", hint=HINT)
+        return setting(header)
+
+    return checked
+
+
 def _key_heads(kind: str) -> Setting:
     """Heads of keys in blocks with this kind of attention."""
 
@@ -237,18 +254,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_global_key_value_heads": _key_heads("full_attention"),
             "attention_k_eq_v": lambda header: not _has_full_values(header),
             "enable_moe_block": lambda header: "expert_count" in header.own,
-            "rope_parameters": _rope_by_kind(10_000.0),
+            "rope_parameters": _needs("rope_freqs.weight", _rope_by_kind(10_000.0)),
         },
         {
             r"router\.scale": Weight(("ffn_gate_inp.scale",)),
             r"router\.per_expert_scale": Weight(("ffn_down_exps.scale",)),
         },
     ),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        {"layer_types": _sliding(2)},
-        rope={"truncate": lambda header: False if header.own.get("rope.scaling.type") == "yarn" else None},
-    ),
+    "gpt-oss": Architecture("gpt_oss", {"layer_types": _sliding(2)}, yarn={"truncate": False}),
     "granite": Architecture("granite", _BIASES, _NEIGHBOURS),
     "granitemoe": Architecture(
         lambda header: "granitemoeshared" if header.has("ffn_up_shexp.weight") else "granitemoe",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Architecture, Header
+from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, HINT, Architecture, Header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,7 +20,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 """Tensors by whose values rotary frequencies are divided. They are part of the config, not of the
 weights."""
 Factors = Mapping[str, Sequence[float]]
-_HINT = "use the model in Hugging Face layout"
+
 _HARMLESS = re.compile(r"(general|quantize|split)\..+")
 """Names, authors, and how the file was made. ``general.architecture``, ``.alignment`` and ``.type``
 are read."""
@@ -57,7 +57,7 @@ def config_of(header: Header) -> "PretrainedConfig | None":
     for key, name in names.items():
         # The default of the class is another model's, unless it does nothing.
         if name and name not in settings and getattr(default, name) not in (None, 0, 1):
-            raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=_HINT)
+            raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=HINT)
     config: PretrainedConfig = made(**settings)
     _check_windows(config, header)
     return config
@@ -92,7 +92,7 @@ def _check_windows(config: Any, header: Header) -> None:
     if getattr(config, "sliding_window", 1) is None and "sliding_attention" in (
         getattr(config, "layer_types", None) or []
     ):
-        raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=_HINT)
+        raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=HINT)
 
 
 def completed(config: "PretrainedConfig", header: Header) -> "PretrainedConfig":
@@ -133,6 +133,7 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             "original_max_position_embeddings": original,
             "beta_fast": own.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": own.get("rope.scaling.yarn_beta_slow", 1.0),
+            **ARCHITECTURES.get(header.architecture, Architecture("")).yarn,
         }
         if "rope.scaling.yarn_attn_factor" in own:
             scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
@@ -152,7 +153,7 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
     size = _rotary_size(config) // 2
     for name, values in factors.items():
         if len(values) != size or not all(math.isfinite(value) and value > 0 for value in values):
-            raise ConfigError(f"{name} has no {size} factors of rotary frequencies", hint=_HINT)
+            raise ConfigError(f"{name} has no {size} factors of rotary frequencies", hint=HINT)
     freqs, long, short = (factors.get(name) for name in ROPE_TENSORS)
     if freqs is not None:
         long = short = freqs
@@ -160,7 +161,7 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
             return known
         original, attention = config.max_position_embeddings, 1.0
     if long is None or short is None:
-        raise ConfigError("the file has one of two tensors with factors of rotary frequencies", hint=_HINT)
+        raise ConfigError("the file has one of two tensors with factors of rotary frequencies", hint=HINT)
     config.original_max_position_embeddings = original
     scaling: dict[str, Any] = {"rope_type": "longrope", "long_factor": [*long], "short_factor": [*short]}
     scaling["original_max_position_embeddings"] = original
@@ -203,12 +204,12 @@ def check_keys(config: "PretrainedConfig", header: Header) -> None:
         suffix = key.removeprefix(f"{header.architecture}.")
         if suffix == key:
             if not _HARMLESS.fullmatch(key) and not _TOKENIZER.fullmatch(key):
-                raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=_HINT)
+                raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=HINT)
         elif suffix not in _EXPECTED:
-            raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=_HINT)
+            raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=HINT)
         elif not _agrees(own[suffix], _EXPECTED[suffix](config)):
             raise ConfigError(
-                f"the file has {key} = {str(value)[:100]}, which is not read rightly", hint=_HINT
+                f"the file has {key} = {str(value)[:100]}, which is not read rightly", hint=HINT
             )
 
 

@@ -117,9 +117,9 @@ class _Makers:
         if known is None:
             return None
         tensor = known.removeprefix("blk.0.")
-        if tensor in _FUSED and f"{block}{tensor}{end}" not in self._header.shapes:
-            cut = partial(_cut, *self._place(name, tensor))
-            return self._recipe(name, (f"{block}attn_qkv{end}",), weight, cut)
+        fused = f"{block}attn_qkv{end}"
+        if tensor in _FUSED and fused in self._header.shapes:
+            return self._recipe(name, (fused,), weight, partial(_cut, *self._place(name, tensor)))
         return self._recipe(name, (f"{block}{tensor}{end}",), weight)
 
     def _weight(self, stem: str) -> Weight:
@@ -164,12 +164,12 @@ class _Makers:
             takes_turns=len(tensors) > 1 and not module.is_concatenated,
             is_transposed=module.is_transposed and end == ".weight",
         )
-        if tensors[0] in self._header.shapes:
-            return Recipe(tensors, make)
         # Older files have a tensor for each expert.
         count = module.num_experts
         single = [f"{block}ffn_{part}.{expert}{end}" for part in parts for expert in range(count)]
-        return Recipe(tuple(single), lambda *values: make(*_stacked(count, values)))
+        if single[0] in self._header.shapes:
+            return Recipe(tuple(single), lambda *values: make(*_stacked(count, values)))
+        return Recipe(tensors, make)
 
 
 def _split(name: str) -> tuple[str, str]:
