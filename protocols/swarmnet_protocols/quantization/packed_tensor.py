@@ -48,6 +48,9 @@ class PackedTensor:
     """A matrix [rows, columns] of packed rows: consecutive segments of one format each. Immutable."""
 
     segments: tuple[Segment, ...]
+    inputs: torch.Tensor | None = None
+    """The column of the matrix that each column of the segments is, [columns]; None if they are in
+    order."""
 
     @classmethod
     def of(cls, format: Format, data: torch.Tensor) -> "PackedTensor":
@@ -56,7 +59,12 @@ class PackedTensor:
 
     @classmethod
     def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The rows of all matrices, one after another. Rows of one format are copied together. Raises ``ValueError`` if their columns differ in number."""
+        """The rows of all matrices, one after another. Rows of one format are copied together.
+
+        Raises ``ValueError`` if their columns differ in number, or are not in order.
+        """
+        if any(matrix.inputs is not None for matrix in matrices):
+            raise ValueError("columns in different orders")
         segments: list[Segment] = []
         for segment in (segment for matrix in matrices for segment in matrix.segments):
             if segments and segments[-1].format == segment.format:
@@ -69,6 +77,8 @@ class PackedTensor:
     def taking_turns(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
         """The first rows of all matrices, then their second rows, and so on. Raises ``ValueError`` unless they have one shape and one format."""
         segments = [segment for matrix in matrices for segment in matrix.segments]
+        if any(matrix.inputs is not None for matrix in matrices):
+            raise ValueError("columns in different orders")
         if len(segments) != len(matrices) or len({(each.format, each.data.shape) for each in segments}) != 1:
             raise ValueError("matrices of several shapes or formats take turns")
         data = torch.stack([each.data for each in segments], 1)
@@ -94,7 +104,9 @@ class PackedTensor:
 
     def to(self, device: torch.device) -> "PackedTensor":
         """The same matrix in the memory of ``device``."""
-        return PackedTensor(tuple(Segment(each.format, each.data.to(device)) for each in self.segments))
+        inputs = None if self.inputs is None else self.inputs.to(device)
+        segments = tuple(Segment(each.format, each.data.to(device)) for each in self.segments)
+        return PackedTensor(segments, inputs)
 
     def loaded(self, device: torch.device) -> "PackedTensor | torch.Tensor":
         """The same matrix in the memory of ``device``, and in the form in which that multiplies: 16 and 32-bit numbers are ordinary tensors on accelerators."""
@@ -112,15 +124,37 @@ class PackedTensor:
         return pieces
 
     def select(self, rows: torch.Tensor) -> "PackedTensor":
-        """A matrix of the rows with these indices [n], in their order. Raises ``ValueError`` for a matrix of several formats."""
-        if len(self.segments) != 1:
-            raise ValueError("rows of several formats")
-        [segment] = self.segments
-        return PackedTensor((Segment(segment.format, segment.data.index_select(0, rows)),))
+        """A matrix of the rows with these indices [n], in their order."""
+        if len(self.segments) == 1:
+            [segment] = self.segments
+            return PackedTensor((Segment(segment.format, segment.data.index_select(0, rows)),), self.inputs)
+        starts = torch.tensor([0, *(len(segment.data) for segment in self.segments)]).cumsum(0)
+        holders = torch.searchsorted(starts[1:], rows, right=True)
+        _, counts = holders.unique_consecutive(return_counts=True)
+        found = []
+        for run in rows.split(counts.tolist()):
+            at = int(torch.searchsorted(starts[1:], run[0], right=True))
+            data = self.segments[at].data.index_select(0, run - starts[at])
+            found.append(PackedTensor.of(self.segments[at].format, data))
+        return PackedTensor(PackedTensor.joined(found).segments, self.inputs)
+
+    def select_columns(self, columns: torch.Tensor) -> "PackedTensor":
+        """The matrix whose columns are those with these indices: a permutation [columns].
+
+        Where whole blocks change places, their bytes do. Otherwise the order is kept in ``inputs``.
+        """
+        if self.inputs is not None:
+            columns = self.inputs.argsort()[columns]
+        moved = [_with_blocks_moved(segment, columns) for segment in self.segments]
+        segments = tuple(segment for segment in moved if segment is not None)
+        if len(segments) == len(self.segments):
+            return PackedTensor(segments)
+        return PackedTensor(self.segments, columns.argsort())
 
     def dequantize(self) -> torch.Tensor:
         """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
-        return torch.cat([segment.dequantize() for segment in self.segments])
+        values = torch.cat([segment.dequantize() for segment in self.segments])
+        return values if self.inputs is None else values[:, self.inputs.argsort()]
 
     def rows(self, first: int, end: int) -> "PackedTensor":
         """Rows [first, end), on the same memory."""
@@ -130,4 +164,15 @@ class PackedTensor:
             if max(first, 0) < min(end, size):
                 found.append(Segment(segment.format, segment.data[max(first, 0) : min(end, size)]))
             first, end = first - size, end - size
-        return PackedTensor(tuple(found))
+        return PackedTensor(tuple(found), self.inputs)
+
+
+def _with_blocks_moved(segment: Segment, columns: torch.Tensor) -> Segment | None:
+    """The columns with these indices; None if a block would be torn."""
+    weights, block_bytes = BLOCKS[segment.format]
+    runs = columns.view(-1, weights)
+    starts = runs[:, 0]
+    if (starts % weights).any() or not torch.equal(runs, starts[:, None] + torch.arange(weights)):
+        return None
+    blocks = segment.data.view(len(segment.data), -1, block_bytes)
+    return Segment(segment.format, blocks.index_select(1, starts // weights).flatten(1))

@@ -50,6 +50,8 @@ def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[Nati
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
             raise ValueError("C reads contiguous float32 in the memory of the CPU")
         return (NativeSegment * 1)(NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight)))
+    if weight.inputs is not None:
+        raise ValueError("C reads columns in their order")
     return (NativeSegment * len(weight.segments))(*map(_native_segment, weight.segments))
 
 
@@ -85,6 +87,8 @@ class Products:
         """
         rows, columns = weight.shape
         flat = inputs.reshape(-1, columns)
+        if weight.inputs is not None:
+            flat, weight = flat.index_select(1, weight.inputs), PackedTensor(weight.segments)
         if self._is_native(weight) and len(flat) <= FEW_ROWS and flat.dtype == torch.float32:
             outputs = self._multiply(flat.contiguous(), weight)
             if bias is not None:
@@ -102,6 +106,8 @@ class Products:
         for panel in self._panels(weight):
             found.addmm_(flat[:, first : first + len(panel)], panel.to(flat.dtype))
             first += len(panel)
+        if weight.inputs is not None:
+            found = found[:, weight.inputs.argsort()]
         return found.view(*gradients.shape[:-1], columns)
 
     def dequantize(self, weight: PackedTensor) -> torch.Tensor:
@@ -113,7 +119,7 @@ class Products:
         for segment in weight.segments:
             self._unpack(segment, 0, whole[first : first + len(segment.data)])
             first += len(segment.data)
-        return whole
+        return whole if weight.inputs is None else whole[:, weight.inputs.argsort()]
 
     def _is_native(self, weight: PackedTensor) -> bool:
         return self._library is not None and weight.device.type == "cpu"

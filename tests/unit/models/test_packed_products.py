@@ -203,3 +203,45 @@ def test_memory_that_c_cannot_read_is_refused(products: Products, tmp_path: Path
     matrix = PackedTensor.of(Format.Q4_0, torch.zeros(18, 4, dtype=torch.uint8).T)
     with pytest.raises(ValueError, match="contiguous"):
         products.dequantize(matrix)
+
+
+def test_rows_of_several_formats_are_selected_in_any_order() -> None:
+    matrix = PackedTensor.joined(
+        [random_matrix(Format.Q8_0, 5, 256), random_matrix(Format.Q4_K, 4, 256, seed=1)]
+    )
+    rows = torch.tensor([8, 0, 1, 5, 4, 4, 7])
+    assert torch.equal(matrix.select(rows).dequantize(), matrix.dequantize()[rows])
+
+
+HALF_BLOCKS = torch.arange(512).view(4, 128)[[2, 0, 3, 1]].flatten()
+"""An order of columns that tears the blocks of K formats, and no others."""
+
+
+@pytest.mark.parametrize("format", [Format.F32, Format.F16, Format.Q8_0, Format.Q4_K, Format.Q6_K])
+def test_columns_change_their_order_without_another_rounding(products: Products, format: Format) -> None:
+    matrix = PackedTensor.joined([random_matrix(format, 3, 512), random_matrix(Format.Q4_0, 2, 512)])
+    moved = matrix.select_columns(HALF_BLOCKS)
+    assert (moved.inputs is None) == (BLOCKS[format][0] <= 128)
+    expected = matrix.dequantize()[:, HALF_BLOCKS]
+    for each in (moved, moved.to(torch.device("cpu"))):
+        assert torch.equal(each.dequantize(), expected)
+        assert torch.equal(products.dequantize(each), expected)
+    rows = torch.tensor([4, 0])
+    assert torch.equal(moved.select(rows).dequantize(), expected[rows])
+    assert torch.equal(moved.rows(1, 5).dequantize(), expected[1:5])
+    assert torch.equal(moved.select_columns(HALF_BLOCKS).dequantize(), expected[:, HALF_BLOCKS])
+    for count in (2, FEW_ROWS + 1):
+        inputs = torch.randn(count, 512)
+        assert_product(products.linear(inputs, moved), inputs, expected)
+        gradients = torch.randn(count, 5)
+        assert_product(products.back(gradients, moved), gradients, expected.T)
+
+
+def test_a_matrix_with_another_order_of_columns_is_not_joined_or_read_by_native_code() -> None:
+    matrix = random_matrix(Format.Q4_K, 3, 512).select_columns(HALF_BLOCKS)
+    with pytest.raises(ValueError, match="orders"):
+        PackedTensor.joined([matrix, matrix])
+    with pytest.raises(ValueError, match="orders"):
+        PackedTensor.taking_turns([matrix, matrix])
+    with pytest.raises(ValueError, match="their order"):
+        products_module.native_segments(matrix)
