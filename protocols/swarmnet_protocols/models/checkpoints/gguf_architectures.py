@@ -9,100 +9,28 @@ tensors have other names, another order or other values. What the row forgets is
 every key is compared with the config and every tensor must be used.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_header import Field
+from swarmnet_protocols.models.checkpoints.gguf_hybrids import HYBRIDS
+from swarmnet_protocols.models.checkpoints.gguf_rows import (
+    BIASES,
+    HINT,
+    LEFT_OUT,
+    NORMS_PLUS_ONE,
+    Architecture,
+    Header,
+    Setting,
+    Weight,
+    dense_blocks,
+    rotated_share,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
-
-
-HINT = "use the model in Hugging Face layout"
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a gguf file says before its tensors: metadata, and the shapes of the tensors."""
-
-    fields: Mapping[str, Field]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def architecture(self) -> str:
-        return str(self.fields.get("general.architecture", ""))
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The keys of the architecture, without its name. Lists of one number are this number."""
-        prefix = f"{self.architecture}."
-        return {
-            key.removeprefix(prefix): _merged(value)
-            for key, value in self.fields.items()
-            if key.startswith(prefix)
-        }
-
-    @property
-    def blocks(self) -> range:
-        return range(self.own["block_count"])
-
-    @property
-    def head_size(self) -> int:
-        own = self.own
-        return int(own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"]))
-
-    def has(self, name: str) -> bool:
-        """Whether any block has a tensor of this name."""
-        return any(f"blk.{block}.{name}" in self.shapes for block in self.blocks)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in the first block that has it, or (0,) if none has it."""
-        found = (self.shapes.get(f"blk.{block}.{name}") for block in self.blocks)
-        return next(filter(None, found), (0,))
-
-
-def _merged(value: Field) -> Field:
-    """The number that all blocks have; other lists as they are."""
-    same = isinstance(value, tuple) and len({*value}) == 1 and not isinstance(value[0], bool)
-    return value[0] if same and isinstance(value, tuple) else value
-
-
-Setting = Callable[[Header], Any]
-
-
-@dataclass(frozen=True)
-class Weight:
-    """How a weight of transformers is made of tensors of a block."""
-
-    tensors: tuple[str, ...] = ()
-    """Names within the block, with their ends. Empty: the name that llama.cpp gives the weight."""
-    made: "Callable[..., Array] | None" = None
-    """Makes the weight of the config and the values of each tensor. None: the values as they are.
-
-    A matrix stays packed if ``made`` only chooses rows of its tensors, one after another.
-    """
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One architecture of gguf files."""
-
-    model_type: str | Callable[[Header], str]
-    """The name of transformers' config class."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the config that no single key has: values, or functions of the header. None: as
-    in every architecture."""
-    weights: Mapping[str, Weight] = field(default_factory=dict)
-    """Weights that are made in a way of their own. Keys are expressions for transformers' names
-    within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of the rotary embedding beside its base, as ``settings``."""
-    yarn: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of yarn that no key has."""
 
 
 def _heads(count: str) -> Weight:
@@ -122,18 +50,6 @@ _NEIGHBOURS = {
     r"self_attn\.q_proj": _heads("num_attention_heads"),
     r"self_attn\.k_proj": _heads("num_key_value_heads"),
 }
-_NORMS_PLUS_ONE = {r".*norm": Weight(made=lambda _, values: values - 1)}
-"""transformers adds one to these norms; files have the sum."""
-
-
-def _dense_blocks(header: Header) -> list[int]:
-    return [block for block in header.blocks if f"blk.{block}.ffn_gate_inp.weight" not in header.shapes]
-
-
-def _rotated_share(header: Header) -> float:
-    """The part of each head that rotary embeddings change."""
-    size = header.head_size
-    return float(header.own.get("rope.dimension_count", size) / size)
 
 
 def _gemma_query_scale(blocks_of_27b: int) -> Setting:
@@ -172,11 +88,7 @@ def _conv_types(header: Header) -> list[str]:
     return ["full_attention" if count else "conv" for count in heads]
 
 
-_BIASES = {
-    "attention_bias": lambda header: header.has("attn_output.bias"),
-    "mlp_bias": lambda header: header.has("ffn_down.bias"),
-}
-_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": _dense_blocks}
+_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": dense_blocks}
 
 
 def _sliding(period: int) -> Setting:
@@ -195,7 +107,7 @@ def _sliding(period: int) -> Setting:
 
 def _if_windows(setting: Setting) -> Setting:
     """The setting for files with sliding windows; others have none."""
-    return lambda header: setting(header) if "attention.sliding_window" in header.own else None
+    return lambda header: setting(header) if "attention.sliding_window" in header.own else LEFT_OUT
 
 
 def _needs(tensor: str, setting: Setting) -> Setting:
@@ -232,9 +144,10 @@ def _joined(_: Any, *parts: "Array") -> "Array":
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    **HYBRIDS,
     "cohere2": Architecture("cohere2", {"layer_types": _sliding(4)}),
     "command-r": Architecture("cohere", {"use_qk_norm": lambda header: header.has("attn_q_norm.weight")}),
-    "gemma2": Architecture("gemma2", {"query_pre_attn_scalar": _gemma_query_scale(46)}, _NORMS_PLUS_ONE),
+    "gemma2": Architecture("gemma2", {"query_pre_attn_scalar": _gemma_query_scale(46)}, NORMS_PLUS_ONE),
     "gemma3": Architecture(
         "gemma3_text",
         {
@@ -242,7 +155,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "layer_types": _sliding(6),
             "rope_parameters": _rope_by_kind(10_000.0),
         },
-        _NORMS_PLUS_ONE,
+        NORMS_PLUS_ONE,
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -262,10 +175,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "gpt-oss": Architecture("gpt_oss", {"layer_types": _sliding(2)}, yarn={"truncate": False}),
-    "granite": Architecture("granite", _BIASES, _NEIGHBOURS),
+    "granite": Architecture("granite", BIASES, _NEIGHBOURS),
     "granitemoe": Architecture(
         lambda header: "granitemoeshared" if header.has("ffn_up_shexp.weight") else "granitemoe",
-        _BIASES,
+        BIASES,
         {
             **_NEIGHBOURS,
             r"block_sparse_moe\.router": Weight(("ffn_gate_inp.weight",)),
@@ -278,27 +191,27 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {"block_auto_adjust_ff_dim": False, "layer_types": _conv_types},
     ),
     "llama": Architecture(
-        lambda header: "mixtral" if "expert_count" in header.own else "llama", _BIASES, _NEIGHBOURS
+        lambda header: "mixtral" if "expert_count" in header.own else "llama", BIASES, _NEIGHBOURS
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
         {"scoring_func": "sigmoid"},
         {r"mlp\.e_score_correction_bias": Weight(("exp_probs_b.bias",))},
-        {"partial_rotary_factor": _rotated_share},
+        {"partial_rotary_factor": rotated_share},
     ),
     "olmo2": Architecture(
         lambda header: "olmo3" if "attention.sliding_window" in header.own else "olmo2",
         {
             "layer_types": _if_windows(_sliding(4)),
             "rope_parameters": _if_windows(_rope_by_kind(None)),
-            **_BIASES,
+            **BIASES,
         },
     ),
-    "phi3": Architecture("phi3", rope={"partial_rotary_factor": _rotated_share}),
+    "phi3": Architecture("phi3", rope={"partial_rotary_factor": rotated_share}),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", {**_QWEN_MOE, "norm_topk_prob": False}),
-    "qwen3": Architecture("qwen3", _BIASES),
-    "qwen3moe": Architecture("qwen3_moe", {**_BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
-    "smollm3": Architecture("smollm3", {**_BIASES, "no_rope_layer_interval": 4}, _NEIGHBOURS),
+    "qwen3": Architecture("qwen3", BIASES),
+    "qwen3moe": Architecture("qwen3_moe", {**BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
+    "smollm3": Architecture("smollm3", {**BIASES, "no_rope_layer_interval": 4}, _NEIGHBOURS),
 }
 """By ``general.architecture``. Others are read as transformers reads them."""

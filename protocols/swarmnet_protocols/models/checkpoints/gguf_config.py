@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, HINT, Architecture, Header
+from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES
+from swarmnet_protocols.models.checkpoints.gguf_rows import HINT, LEFT_OUT, Architecture, Header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,7 +66,7 @@ def config_of(header: Header) -> "PretrainedConfig | None":
 
 def _values(settings: Mapping[str, Any], header: Header) -> dict[str, Any]:
     found = {name: value(header) if callable(value) else value for name, value in settings.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not LEFT_OUT}
 
 
 def _common(header: Header, row: Architecture) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def _common(header: Header, row: Architecture) -> dict[str, Any]:
     return {
         "vocab_size": header.shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in header.shapes,
+        "num_hidden_layers": len(header.blocks),
         "num_key_value_heads": max(key_heads) if isinstance(key_heads, tuple) else key_heads,
         "head_dim": header.head_size,
         "rope_parameters": rope | _values(row.rope, header),
@@ -216,11 +218,13 @@ def check_keys(config: "PretrainedConfig", header: Header) -> None:
 def _agrees(value: Any, expected: Any) -> bool:
     """Whether a key has the expected value, in the precision of float32.
 
-    ``expected`` None: the config has no such setting.
+    ``expected`` None: the config has no such setting. A set: any of these values means the same.
     """
     if isinstance(value, tuple):
         values = expected if isinstance(expected, list) else [expected] * len(value)
         return len(values) == len(value) and all(map(_agrees, value, values))
+    if isinstance(expected, set):
+        return any(_agrees(value, each) for each in expected)
     if isinstance(expected, list):
         return all(_agrees(value, each) for each in expected)
     if isinstance(value, float) and isinstance(expected, int | float):
@@ -264,14 +268,30 @@ def _is_sliding(config: Any) -> Any:
     return [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
 
 
+def _latent_sizes(config: Any) -> tuple[Any, Any]:
+    """Sizes of the keys and values of latent attention: compressed, or of each head; None: there is none."""
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is None:
+        return None, None
+    return {rank + config.qk_rope_head_dim, config.qk_head_dim}, {rank, config.v_head_dim}
+
+
+def _inner_size(config: Any) -> Any:
+    """The width of all recurrent states' outputs."""
+    if hasattr(config, "linear_num_value_heads"):
+        return config.linear_num_value_heads * config.linear_value_head_dim
+    return getattr(config, "mamba_d_ssm", None)
+
+
 def _key_heads(config: Any) -> Any:
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return {1, config.num_key_value_heads}
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     counts = [_layer(config, block).num_key_value_heads for block in range(len(kinds))]
-    return [count if "attention" in kind else 0 for count, kind in zip(counts, kinds, strict=True)]
+    return [0 if kind == "conv" else count for count, kind in zip(counts, kinds, strict=True)]
 
 
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings", "n_positions"),
     "embedding_length": ("hidden_size",),
     "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
@@ -281,10 +301,16 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attention.q_lora_rank": ("q_lora_rank",),
     "expert_count": ("num_experts", "num_local_experts"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
     "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_shared_count": ("n_shared_experts",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
     "attention.scale": ("attention_multiplier",),
     "attention.shared_kv_layers": ("num_kv_shared_layers",),
     "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
@@ -292,6 +318,10 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logits_scaling", "logit_scale"),
     "residual_scale": ("residual_multiplier",),
     "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv"),
+    "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads"),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """Keys that are settings of a config: the first of these that the class has."""
@@ -300,8 +330,18 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     "attention.head_count_kv": _key_heads,
     "attention.key_length_swa": lambda config: _head_size(config, "sliding_attention"),
     "attention.value_length_swa": lambda config: _head_size(config, "sliding_attention"),
-    "attention.key_length": _head_size,
-    "attention.value_length": _head_size,
+    "attention.key_length": lambda config: _latent_sizes(config)[0] or _head_size(config),
+    "attention.value_length": lambda config: _latent_sizes(config)[1] or _head_size(config),
+    "attention.key_length_mla": lambda config: config.qk_head_dim,
+    "attention.value_length_mla": lambda config: config.v_head_dim,
+    "attention.recurrent_layers": lambda config: [
+        *(kind == "linear_attention" for kind in config.layer_types),
+        *[False] * config.num_nextn_predict_layers,
+    ],
+    "block_count": lambda config: config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0),
+    "full_attention_interval": lambda _: [],
+    "nextn_predict_layers": _first("num_nextn_predict_layers"),
+    "ssm.inner_size": _inner_size,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None) or 0,
     "attention.sliding_window_pattern": _is_sliding,
     "attention.causal": lambda _: True,
@@ -326,6 +366,8 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     "rope.scaling.yarn_ext_factor": lambda config: 1.0,
     "rope.scaling.yarn_beta_fast": lambda config: _rope(config).get("beta_fast"),
     "rope.scaling.yarn_beta_slow": lambda config: _rope(config).get("beta_slow"),
+    "rope.dimension_sections": lambda config: [*_rope(config).get("mrope_section", []), 0],
+    "rope.scaling.yarn_log_multiplier": lambda config: 0.1 * _rope(config).get("mscale_all_dim", 0),
     "rope.scaling.finetuned": lambda _: [],
 }
 """What each key means, as the value that it has for a config. An empty list: any value means the

@@ -17,7 +17,6 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResource
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
-from swarmnet_protocols.models.checkpoints.gguf_architectures import Header
 from swarmnet_protocols.models.checkpoints.gguf_config import (
     ROPE_TENSORS,
     check_keys,
@@ -26,6 +25,7 @@ from swarmnet_protocols.models.checkpoints.gguf_config import (
     with_rope,
 )
 from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
+from swarmnet_protocols.models.checkpoints.gguf_rows import Header
 from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe, recipes, tensors_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class GgufCheckpoint:
         self._architecture = self._header.architecture
         self._parsed: dict[str, tuple[bytes, Layout]] = {}
         """By file, the hash of a header, and the layout that it describes."""
-        self.tensor_names = tuple(self._tensors)
+        ahead = self._header.blocks_ahead
+        self.tensor_names = tuple(name for name in self._tensors if _NAMING.block_of(name) not in ahead)
 
     @property
     def path(self) -> Path:
@@ -262,7 +263,6 @@ class GgufCheckpoint:
         import torch
 
         from swarmnet_protocols.quantization.packed_linear import packable_weight
-        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
         from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         rows = [self._rows(tensor, opened) for tensor in recipe.tensors]
@@ -271,9 +271,8 @@ class GgufCheckpoint:
                 _packed(self._tensors[each], own) for each, own in zip(recipe.tensors, rows, strict=True)
             ]
             matrices = [matrix for matrix in packed if matrix is not None]
-            if len(matrices) == len(rows) and (order := recipe.row_order([*map(len, rows)])) is not None:
-                joined = PackedTensor.joined(matrices) if len(matrices) > 1 else matrices[0]
-                rounded = quantize_if_wanted(joined.select(order), form.quantized, own_name)
+            if len(matrices) == len(rows) and (matrix := recipe.packed(matrices)):
+                rounded = quantize_if_wanted(matrix, form.quantized, own_name)
                 return own_name, rounded.loaded(form.device)
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
         # Dequantised weights are new arrays; others are views of the bytes that were read.

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Header, Weight
+from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES
+from swarmnet_protocols.models.checkpoints.gguf_rows import Header, Weight
 from swarmnet_protocols.quantization.packed_experts import experts_modules
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,26 +38,36 @@ class Recipe:
     make: "Callable[..., Array]"
     """Makes the weight of the values of the tensors."""
 
-    def row_order(self, counts: Sequence[int]) -> "torch.Tensor | None":
-        """Return, for each row of a matrix, its row in the tensors, which follow one another.
+    def packed(self, matrices: "Sequence[PackedTensor]") -> "PackedTensor | None":
+        """Return the weight of packed tensors, or None unless it is made of whole rows, or of all
+        columns of one tensor in another order."""
+        joined = PackedTensor.joined(matrices)
+        rows = self._order([matrix.shape[0] for matrix in matrices], 0)
+        if rows is not None:
+            return joined.select(rows)
+        columns = self._order([joined.shape[1]], 1) if len(matrices) == 1 else None
+        return None if columns is None else joined.select_columns(columns)
 
-        None if the weight is not made of whole rows. ``counts`` are the rows of each tensor.
+    def _order(self, counts: Sequence[int], axis: int) -> "torch.Tensor | None":
+        """Return, for each row of a matrix (``axis`` 0) or column (1), where it is in the tensors,
+        which follow one another. None if the weight is not made of whole ones.
 
-        The order is found by making a weight of matrices of one column with random values.
+        The order is found by making a weight of matrices of one column or row with random values.
         """
         import numpy as np
         import torch
 
-        values = np.random.default_rng(0).permutation(np.linspace(1.0, 2.0, sum(counts)))[:, None]
+        values = np.random.default_rng(0).permutation(np.linspace(1.0, 2.0, sum(counts)))
+        parts = [np.expand_dims(part, 1 - axis) for part in np.split(values, np.cumsum(counts)[:-1])]
         try:
-            made = np.asarray(self.make(*np.split(values, np.cumsum(counts)[:-1])))
+            made = np.asarray(self.make(*parts))
         except CONFIG_FAULTS:  # making it needs the real values
             return None
-        order = np.argsort(values[:, 0])
-        if made.ndim != 2 or made.shape[1] != 1:
+        if made.ndim != 2 or made.shape[1 - axis] != 1:
             return None
-        places = np.searchsorted(values[order, 0], made[:, 0]).clip(max=len(values) - 1)
-        if not np.array_equal(values[order[places]], made):
+        order, found = np.argsort(values), made.ravel()
+        places = np.searchsorted(values[order], found).clip(max=len(values) - 1)
+        if not np.array_equal(values[order[places]], found):
             return None
         return torch.from_numpy(order[places])
 
@@ -111,9 +123,12 @@ class _Makers:
             return self._of_experts(block, last, self._experts[path])
         stem, end = _split(own)
         weight = self._weight(stem)
-        if weight.tensors:
-            return self._recipe(name, tuple(block + each for each in weight.tensors), weight)
+        tensors = tuple(block + each for each in weight.tensors)
         known = self._names.get_name(f"model.layers.0.{stem}")
+        if tensors and (known is None or self._header.shapes.keys() >= {*tensors}):
+            return self._recipe(name, tensors, weight)
+        if tensors:  # files of older converters have the weight itself
+            weight = Weight()
         if known is None:
             return None
         tensor = known.removeprefix("blk.0.")

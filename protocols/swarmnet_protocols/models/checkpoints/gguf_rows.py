@@ -1,0 +1,138 @@
+"""What a row of ``ARCHITECTURES`` says of an architecture, and what many rows have in common."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swarmnet_protocols.models.checkpoints.gguf_header import Field
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+HINT = "use the model in Hugging Face layout"
+_AHEAD = re.compile(r"blk\.(\d{1,9})\.nextn\.eh_proj\.weight")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a gguf file says before its tensors: metadata, and the shapes of the tensors."""
+
+    fields: Mapping[str, Field]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture", ""))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys of the architecture, without its name. Lists of one number are this number."""
+        prefix = f"{self.architecture}."
+        return {
+            key.removeprefix(prefix): _merged(value)
+            for key, value in self.fields.items()
+            if key.startswith(prefix)
+        }
+
+    @property
+    def blocks(self) -> range:
+        """The blocks of the model. Blocks after these predict further tokens: answers do not need
+        them.
+
+        Raises ``ValueError`` for a number that no model has.
+        """
+        count = self.own["block_count"] - self.own.get("nextn_predict_layers", 0)
+        if not 0 < count <= MAX_BLOCKS:
+            raise ValueError(f"block_count less nextn_predict_layers is {count}, which is out of range")
+        return range(count)
+
+    @property
+    def blocks_ahead(self) -> set[int]:
+        """The blocks that predict further tokens."""
+        count, end = self.own.get("nextn_predict_layers", 0), self.own.get("block_count", 0)
+        found = (_AHEAD.fullmatch(name) for name in self.shapes) if count else ()
+        return {int(match[1]) for match in found if match and end - count <= int(match[1]) < end}
+
+    @property
+    def head_size(self) -> int:
+        own = self.own
+        return int(own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"]))
+
+    def has(self, name: str) -> bool:
+        """Whether any block has a tensor of this name."""
+        return any(f"blk.{block}.{name}" in self.shapes for block in self.blocks)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in the first block that has it, or (0,) if none has it."""
+        found = (self.shapes.get(f"blk.{block}.{name}") for block in self.blocks)
+        return next(filter(None, found), (0,))
+
+
+def _merged(value: Field) -> Field:
+    """The number that all blocks have; other lists as they are."""
+    same = isinstance(value, tuple) and len({*value}) == 1 and not isinstance(value[0], bool)
+    return value[0] if same and isinstance(value, tuple) else value
+
+
+Setting = Callable[[Header], Any]
+LEFT_OUT = object()
+"""Takes the place of a setting that a row does not give for some files."""
+_REQUIRED = object()
+
+
+def key(name: str, default: Any = _REQUIRED) -> Setting:
+    """The value of a key. Without a default, a file that lacks the key is refused."""
+    return lambda header: header.own[name] if default is _REQUIRED else header.own.get(name, default)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a weight of transformers is made of tensors of a block."""
+
+    tensors: tuple[str, ...] = ()
+    """Names within the block, with their ends. Empty: the name that llama.cpp gives the weight."""
+    made: "Callable[..., Array] | None" = None
+    """Makes the weight of the config and the values of each tensor. None: the values as they are.
+
+    A matrix stays packed if ``made`` only chooses rows of its tensors, one after another.
+    """
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of gguf files."""
+
+    model_type: str | Callable[[Header], str]
+    """The name of transformers' config class."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the config that no single key has: values, or functions of the header.
+    ``LEFT_OUT``: as in every architecture."""
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+    """Weights that are made in a way of their own. Keys are expressions for transformers' names
+    within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the rotary embedding beside its base, as ``settings``."""
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of yarn that no key has."""
+
+
+def dense_blocks(header: Header) -> list[int]:
+    return [block for block in header.blocks if f"blk.{block}.ffn_gate_inp.weight" not in header.shapes]
+
+
+def rotated_share(header: Header) -> float:
+    """The part of each head that rotary embeddings change."""
+    size = header.head_size
+    return float(header.own.get("rope.dimension_count", size) / size)
+
+
+NORMS_PLUS_ONE = {r".*norm": Weight(made=lambda _, values: values - 1)}
+"""transformers adds one to these norms; files have the sum."""
+BIASES = {
+    "attention_bias": lambda header: header.has("attn_output.bias"),
+    "mlp_bias": lambda header: header.has("ffn_down.bias"),
+}
