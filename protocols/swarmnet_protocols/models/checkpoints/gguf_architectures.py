@@ -214,4 +214,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", {**BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
     "smollm3": Architecture("smollm3", {**BIASES, "no_rope_layer_interval": 4}, _NEIGHBOURS),
 }
-"""By ``general.architecture``. Others are read as transformers reads them."""
+"""By ``general.architecture``."""
+
+
+def row_of(architecture: str) -> Architecture:
+    """Return the row of an architecture. Raises ``ConfigError`` if there is none."""
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"models of the architecture {architecture[:100]!r} are not read from gguf", hint=HINT
+        )
+    return ARCHITECTURES[architecture]

@@ -1,8 +1,9 @@
-"""The config of a gguf file, completed, and the check that no key is left unread.
+"""The config of a gguf file, and the check that no key is left unread.
 
-A gguf file has keys and a few tensors where a checkpoint of the hub has a config. ``completed``
-adds what transformers does not read, and ``check_keys`` compares every key with the config: a key
-that the config contradicts, or that is not known here, is refused by name.
+A gguf file has keys and a few tensors where a checkpoint of the hub has a config. ``config_of``
+makes the config of the keys, ``with_rope`` adds what tensors say, and ``check_keys`` compares every
+key with the config: a key that the config contradicts, or that is not known here, is refused by
+name.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES
+from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
 from swarmnet_protocols.models.checkpoints.gguf_rows import HINT, LEFT_OUT, Architecture, Header
 
 if TYPE_CHECKING:
@@ -32,21 +33,17 @@ _TOKENIZER = re.compile(
 )
 """Keys that ``gguf_tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
 """
-_PARTIAL_ROTARY = {"stablelm", "nemotron"}
-"""Architectures whose classes rotate a part of each head."""
 
 
-def config_of(header: Header) -> "PretrainedConfig | None":
+def config_of(header: Header) -> "PretrainedConfig":
     """Return the config by the row of an architecture, without the scaling of rotary frequencies.
 
-    None if the architecture has no row. Raises ``LookupError`` for a key that is missing, and the
-    errors of transformers' config classes.
+    Raises ``ConfigError`` for an architecture without a row, ``LookupError`` for a key that is
+    missing, and the errors of transformers' config classes.
     """
     from transformers import CONFIG_MAPPING
 
-    row = ARCHITECTURES.get(header.architecture)
-    if row is None:
-        return None
+    row = row_of(header.architecture)
     kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
     made: Any = CONFIG_MAPPING[kind]
     default, settings = made(), _common(header, row)
@@ -60,7 +57,8 @@ def config_of(header: Header) -> "PretrainedConfig | None":
         if name and name not in settings and getattr(default, name) not in (None, 0, 1):
             raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=HINT)
     config: PretrainedConfig = made(**settings)
-    _check_windows(config, header)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []) and not config.sliding_window:
+        raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=HINT)
     return config
 
 
@@ -90,30 +88,6 @@ def _common(header: Header, row: Architecture) -> dict[str, Any]:
     }
 
 
-def _check_windows(config: Any, header: Header) -> None:
-    if getattr(config, "sliding_window", 1) is None and "sliding_attention" in (
-        getattr(config, "layer_types", None) or []
-    ):
-        raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=HINT)
-
-
-def completed(config: "PretrainedConfig", header: Header) -> "PretrainedConfig":
-    """Add to a config that transformers has made what it does not read, except rotary scaling."""
-    own = header.own
-    if "output.weight" in header.shapes:  # it may be in another part than the one transformers reads
-        config.tie_word_embeddings = False
-    if getattr(config, "head_dim", None) is not None:
-        config.head_dim = header.head_size
-    if header.architecture in _PARTIAL_ROTARY and "rope.dimension_count" in own:
-        share = own["rope.dimension_count"] / _head_size(config)
-        config.partial_rotary_factor = share
-        config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": share}
-    if hasattr(config, "sliding_window"):  # that of the class is another model's
-        config.sliding_window = own.get("attention.sliding_window") or None
-        _check_windows(config, header)
-    return config
-
-
 def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "PretrainedConfig":
     """Add the scaling of rotary frequencies to a config, by keys and the values of
     ``ROPE_TENSORS``.
@@ -135,7 +109,7 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             "original_max_position_embeddings": original,
             "beta_fast": own.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": own.get("rope.scaling.yarn_beta_slow", 1.0),
-            **ARCHITECTURES.get(header.architecture, Architecture("")).yarn,
+            **row_of(header.architecture).yarn,
         }
         if "rope.scaling.yarn_attn_factor" in own:
             scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
@@ -292,9 +266,9 @@ def _key_heads(config: Any) -> Any:
 
 
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "context_length": ("max_position_embeddings", "n_positions"),
+    "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
-    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
+    "feed_forward_length": ("intermediate_size",),
     "vocab_size": ("vocab_size",),
     "attention.head_count": ("num_attention_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
@@ -322,7 +296,6 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups"),
     "ssm.state_size": ("linear_key_head_dim", "mamba_d_state"),
     "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads"),
-    "use_parallel_residual": ("use_parallel_residual",),
 }
 """Keys that are settings of a config: the first of these that the class has."""
 _EXPECTED: Mapping[str, Callable[[Any], Any]] = {

@@ -20,7 +20,6 @@ from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, Bloc
 from swarmnet_protocols.models.checkpoints.gguf_config import (
     ROPE_TENSORS,
     check_keys,
-    completed,
     config_of,
     with_rope,
 )
@@ -78,14 +77,6 @@ class GgufCheckpoint:
         """The file, or the first part, which has the config and the tokenizer."""
         return self._paths[self.files[0]]
 
-    @property
-    def _source(self) -> dict[str, Any]:
-        return {
-            "pretrained_model_name_or_path": self.path.parent,
-            "gguf_file": self.path.name,
-            "local_files_only": True,
-        }
-
     def path_of(self, file: str) -> Path:
         return self._paths[file]
 
@@ -128,7 +119,7 @@ class GgufCheckpoint:
 
         try:
             config = AutoConfig.from_pretrained(
-                self._cached("config", self._read_config), local_files_only=True
+                self._cached("config", lambda: config_of(self._header)), local_files_only=True
             )
             if has_values:
                 factors = {name: self._numbers(name) for name in self.config_tensors}
@@ -142,13 +133,6 @@ class GgufCheckpoint:
                 f"{self.path}: the config of {self._architecture or 'this'} cannot be read from gguf: {error}",
                 hint="use the model in Hugging Face layout",
             ) from error
-
-    def _read_config(self) -> "PretrainedConfig":
-        """The config by the keys, the shapes and the names of the tensors: what does not need their values."""
-        from transformers.models.auto.configuration_auto import AutoConfig
-
-        own = config_of(self._header)
-        return own or completed(AutoConfig.from_pretrained(**self._source), self._header)
 
     def _numbers(self, name: str) -> list[float]:
         """The values of a small tensor."""

@@ -1,7 +1,6 @@
 """Which tensors of a gguf file make a weight of transformers, and how.
 
-``recipes`` lists the weights of a model. Weights of architectures in ``ARCHITECTURES`` are made by
-its rows, others by transformers.
+``recipes`` lists the weights of a model, which are made by the row of its architecture.
 """
 
 import re
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES
+from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
 from swarmnet_protocols.models.checkpoints.gguf_rows import Header, Weight
 from swarmnet_protocols.quantization.packed_experts import experts_modules
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -78,10 +77,8 @@ def recipes(header: Header, model: "PreTrainedModel", first_block: int) -> dict[
 
     ``model``, which may be on the meta device, has blocks from ``first_block``.
 
-    Raises ``ConfigError`` if transformers does not know the architecture's tensors.
+    Raises ``ConfigError`` for an architecture without a row.
     """
-    if header.architecture not in ARCHITECTURES:
-        return dict(_by_transformers(header, model, first_block))
     prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
     makers = _Makers(header, model, first_block, prefix)
     found = {name: makers.recipe_of(name) for name in makers.shapes}
@@ -100,7 +97,7 @@ class _Makers:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         self._header, self._config, self._first = header, model.config, first_block
-        self._row = ARCHITECTURES[header.architecture]
+        self._row = row_of(header.architecture)
         [kind] = [each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture]
         self._names = get_tensor_name_map(kind, 1)
         self.shapes = {prefix + name: tuple(each.shape) for name, each in model.state_dict().items()}
@@ -224,52 +221,3 @@ def _stacked(count: int, matrices: "Sequence[Array]") -> "Iterator[Array]":
     import numpy as np
 
     return (np.stack(matrices[start : start + count]) for start in range(0, len(matrices), count))
-
-
-class _Names:
-    """Takes a model's place when transformers maps gguf's tensor names.
-
-    Has the names of the whole CausalLM and no submodules: for families whose checkpoints lack the
-    base model's prefix, transformers would repeat the mapping for each submodule.
-    """
-
-    def __init__(self, model: "PreTrainedModel") -> None:
-        self.config = model.config
-        prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
-        self._names = [prefix + name for name in model.state_dict()]
-
-    def state_dict(self) -> dict[str, None]:
-        return dict.fromkeys(self._names)
-
-    def named_children(self) -> list[tuple[str, Any]]:
-        return []
-
-
-def _by_transformers(
-    header: Header, model: "PreTrainedModel", first_block: int
-) -> Iterator[tuple[str, Recipe]]:
-    """The recipes of an architecture whose tensors transformers converts one by one."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
-
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
-    try:
-        names: dict[str, str] = get_gguf_hf_weights_map(_Names(model), processor, header.architecture)
-    except NotImplementedError as error:
-        raise ConfigError(
-            f"the tensors of {header.architecture} are not read from gguf",
-            hint="use the model in Hugging Face layout",
-        ) from error
-
-    def make(tensor: str, values: "Array") -> "Array":
-        made: Array = processor.process(
-            weights=values, name=tensor, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
-        ).weights
-        return made
-
-    for tensor, name in names.items():
-        file_name = re.sub(r"^blk\.(\d+)\.", lambda m: f"blk.{int(m[1]) + first_block}.", tensor)
-        yield name, Recipe((file_name,), partial(make, tensor))
