@@ -24,6 +24,7 @@ from swarmnet_protocols.models.checkpoints.gguf_rows import (
     Setting,
     Weight,
     dense_blocks,
+    key,
     rotated_share,
 )
 
@@ -199,6 +200,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {r"mlp\.e_score_correction_bias": Weight(("exp_probs_b.bias",))},
         {"partial_rotary_factor": rotated_share},
     ),
+    "mistral3": Architecture(
+        lambda header: "ministral3" if "attention.temperature_scale" in header.own else "mistral",
+        weights=_NEIGHBOURS,
+        yarn={
+            "mscale": key("rope.scaling.yarn_log_multiplier", LEFT_OUT),
+            "mscale_all_dim": key("rope.scaling.yarn_log_multiplier", LEFT_OUT),
+            "llama_4_scaling_beta": key("attention.temperature_scale", LEFT_OUT),
+        },
+    ),
     "olmo2": Architecture(
         lambda header: "olmo3" if "attention.sliding_window" in header.own else "olmo2",
         {
@@ -207,14 +217,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **BIASES,
         },
     ),
+    "olmoe": Architecture("olmoe", {**BIASES, "norm_topk_prob": False}),
     "phi3": Architecture("phi3", rope={"partial_rotary_factor": rotated_share}),
     "qwen2": Architecture("qwen2"),
+    "qwen2vl": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", {**_QWEN_MOE, "norm_topk_prob": False}),
     "qwen3": Architecture("qwen3", BIASES),
     "qwen3moe": Architecture("qwen3_moe", {**BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3vl": Architecture("qwen3", BIASES),
+    "qwen3vlmoe": Architecture("qwen3_moe", {**BIASES, **_QWEN_MOE, "norm_topk_prob": True}),
     "smollm3": Architecture("smollm3", {**BIASES, "no_rope_layer_interval": 4}, _NEIGHBOURS),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {
+            "use_bias": lambda header: header.has("attn_q.bias"),
+            "sliding_window": 4096,  # of every published config; files do not say
+        },
+    ),
 }
-"""By ``general.architecture``."""
+"""By ``general.architecture``. Models for images and text are read as models for text, in which all
+axes of a position are the same."""
 
 
 def row_of(architecture: str) -> Architecture:

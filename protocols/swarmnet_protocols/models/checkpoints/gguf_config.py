@@ -23,6 +23,8 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 weights."""
 Factors = Mapping[str, Sequence[float]]
 
+_ANY = object()
+"""Stands for any value of a key, where all mean the same."""
 _HARMLESS = re.compile(r"(general|quantize|split)\..+")
 """Names, authors, and how the file was made. ``general.architecture``, ``.alignment`` and ``.type``
 are read."""
@@ -109,7 +111,7 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             "original_max_position_embeddings": original,
             "beta_fast": own.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": own.get("rope.scaling.yarn_beta_slow", 1.0),
-            **row_of(header.architecture).yarn,
+            **_values(row_of(header.architecture).yarn, header),
         }
         if "rope.scaling.yarn_attn_factor" in own:
             scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
@@ -194,13 +196,15 @@ def _agrees(value: Any, expected: Any) -> bool:
 
     ``expected`` None: the config has no such setting. A set: any of these values means the same.
     """
+    if expected is _ANY:
+        return True
     if isinstance(value, tuple):
         values = expected if isinstance(expected, list) else [expected] * len(value)
         return len(values) == len(value) and all(map(_agrees, value, values))
     if isinstance(expected, set):
         return any(_agrees(value, each) for each in expected)
     if isinstance(expected, list):
-        return all(_agrees(value, each) for each in expected)
+        return bool(expected) and all(_agrees(value, each) for each in expected)
     if isinstance(value, float) and isinstance(expected, int | float):
         return math.isclose(value, expected, rel_tol=1e-5)
     return bool(value == expected)
@@ -312,12 +316,14 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
         *[False] * config.num_nextn_predict_layers,
     ],
     "block_count": lambda config: config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0),
-    "full_attention_interval": lambda _: [],
+    "full_attention_interval": lambda _: _ANY,
     "nextn_predict_layers": _first("num_nextn_predict_layers"),
     "ssm.inner_size": _inner_size,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None) or 0,
     "attention.sliding_window_pattern": _is_sliding,
     "attention.causal": lambda _: True,
+    "attention.temperature_scale": lambda config: _rope(config).get("llama_4_scaling_beta"),
+    "n_deepstack_layers": lambda _: _ANY,
     "expert_weights_norm": lambda config: getattr(config, "norm_topk_prob", True),
     "expert_weights_scale": lambda config: getattr(config, "routed_scaling_factor", 1.0),
     "expert_gating_func": lambda config: {"sigmoid": 2}.get(getattr(config, "scoring_func", ""), 1),
@@ -339,9 +345,12 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     "rope.scaling.yarn_ext_factor": lambda config: 1.0,
     "rope.scaling.yarn_beta_fast": lambda config: _rope(config).get("beta_fast"),
     "rope.scaling.yarn_beta_slow": lambda config: _rope(config).get("beta_slow"),
-    "rope.dimension_sections": lambda config: [*_rope(config).get("mrope_section", []), 0],
-    "rope.scaling.yarn_log_multiplier": lambda config: 0.1 * _rope(config).get("mscale_all_dim", 0),
-    "rope.scaling.finetuned": lambda _: [],
+    "rope.dimension_sections": lambda config: (
+        [*_rope(config)["mrope_section"], 0] if "mrope_section" in _rope(config) else _ANY
+    ),
+    "rope.scaling.yarn_log_multiplier": lambda config: (
+        _rope(config).get("mscale_all_dim", 0) * (1 if config.model_type == "ministral3" else 0.1)
+    ),
+    "rope.scaling.finetuned": lambda _: _ANY,
 }
-"""What each key means, as the value that it has for a config. An empty list: any value means the
-same."""
+"""What each key means, as the value that it has for a config."""

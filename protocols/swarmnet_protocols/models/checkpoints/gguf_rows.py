@@ -117,7 +117,7 @@ class Architecture:
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the rotary embedding beside its base, as ``settings``."""
     yarn: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of yarn that no key has."""
+    """Parameters of yarn beside those of every architecture, as ``settings``."""
 
 
 def dense_blocks(header: Header) -> list[int]:
