@@ -457,6 +457,7 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
     """The manifest of a checkpoint. Hashes every file whose hash the checkpoint does not know."""
     from swarmnet_protocols.models.partial_model import architecture_of, build_whole, decoder_stack
 
+    checkpoint.check_kind()
     config = checkpoint.config(has_values=False)
     decoder_stack(config)
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size

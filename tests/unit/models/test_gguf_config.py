@@ -163,12 +163,6 @@ def test_a_key_that_is_not_known_is_refused_by_name(key: str, tmp_path: Path) ->
     assert caught.value.hint == "use the model in Hugging Face layout"
 
 
-@pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix"])
-def test_a_file_that_is_no_model_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"no model: its general\.type is '{kind}'"):
-        config_of(tmp_path, "llama", **{"general.type": kind})
-
-
 MORE = {
     "attention.key_length": 16, "attention.value_length": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 4096, "rope.scaling.attn_factor": 1.0, "attention.causal": True, "expert_weights_scale": 1.0,

@@ -125,6 +125,9 @@ class ModelCheckpoint(Protocol):
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         """The config of the language model. ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right."""
 
+    def check_kind(self) -> None:
+        """Raise ``ConfigError``, which says what the files are, unless they are a model for text."""
+
     def check_complete(self, build: "Callable[[], Any]") -> None:
         """Raise ``ConfigError``, which names it, for a tensor that the model would not use.
 

@@ -173,11 +173,6 @@ def _as_proportional(factors: Sequence[float]) -> dict[str, Any] | None:
 def check_keys(config: "PretrainedConfig", header: Header) -> None:
     """Raise ``ConfigError``, which names the key, unless the config agrees with every key."""
     fields, own = header.fields, header.own
-    if fields.get("general.type", "model") != "model":
-        raise ConfigError(
-            f"the file is no model: its general.type is {fields['general.type']!r}",
-            hint="give the model's own file",
-        )
     for key, value in fields.items():
         suffix = key.removeprefix(f"{header.architecture}.")
         if suffix == key:

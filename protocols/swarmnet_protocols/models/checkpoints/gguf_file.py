@@ -17,6 +17,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResource
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
+from swarmnet_protocols.models.checkpoints.file_kinds import check_kind, unread_type
 from swarmnet_protocols.models.checkpoints.gguf_config import (
     ROPE_TENSORS,
     check_keys,
@@ -141,6 +142,13 @@ class GgufCheckpoint:
             file.seek(tensor.offset)
             rows = _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
         return [float(value) for value in self._dequantized(name, rows).ravel()]
+
+    def check_kind(self) -> None:
+        types = {tensor.type: name for name, tensor in self._tensors.items()}
+        try:
+            check_kind(self._architecture, self._fields, self.tensor_names, types)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path} {error}", hint=error.hint) from error
 
     def check_complete(self, build: Callable[[], Any]) -> None:
         model = build()
@@ -316,7 +324,7 @@ class GgufCheckpoint:
         try:
             found: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType(self._tensors[name].type))
         except NotImplementedError as error:
-            raise ConfigError(f"{self.path}: tensor {name} has a quantisation that is not read") from error
+            raise unread_type(name, self._tensors[name].type) from error
         return found
 
 

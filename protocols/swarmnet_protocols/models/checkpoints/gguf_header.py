@@ -11,6 +11,7 @@ from struct import Struct
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import MAX_HEAD_BYTES
 from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, misfit_of, unread_type
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, file_of
 
 Scalar = int | float | bool | str
@@ -57,8 +58,9 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian fields. Raises ``ValueError`` at the end of the file, and of the longest
-    header that is read: the holes of a partial file would be empty strings without end."""
+    """Reads little-endian fields. Raises ``EOFError`` at the end of the file, and ``ValueError`` at
+    that of the longest header that is read: the holes of a partial file would be empty strings
+    without end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -68,7 +70,9 @@ class _Cursor:
     def skip(self, size: int) -> int:
         start = self.position
         if size > self._end - start:
-            raise ValueError("it ends in the header, or the header is too long")
+            if self._end == len(self._data) and size <= MAX_HEAD_BYTES:
+                raise EOFError("it ends within its header")
+            raise ValueError("its header is too long")
         self.position = start + size
         return start
 
@@ -119,15 +123,25 @@ def _scalar(kind: int) -> Struct:
 def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
     """Return the metadata without its long arrays, and the tensors, all within the file.
 
-    Raises ``IntegrityError``.
+    Raises ``IntegrityError`` for a damaged file, and ``ConfigError`` for one of another format or
+    with a type of tensors that is not known.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data), len(data))
+        with path.open("rb") as file:
+            if (misfit := misfit_of(path, file.read(HEAD_BYTES))) is not None:
+                raise misfit
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(_Cursor(data), len(data))
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    except EOFError as error:
+        raise IntegrityError(
+            f"{path} is incomplete: {error}", hint="download it again, or let the download finish"
+        ) from error
     except ValueError as error:
-        raise IntegrityError(f"{path} is truncated or corrupt: {error}") from error
+        raise IntegrityError(f"{path} is damaged: {error}", hint="download it again") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", hint=error.hint) from error
 
 
 def layout_of(path: Path) -> Layout:
@@ -143,8 +157,7 @@ def gguf_head_bytes(path: Path) -> int:
 
 
 def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
-    if cursor.take(4) != b"GGUF" or cursor.integer(4) not in (2, 3):
-        raise ValueError("not a gguf file of version 2 or 3")
+    cursor.skip(8)  # the magic number and the version
     tensor_count, field_count = cursor.integer(8), cursor.integer(8)
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
         raise ValueError(f"{tensor_count} tensors, {field_count} fields")
@@ -170,8 +183,11 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Field], dict[str
 
 
 def _check_within(name: str, tensor: GgufTensor, file_bytes: int) -> None:
-    if tensor.offset + tensor.size_bytes > file_bytes:
-        raise ValueError(f"tensor {name} lies beyond the end")
+    end = tensor.offset + tensor.size_bytes
+    if end > file_bytes:
+        raise EOFError(
+            f"it has {file_bytes:,} bytes, and tensor {name} lies beyond the end, up to byte {end:,}"
+        )
 
 
 def _check_overlap(tensors: dict[str, GgufTensor]) -> None:
@@ -193,6 +209,8 @@ def _entry(cursor: _Cursor) -> tuple[str, GgufTensor]:
     if not all(1 <= size <= MAX_SIZE for size in shape):
         raise ValueError(f"tensor {name} has the shape {shape}")
     kind, offset = cursor.integer(4), cursor.integer(8)
+    if kind not in {*GGMLQuantizationType}:
+        raise unread_type(name, kind)
     block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if shape[-1] % block_elements:
         raise ValueError(f"tensor {name} has rows of {shape[-1]} elements")

@@ -22,6 +22,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     OpenedFiles,
     WeightForm,
 )
+from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
 from swarmnet_protocols.models.checkpoints.language_model import language_config
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
 
@@ -91,10 +92,13 @@ def read_header(path: Path) -> Layout:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            header_bytes = int.from_bytes(prefix, "little")
+            prefix = file.read(HEAD_BYTES)
+            header_bytes = int.from_bytes(prefix[:8], "little")
             if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
-                raise IntegrityError(f"{path} is truncated or is not a safetensors file")
+                raise failed_download(path, prefix) or IntegrityError(
+                    f"{path} is truncated or is not a safetensors file", hint="download it again"
+                )
+            file.seek(8)
             header = _json_object(file.read(header_bytes), path)
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
@@ -106,7 +110,10 @@ def read_header(path: Path) -> Layout:
             raise IntegrityError(f"{path}: its tensors leave a gap or overlap")
         end = stop
     if end != size - 8 - header_bytes:
-        raise IntegrityError(f"{path} has {size} bytes, its header describes {8 + header_bytes + end}")
+        raise IntegrityError(
+            f"{path} has {size} bytes, its header describes {8 + header_bytes + end}",
+            hint="download it again, or let the download finish",
+        )
     head = 8 + header_bytes
     slices = slices_of((name, header[name]["shape"], stop - start) for name, (start, stop) in spans.items())
     return Layout(head, {name: (head + start, head + stop) for name, (start, stop) in spans.items()}, slices)
@@ -159,6 +166,11 @@ class SafetensorsCheckpoint:
         self.hub = hub
         self.known: Known = {}
         if file_of(root, "config.json") is None:
+            if (root / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"{root} is an adapter, not a model",
+                    hint="give the model that it was tuned from, and the adapter to `swarmnet run --adapter`",
+                )
             gguf = next((path.name for path in sorted(root.glob("*.gguf"))), "a .gguf file")
             raise ConfigError(
                 f"{root} has no config.json", hint=f"give a directory in Hugging Face layout, or {gguf}"
@@ -234,6 +246,9 @@ class SafetensorsCheckpoint:
     @property
     def config_tensors(self) -> tuple[str, ...]:
         return ()
+
+    def check_kind(self) -> None:
+        """Nothing here: its config names a class, which is refused unless it generates text."""
 
     def check_complete(self, build: "Callable[[], Any]") -> None:
         """Nothing here: transformers names the tensors that it does not use when they are loaded."""
