@@ -16,7 +16,8 @@
 /* The numbers of the formats, as in formats.py: gguf's, and two of our own. */
 enum {
     FP8 = 1000, INT4 = 1001,
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, MXFP4 = 39
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
 };
 
 static inline float from_half(const uint8_t *bytes) {
@@ -101,6 +102,17 @@ static inline void eight_with_bit(const uint8_t *in, int shift, const uint8_t *h
 #endif
 }
 
+/* Eight weights of two bits, which are shifted by so many bits in a byte each: scale * weight - minus. */
+static inline void eight_of_two_bits(const uint8_t *in, int shift, float scale, float minus, float *restrict out) {
+#if defined __AVX2__
+    __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
+    weights = _mm256_and_si256(weights, _mm256_set1_epi32(3));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(weights) * _mm256_set1_ps(scale) - _mm256_set1_ps(minus));
+#else
+    for (int i = 0; i < 8; i++) out[i] = scale * (in[i] >> shift & 3) - minus;
+#endif
+}
+
 /* Eight weights that are signed bytes, times scale. */
 static inline void eight_bytes(const uint8_t *in, float scale, float *restrict out) {
 #if defined __AVX2__
@@ -163,6 +175,33 @@ static inline void scale_and_min(const uint8_t *in, int j, int *scale, int *leas
     }
 }
 
+static inline void unpack_q2_k(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 84, out += 256) {
+        float scale = from_half(in + 80), least = from_half(in + 82);
+        for (int j = 0; j < 16; j++) { /* groups: two of each 32 bytes and each pair of bits */
+            const uint8_t *digits = in + 16 + j / 8 * 32 + j % 2 * 16;
+            float by = scale * (in[j] & 15), minus = least * (in[j] >> 4);
+            for (int i = 0; i < 16; i += 8) eight_of_two_bits(digits + i, j % 8 / 2 * 2, by, minus, out + 16 * j + i);
+        }
+    }
+}
+
+static inline void unpack_q3_k(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 110, out += 256) {
+        uint8_t weights[256]; /* signed bytes */
+        for (int j = 0; j < 8; j++) {
+            const uint8_t *low = in + 32 + j / 4 * 32;
+            for (int i = 0; i < 32; i++) weights[32 * j + i] = ((low[i] >> j % 4 * 2 & 3) | (in[i] >> j & 1) << 2) - 4;
+        }
+        float scale = from_half(in + 108);
+        for (int j = 0; j < 16; j++) { /* groups with a scale of 6 bits each */
+            int low = in[96 + j % 8] >> j / 8 * 4 & 15, high = in[104 + j % 4] >> j / 4 * 2 & 3;
+            float by = scale * ((low | high << 4) - 32);
+            for (int i = 0; i < 16; i += 8) eight_bytes(weights + 16 * j + i, by, out + 16 * j + i);
+        }
+    }
+}
+
 static inline void unpack_q4_k(const uint8_t *in, int64_t blocks, float *restrict out) {
     for (; blocks--; in += 144, out += 256) {
         float scale = from_half(in), least = from_half(in + 2);
@@ -212,17 +251,46 @@ static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restric
     }
 }
 
+/* 32 weights in 16 bytes, which are places in a table of signed bytes: first the low four bits of all bytes, then the high ones. */
+static inline void unpack_places(const uint8_t *in, const int8_t *table, float scale, float *restrict out) {
+    uint8_t weights[32];
+#if defined __AVX2__
+    __m128i bytes = _mm_loadu_si128((const __m128i *)in), values = _mm_loadu_si128((const __m128i *)table), low = _mm_set1_epi8(15);
+    _mm_storeu_si128((__m128i *)weights, _mm_shuffle_epi8(values, _mm_and_si128(bytes, low)));
+    _mm_storeu_si128((__m128i *)(weights + 16), _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), low)));
+#else
+    for (int i = 0; i < 16; i++) {
+        weights[i] = (uint8_t)table[in[i] & 15];
+        weights[i + 16] = (uint8_t)table[in[i] >> 4];
+    }
+#endif
+    for (int i = 0; i < 32; i += 8) eight_bytes(weights + i, scale, out + i);
+}
+
+static const int8_t iq4_table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t e2m1_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+static inline void unpack_iq4_nl(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 18, out += 32) unpack_places(in + 2, iq4_table, from_half(in), out);
+}
+
+static inline void unpack_iq4_xs(const uint8_t *in, int64_t blocks, float *restrict out) {
+    for (; blocks--; in += 136, out += 256) {
+        float scale = from_half(in);
+        for (int j = 0; j < 8; j++) { /* groups with a scale of 6 bits each */
+            int low = in[4 + j / 2] >> j % 2 * 4 & 15, high = in[2 + j / 4] >> j % 4 * 2 & 3;
+            unpack_places(in + 8 + 16 * j, iq4_table, scale * ((low | high << 4) - 32), out + 32 * j);
+        }
+    }
+}
+
 static inline void unpack_mxfp4(const uint8_t *in, int64_t blocks, float *restrict out) {
-    static const float values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* twice E2M1's */
     for (; blocks--; in += 17, out += 32) {
         /* Half of two to the power of in[0] - 127: below 2 that is a subnormal number. */
         uint32_t bits = in[0] < 2 ? 0x00200000u << in[0] : (uint32_t)(in[0] - 1) << 23;
         float scale;
         memcpy(&scale, &bits, sizeof scale);
-        for (int i = 0; i < 16; i++) {
-            out[i] = scale * values[in[1 + i] & 15];
-            out[i + 16] = scale * values[in[1 + i] >> 4];
-        }
+        unpack_places(in + 1, e2m1_doubled, scale, out);
     }
 }
 
@@ -269,9 +337,13 @@ static inline void unpack(int64_t format, const uint8_t *in, int64_t size, float
     case Q5_0: unpack_q5_0(in, size / 32, out); break;
     case Q5_1: unpack_q5_1(in, size / 32, out); break;
     case Q8_0: unpack_q8_0(in, size / 32, out); break;
+    case Q2_K: unpack_q2_k(in, size / 256, out); break;
+    case Q3_K: unpack_q3_k(in, size / 256, out); break;
     case Q4_K: unpack_q4_k(in, size / 256, out); break;
     case Q5_K: unpack_q5_k(in, size / 256, out); break;
     case Q6_K: unpack_q6_k(in, size / 256, out); break;
+    case IQ4_NL: unpack_iq4_nl(in, size / 32, out); break;
+    case IQ4_XS: unpack_iq4_xs(in, size / 256, out); break;
     case MXFP4: unpack_mxfp4(in, size / 32, out); break;
     case FP8: unpack_fp8(in, size / 128, out); break;
     case INT4: unpack_int4(in, size / 64, out); break;

@@ -15,6 +15,8 @@ from swarmnet_protocols.quantization.formats import BLOCKS, Format
 
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of the sixteen 4-bit floats of MXFP4."""
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The values of the sixteen codes of IQ4_NL and IQ4_XS."""
 
 
 def unpack(format: Format, data: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,20 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return (_half(blocks, 0) * scales.float())[..., None], (_half(blocks, 2) * minima.float())[..., None]
 
 
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 0x0F).float()
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
+    digits = _digits(blocks[:, 16:80], 2, 32).view(len(blocks), 16, 16).float()
+    return scales[..., None] * digits - minima[..., None]
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _digits(blocks[:, 96:104], 4, 8) | (_digits(blocks[:, 104:108], 2, 4) << 4)
+    by = _half(blocks, 108) * (scales.float() - 32)
+    digits = _digits(blocks[:, 32:96], 2, 32) | (_digits(blocks[:, :32], 1, 32) << 2)
+    return by[..., None] * (digits.view(len(blocks), 16, 16).float() - 4)
+
+
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, minima = _scales_and_minima(blocks)
     return scales * _digits(blocks[:, 16:], 4, 32).view(len(blocks), 8, 32).float() - minima
@@ -89,7 +105,20 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
-    return bits.view(torch.float32) * _e2m1_doubled(blocks.device)[_digits(blocks[:, 1:], 4, 16).int()]
+    return (
+        bits.view(torch.float32) * _table(_E2M1_DOUBLED, blocks.device)[_digits(blocks[:, 1:], 4, 16).int()]
+    )
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _table(_IQ4, blocks.device)[_digits(blocks[:, 2:], 4, 16).int()]
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _digits(blocks[:, 4:8], 4, 1) | (_digits(blocks[:, 2:4], 2, 1) << 4)
+    by = _half(blocks, 0) * (scales.float() - 32)
+    values = _table(_IQ4, blocks.device)[_digits(blocks[:, 8:], 4, 16).int()]
+    return by[..., None] * values.view(len(blocks), 8, 32)
 
 
 def _fp8(blocks: torch.Tensor) -> torch.Tensor:
@@ -103,9 +132,9 @@ def _int4(blocks: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _e2m1_doubled(device: torch.device) -> torch.Tensor:
+def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Copied to a device once: a CUDA graph cannot record a copy from the CPU."""
-    return torch.tensor(_E2M1_DOUBLED, dtype=torch.float32, device=device)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 _UNPACKERS: Mapping[Format, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -117,9 +146,13 @@ _UNPACKERS: Mapping[Format, Callable[[torch.Tensor], torch.Tensor]] = {
     Format.Q5_0: _q5_0,
     Format.Q5_1: _q5_1,
     Format.Q8_0: _q8_0,
+    Format.Q2_K: _q2_k,
+    Format.Q3_K: _q3_k,
     Format.Q4_K: _q4_k,
     Format.Q5_K: _q5_k,
     Format.Q6_K: _q6_k,
+    Format.IQ4_NL: _iq4_nl,
+    Format.IQ4_XS: _iq4_xs,
     Format.MXFP4: _mxfp4,
     Format.FP8: _fp8,
     Format.INT4: _int4,

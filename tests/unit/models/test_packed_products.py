@@ -17,6 +17,7 @@ from tests.support.rounding import assert_product
 
 HALVES = {Format.F16: [0], Format.Q4_0: [0], Format.Q4_1: [0, 2], Format.Q5_0: [0], Format.Q5_1: [0, 2]}
 HALVES |= {Format.Q8_0: [0], Format.Q4_K: [0, 2], Format.Q5_K: [0, 2], Format.Q6_K: [208]}
+HALVES |= {Format.Q2_K: [80, 82], Format.Q3_K: [108], Format.IQ4_NL: [0], Format.IQ4_XS: [0]}
 """Offsets of the 16-bit numbers in a block, which must be finite."""
 
 
