@@ -111,8 +111,13 @@ class LoadedModel:
         peers: "SwarmPeers",
         *,
         published: bool = False,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> "LoadedModel":
-        """The model of ``config``. ``published``: its name is that of the swarm file, not a path of this machine."""
+        """The model of ``config``.
+
+        ``published``: its name is that of the swarm file, not a path of this machine. ``notice`` is
+        told, before a weight is loaded, which formats are expanded and what that takes in memory.
+        """
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
         import_transformers()
@@ -163,6 +168,11 @@ class LoadedModel:
             experts=experts,
             has_blocks=has_blocks,
         )
+        hosted = range(*(config.blocks or (0, total)))
+        if loaded.is_packed and (
+            text := model.sizes(*hosted).notice(f"blocks {hosted.start}:{hosted.stop}", dtype)
+        ):
+            notice(text)
         if not loaded.has_blocks:
             return loaded
         if config.expert_memory_bytes is not None:
@@ -244,9 +254,9 @@ class LoadedModel:
         return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
 
     def _block_needs(self) -> "BlockNeeds":
-        """The memory needs of a block: the largest of the first, the last and one between, or if weights stay packed the first one's.
+        """The memory needs of a block: the largest of the first, the last and one between, or if weights stay packed the largest one's.
 
-        Only packed weights are read. Files that mix formats have the larger ones in the first blocks.
+        Only packed weights are read.
         """
         import torch
 
@@ -259,10 +269,11 @@ class LoadedModel:
         expanded = max(build_span(config, at, at + 1).weight_bytes(self.dtype) for at in some)
         packed = expanded
         if self.is_packed:
+            largest = self.model.largest_block(start, end)
             packed = weight_bytes(
                 self.model.load_span(
-                    start,
-                    start + 1,
+                    largest,
+                    largest + 1,
                     dtype=self.dtype,
                     device=torch.device("meta"),
                     packed=True,
@@ -319,17 +330,17 @@ class LoadedModel:
         return whole, replace(whole, block_bytes=bare_bytes)
 
     def _block_bytes(self) -> tuple[int, int]:
-        """Bytes of one block, with the experts that are in memory and without routed experts: of the first one that has some, if there is one.
+        """Bytes of one block, with the experts that are in memory and without routed experts.
 
-        Its other weights are loaded, and one expert.
+        It is the first block that has routed experts, of which one is loaded; without them the largest.
         """
         from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
         routed = self._first_routed()
         if routed is None:
-            first = 0 if self.blocks is None else self.blocks[0]
-            dense_bytes = self._load(first, first + 1).weight_bytes
+            largest = self.model.largest_block(*(self.blocks or (0, self.model.manifest.blocks)))
+            dense_bytes = self._load(largest, largest + 1).weight_bytes
             return dense_bytes, dense_bytes
         counts = self.model.expert_counts()
         bare = replace(self, experts={block: frozenset() for block in counts})

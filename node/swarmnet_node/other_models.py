@@ -33,10 +33,15 @@ class ModelReader:
     peers: "SwarmPeers"
 
     async def load(
-        self, config: NodeConfig, progress: "Progress | None" = None, *, published: bool = False
+        self,
+        config: NodeConfig,
+        progress: "Progress | None" = None,
+        *,
+        published: bool = False,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> LoadedModel:
         """The model of ``config``, as ``LoadedModel.of`` on the torch thread."""
-        load = partial(LoadedModel.of, config, progress, self.peers, published=published)
+        load = partial(LoadedModel.of, config, progress, self.peers, published=published, notice=notice)
         return await self._read(config, self.executor, load)
 
     async def open(self, config: NodeConfig) -> "LocalModel":

@@ -32,7 +32,7 @@ async def start(
 ) -> AsyncIterator["Supervisor"]:
     """A node that serves while the context is open, whenever its limits allow it. On entry its model has been read; ``started`` waits until it serves.
 
-    ``notice`` is told how blocks were fitted to an accelerator, how many experts the memory holds, and for which experts the node waits.
+    ``notice`` is told which formats of weights take more memory than the file, how blocks were fitted to an accelerator, how many experts the memory holds, and for which experts the node waits.
 
     Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
     ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
@@ -59,7 +59,7 @@ async def start(
         # Reading the model and connecting to the swarm take a second each, so both run at once.
         peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
         reader = ModelReader(executor, peers)
-        loading = asyncio.create_task(reader.load(config, progress), name="read the model")
+        loading = asyncio.create_task(reader.load(config, progress, notice=notice), name="read the model")
         try:
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, link=link, step_aside=step_aside))

@@ -64,6 +64,12 @@ class LoadOptions:
         return cls(pick_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire])
 
 
+def memory_notice(local: LocalModel, options: LoadOptions) -> str:
+    """Return a sentence on the memory of local layers that do not stay packed; empty if they do."""
+    sizes = local.sizes("local_layers")
+    return sizes.notice("the embeddings and the head", options.dtype) if options.packed else ""
+
+
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
     """An instance of the architecture's class with placeholders for its blocks, and a packed ``lm_head`` where possible.
 

@@ -28,7 +28,7 @@ from swarmnet_client.chain.trace import Trace
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LoadOptions, load_local_layers, logits
+from swarmnet_client.model.local_layers import LoadOptions, load_local_layers, logits, memory_notice
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
 from swarmnet_client.model.speculation import StepTimes
@@ -209,8 +209,11 @@ def load(
     cache_dir: Path,
     options: LoadOptions,
     max_disk_bytes: int | None = None,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> SwarmModel:
     """The model ``name`` on the swarm of ``network``; ``max_disk_bytes`` as for ``resolve``.
+
+    ``notice`` is told, before they are loaded, if embeddings and head take more memory than the file.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if no bootstrap peer is given or
     answers, and ``NotAuthorised`` if the swarm does not admit this client.
@@ -220,6 +223,8 @@ def load(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )
     local = resolve_in_swarm(name, lambda: network, cache_dir=cache_dir, max_disk_bytes=max_disk_bytes)
+    if text := memory_notice(local, options):
+        notice(text)
     runtime = Runtime(lambda: Swarm.connect(local, network))
     try:
         model = wrap(local, runtime, options)

@@ -20,6 +20,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
     OpenedFiles,
     WeightForm,
+    WeightSizes,
     hash_pieces,
     sha256_of,
 )
@@ -88,6 +89,17 @@ class LocalModel:
     def precision(self) -> str:
         """The format in which most weights of the blocks are stored: ``bf16``, ``q4_k``."""
         return self._checkpoint.precision
+
+    def sizes(self, *blocks: BlockKey) -> WeightSizes:
+        """The sizes of the tensors of some blocks, or of the local layers, before any is loaded."""
+        return self._checkpoint.sizes(name for block in blocks for name in self.manifest.tensors[block])
+
+    def largest_block(self, start: int, end: int) -> int:
+        """The first of blocks [start, end) that takes the most memory as it is computed on a CPU.
+
+        Files that mix formats have larger blocks, and blocks whose format is expanded.
+        """
+        return max(range(start, end), key=lambda block: self.sizes(block).in_memory(4))
 
     def fetch(self) -> None:
         """Download every file that is not on this machine as a whole. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""

@@ -101,9 +101,10 @@ def show(
         for file in local.manifest.files
     )
     summary = _summary(local)
-    print_table(
-        local.name, {key: summary[key] for key in summary if key not in {"name", "files"}} | {"files": files}
-    )
+    rows = {key: summary[key] for key in summary if key not in {"name", "files"}}
+    if text := _memory_notice(local):
+        rows["memory"] = text
+    print_table(local.name, rows | {"files": files})
 
 
 @app.command("verify")
@@ -121,6 +122,13 @@ def verify(
         missing = len(local.manifest.files) - len(local.present_files)
         rest = f"; {missing} not on this machine" if missing else ""
         print_text(f"{local.name}: {count} match the manifest{rest}")
+
+
+def _memory_notice(local: "LocalModel") -> str:
+    """Return what the model takes in memory on a CPU, if that is more than its files."""
+    import torch
+
+    return local.sizes(*local.manifest.tensors).notice("all weights", torch.float32)
 
 
 def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":

@@ -32,7 +32,7 @@ from swarmnet.cli.options import (
     check_share,
     parse_max_disk,
 )
-from swarmnet.cli.output import progress
+from swarmnet.cli.output import note, progress
 from swarmnet.paths import default_cache_dir, default_history
 from swarmnet.swarm_file.entry import client_network
 from swarmnet_protocols.errors import ConfigError
@@ -247,7 +247,12 @@ def open_model(  # noqa: PLR0913 - options of the command line
         options = replace(options, standby=standby, draft=draft, wait_s=wait_s)
         cache_dir, max_disk_bytes = files
         model = load(
-            name, network=network, cache_dir=cache_dir, options=options, max_disk_bytes=max_disk_bytes
+            name,
+            network=network,
+            cache_dir=cache_dir,
+            options=options,
+            max_disk_bytes=max_disk_bytes,
+            notice=lambda text: None if quiet else note(text),
         )
     with model:
         yield model

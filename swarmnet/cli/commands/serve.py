@@ -233,7 +233,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
-    from swarmnet_client.model.local_layers import LoadOptions
+    from swarmnet_client.model.local_layers import LoadOptions, memory_notice
     from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race
 
@@ -242,6 +242,8 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
     options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
+    if not serving.as_json and (text := memory_notice(local, options)):
+        note(text)
     options = replace(options, draft=serving.draft)
     limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:

@@ -18,6 +18,7 @@ def refusal(path: Path, tmp_path: Path) -> SwarmnetError:
     with pytest.raises(SwarmnetError) as caught:
         resolve(str(path), cache_dir=tmp_path / "cache")
     assert str(caught.value).startswith(str(path))
+    assert str(caught.value).count(str(path)) == 1
     assert caught.value.hint
     return caught.value
 
@@ -123,7 +124,7 @@ def test_a_type_that_is_not_read_is_named(kind: int, what: str, tmp_path: Path) 
     path.write_bytes(content)
     error = refusal(path, tmp_path)
     assert isinstance(error, ConfigError), name
-    assert f"'last' is stored as {what}" in str(error)
+    assert f"has the tensor 'last' stored as {what}" in str(error)
     assert "Q4_K_M" in error.hint
 
 

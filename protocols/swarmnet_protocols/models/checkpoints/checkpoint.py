@@ -76,6 +76,36 @@ class WeightForm:
     """Where files stay open for the next read, whose tensors get memory of their own; None: files are closed after this one, and may stay mapped into memory."""
 
 
+@dataclass(frozen=True)
+class WeightSizes:
+    """The bytes of some tensors, in the files and in memory."""
+
+    stored_bytes: int = 0
+    expanded_bytes: int = 0
+    """Bytes in the files of tensors that no packed format holds: they are expanded when loaded."""
+    expanded_weights: int = 0
+    """The number of weights in these tensors."""
+    formats: tuple[str, ...] = ()
+    """The names of their formats."""
+
+    def in_memory(self, item_bytes: int) -> int:
+        """Return the bytes of all tensors in memory, where an expanded weight has ``item_bytes``."""
+        return self.stored_bytes - self.expanded_bytes + self.expanded_weights * item_bytes
+
+    def notice(self, of: str, dtype: "torch.dtype") -> str:
+        """Return a sentence on the memory that ``of`` take, a plural; empty if nothing is expanded."""
+        if not self.formats:
+            return ""
+        names = f"{', '.join(self.formats)} {'is' if len(self.formats) == 1 else 'are'}"
+        took, stored = _size(self.in_memory(dtype.itemsize)), _size(self.stored_bytes)
+        kind = str(dtype).removeprefix("torch.")
+        return f"{names} computed in {kind}: {of} take {took} of memory instead of {stored}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 class ModelCheckpoint(Protocol):
     """Weights, config and tokenizer of a model on disk. Headers are checked when it is opened; tensors are read one by one."""
 
@@ -117,6 +147,9 @@ class ModelCheckpoint(Protocol):
 
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
+
+    def sizes(self, names: Iterable[str]) -> WeightSizes:
+        """The sizes of these tensors, from headers alone; of tensors that all stay packed, none."""
 
     @property
     def config_tensors(self) -> tuple[str, ...]:

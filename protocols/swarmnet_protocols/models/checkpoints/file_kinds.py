@@ -137,7 +137,7 @@ def unread_type(name: str, kind: int) -> ConfigError:
         what = f"{_REMOVED[kind]}, which llama.cpp has removed"
     else:
         what = known.get(kind, f"a type that is not known here, number {kind}") + ", which is not read"
-    return ConfigError(f"the tensor {name[:200]!r} is stored as {what}", hint=_OTHER)
+    return ConfigError(f"has the tensor {name[:200]!r} stored as {what}", hint=_OTHER)
 
 
 def check_kind(

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
-from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, BlockNaming, WeightForm, sha256_of
+from swarmnet_protocols.models.checkpoints.checkpoint import (
+    CONFIG_FAULTS,
+    BlockNaming,
+    WeightForm,
+    WeightSizes,
+    sha256_of,
+)
 from swarmnet_protocols.models.checkpoints.file_kinds import check_kind, unread_type
 from swarmnet_protocols.models.checkpoints.gguf_config import (
     ROPE_TENSORS,
@@ -109,6 +115,20 @@ class GgufCheckpoint:
 
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
+
+    def sizes(self, names: Iterable[str]) -> WeightSizes:
+        from gguf import GGMLQuantizationType
+
+        from swarmnet_protocols.quantization.formats import Format
+
+        tensors = [self._tensors[name] for name in names]
+        expanded = [tensor for tensor in tensors if tensor.type not in {*Format}]
+        return WeightSizes(
+            sum(tensor.size_bytes for tensor in tensors),
+            sum(tensor.size_bytes for tensor in expanded),
+            sum(math.prod(tensor.shape) for tensor in expanded),
+            tuple(sorted({GGMLQuantizationType(tensor.type).name for tensor in expanded})),
+        )
 
     @property
     def config_tensors(self) -> tuple[str, ...]:
@@ -324,7 +344,8 @@ class GgufCheckpoint:
         try:
             found: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType(self._tensors[name].type))
         except NotImplementedError as error:
-            raise unread_type(name, self._tensors[name].type) from error
+            unread = unread_type(name, self._tensors[name].type)
+            raise ConfigError(f"{self.path} {unread}", hint=unread.hint) from error
         return found
 
 

@@ -128,10 +128,10 @@ def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
     """
     try:
         with path.open("rb") as file:
-            if (misfit := misfit_of(path, file.read(HEAD_BYTES))) is not None:
-                raise misfit
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(_Cursor(data), len(data))
+            misfit = misfit_of(path, file.read(HEAD_BYTES))
+            if misfit is None:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    return _parse(_Cursor(data), len(data))
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     except EOFError as error:
@@ -141,7 +141,8 @@ def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
     except ValueError as error:
         raise IntegrityError(f"{path} is damaged: {error}", hint="download it again") from error
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", hint=error.hint) from error
+        raise ConfigError(f"{path} {error}", hint=error.hint) from error
+    raise misfit
 
 
 def layout_of(path: Path) -> Layout:

@@ -21,6 +21,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     BlockNaming,
     OpenedFiles,
     WeightForm,
+    WeightSizes,
 )
 from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
 from swarmnet_protocols.models.checkpoints.language_model import language_config
@@ -232,6 +233,9 @@ class SafetensorsCheckpoint:
 
     def holders(self, names: Iterable[str]) -> set[str]:
         return {self._file_of[name] for name in names}
+
+    def sizes(self, names: Iterable[str]) -> WeightSizes:
+        return WeightSizes()
 
     @cached_property
     def _scheme(self) -> "Scheme | None":
