@@ -231,10 +231,11 @@ def _head_size(config: Any, kind: str = "full_attention") -> int:
 
 
 def _rotary_size(config: Any) -> int:
+    """Elements of a head that are rotated, in pairs."""
     rope = _rope(config)
     if rope.get("rope_type") == "proportional":  # the rest of a head is divided by huge factors
         return _head_size(config)
-    return int(_head_size(config) * rope.get("partial_rotary_factor", 1.0) + 1e-6)
+    return int(_head_size(config) * rope.get("partial_rotary_factor", 1.0) / 2 + 1e-6) * 2
 
 
 def _is_sliding(config: Any) -> Any:

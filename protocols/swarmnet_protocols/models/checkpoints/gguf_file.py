@@ -287,8 +287,14 @@ class GgufCheckpoint:
                 rounded = quantize_if_wanted(matrix, form.quantized, own_name)
                 return own_name, rounded.loaded(form.device)
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
+        try:
+            made = recipe.make(*values)
+        except ValueError as error:
+            raise IntegrityError(
+                f"{self.path}: the shape of {' or '.join(recipe.tensors)} is not that of {name}: {error}"
+            ) from error
         # Dequantised weights are new arrays; others are views of the bytes that were read.
-        own = np.require(recipe.make(*values), requirements=["C_CONTIGUOUS", "WRITEABLE"])
+        own = np.require(made, requirements=["C_CONTIGUOUS", "WRITEABLE"])
         return name, torch.from_numpy(own)
 
     def _rows(self, name: str, opened: Mapping[str, BinaryIO]) -> "np.ndarray[Any, Any]":

@@ -1,0 +1,156 @@
+"""No key and no tensor of a gguf file can go, change or come without another answer or a refusal."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFValueType
+
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.models import resolve
+from tests.support.gguf_files import FAMILIES, TEXT, GgufFile, Key, Tensor, family
+
+IDS = torch.randint(6, 58, (1, 40), generator=torch.Generator().manual_seed(1))
+"""Longer than every sliding window."""
+STRIDE = 41
+"""One of so many changes is tried in a fast run."""
+HARMLESS = {
+    r".* general\.name.*": "names do not change how these architectures are read",
+    r"without .*\.vocab_size": "the tokens tell it",
+    r"without .*\.value_length": "the shapes of the tensors tell it",
+    r"without .*\.expert_feed_forward_length": "the shapes of the experts tell it",
+    r"without llama\.rope\.dimension_count": "without the key, the whole head is rotated",
+    r".* qwen3moe\.feed_forward_length.*": "no block of this file is dense",
+    r"(without|with another) phi3\.context_length.*": "sequences end where the rotary embedding would change",
+    r"with another rope_factors_long\.weight": "sequences end where these factors would apply",
+}
+"""Changes after which the answer is the same, and why it must be."""
+
+
+@dataclass(frozen=True)
+class Change:
+    label: str
+    apply: Callable[[GgufFile], None]
+
+
+def answer(path: Path, cache_dir: Path) -> tuple[object, ...]:
+    """All that a user of the file sees: logits, the longest sequence, ids, ends and chats."""
+    model = resolve(str(path), cache_dir=cache_dir)
+    whole: Any = model.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    with torch.inference_mode():
+        logits = whole(IDS).logits.numpy().tobytes()
+    tokenizer: Any = model.tokenizer()
+    chat = tokenizer.chat_template and tokenizer.apply_chat_template(
+        [{"role": "user", "content": "!"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tuple(tokenizer(TEXT).input_ids)
+    return logits, model.max_positions, ids, model.end_ids(tokenizer), chat
+
+
+def changes(file: GgufFile) -> Iterator[Change]:
+    for name, key in file.keys.items():
+        yield Change(f"without {name}", lambda own, name=name: own.keys.pop(name))
+        for value in other_values(key.value):
+            label = f"with another {name}: {str(value)[:30]}"
+            yield Change(label, lambda own, name=name, value=value: setattr(own.keys[name], "value", value))
+    for prefix in (
+        "",
+        "tokenizer.",
+        "tokenizer.ggml.",
+        f"{file.architecture}.",
+        f"{file.architecture}.rope.",
+    ):
+        yield added_key(f"{prefix}unknown")
+    for name, tensor in file.tensors.items():
+        yield Change(f"without {name}", lambda own, name=name: own.tensors.pop(name))
+        yield Change(f"with another {name}", lambda own, name=name: roll(own.tensors[name]))
+        yield Change(f"with fewer rows of {name}", lambda own, name=name: cut(own.tensors[name]))
+        stem, rows = name.rpartition(".")[0], tensor.data.shape[0]
+        for end in ("bias", "scale", "weight.scale"):
+            if f"{stem}.{end}" not in file.tensors:
+                yield added_tensor(f"{stem}.{end}", rows)
+    others = (
+        "rope_freqs.weight blk.7.attn_norm.weight blk.0.attn_sinks.weight blk.0.attn_q_norm.weight unknown"
+    )
+    for name in others.split():
+        if name not in file.tensors:
+            yield added_tensor(name, 8)
+
+
+def other_values(value: Any) -> Iterator[Any]:
+    match value:
+        case bool():
+            yield not value
+        case int():
+            yield 2 * value or 1
+            if value < 16:
+                yield value + 1
+        case float():
+            yield value * 1.5
+        case str():
+            yield value + "x"
+        case [_, *_]:
+            yield value[:-1]
+            yield value[::-1]
+
+
+def added_key(name: str) -> Change:
+    return Change(f"with {name}", lambda own: own.keys.update({name: Key(3, GGUFValueType.UINT32)}))
+
+
+def added_tensor(name: str, size: int) -> Change:
+    values = np.full(size, 2, np.float32)
+    return Change(f"with {name}", lambda own: own.tensors.update({name: Tensor(values)}))
+
+
+def roll(tensor: Tensor) -> None:
+    tensor.data = np.roll(tensor.data, 1, -1)
+
+
+def cut(tensor: Tensor) -> None:
+    tensor.data = np.ascontiguousarray(tensor.data[:-1])
+
+
+def check(name: str, tmp_path: Path, tried: slice) -> None:
+    file = family(name)
+    expected = answer(file.write(tmp_path / "before.gguf"), tmp_path / "before")
+    for number, change in enumerate([*changes(file)][tried]):
+        changed = copy.deepcopy(file)
+        change.apply(changed)
+        path = changed.write(tmp_path / f"{number}.gguf")
+        try:
+            found = answer(path, tmp_path / f"cache-{number}")
+        except SwarmnetError:
+            continue
+        is_harmless = any(re.fullmatch(each, change.label) for each in HARMLESS)
+        assert (found == expected) is is_harmless, f"{name} {change.label}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_change_of_a_file_changes_the_answer_or_is_refused(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, slice(sorted(FAMILIES).index(name), None, STRIDE))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_change_of_a_file_is_silent(name: str, tmp_path: Path) -> None:
+    """Every key and every tensor: ``test_a_change_of_a_file_changes_the_answer_or_is_refused`` tries a few."""
+    check(name, tmp_path, slice(None))
+
+
+def test_what_is_added_is_named(tmp_path: Path) -> None:
+    added = "unknown tokenizer.unknown llama.unknown output.bias blk.7.attn_norm.weight blk.0.attn_q.scale"
+    wanted = [each for each in changes(family("llama")) if each.label.removeprefix("with ") in added.split()]
+    assert len(wanted) == len(added.split()) + 1  # a key and a tensor are unknown
+    for number, change in enumerate(wanted):
+        changed = family("llama")
+        change.apply(changed)
+        with pytest.raises(ConfigError, match=re.escape(change.label.removeprefix("with "))) as caught:
+            answer(changed.write(tmp_path / f"{number}.gguf"), tmp_path / f"cache-{number}")
+        assert caught.value.hint == "use the model in Hugging Face layout"
