@@ -5,7 +5,6 @@ embedding are configured from the whole config. Then the unwanted parts are remo
 """
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.checkpoints.language_model import headed_class
+from swarmnet_protocols.models.checkpoints.unread import UNUSED
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertMatrices,
     experts_modules,
@@ -324,12 +324,8 @@ def build_whole(config: "PretrainedConfig") -> "ModelBuilder":
     return ModelBuilder(causal_class(config), config)
 
 
-_UNUSED = re.compile(
-    r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|position_ids$"  # computed
-    r"|^(score|lm_head)\.|^(model\.)?mtp\."  # heads of other tasks
-    r"|\.(input|activation|output|[qkv])_(scale|zero_point)$"  # for rounding activations, which are not rounded here
-)
-"""Tensors without which a model computes the same."""
+_CONVERSION = "automatic conversion of the weights"
+"""A part of transformers' message for experts that cannot be merged."""
 
 
 class ModelBuilder:
@@ -374,20 +370,27 @@ class ModelBuilder:
             cls = _stripped_class(cls, strip)
         placement = {} if device.type == "cpu" else {"device_map": {"": device}}
         with _quietly(), _SkipInitialisation():
-            model, info = cls.from_pretrained(
-                None,
-                config=self._config,
-                state_dict=weights,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **placement,
-            )
+            try:
+                model, info = cls.from_pretrained(
+                    None,
+                    config=self._config,
+                    state_dict=weights,
+                    dtype=dtype,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **placement,
+                )
+            except RuntimeError as error:
+                if _CONVERSION not in str(error):
+                    raise
+                raise IntegrityError(
+                    f"the checkpoint does not fit {self._cls.__name__}: its experts are not complete, or differ in shape"
+                ) from error
         missing = set(info["missing_keys"]) - set(self._optional)
         wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
         if wrong:
             raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
-        if unused := [name for name in info["unexpected_keys"] if not _UNUSED.search(name)]:
+        if unused := [name for name in info["unexpected_keys"] if not UNUSED.search(name)]:
             raise ConfigError(
                 f"the checkpoint has the tensor {min(unused)[:200]!r}, which {self._cls.__name__} of transformers does not use",
                 hint="without it answers would be wrong; a newer transformers may know the model",

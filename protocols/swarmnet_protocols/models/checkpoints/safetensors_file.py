@@ -26,6 +26,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
 from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
 from swarmnet_protocols.models.checkpoints.language_model import language_config
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
+from swarmnet_protocols.models.checkpoints.unread import check_blocks, check_settings, check_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -190,6 +191,8 @@ class SafetensorsCheckpoint:
         self._file_of: Mapping[str, str] = {
             name: weight for name, weight in holders.items() if self.naming.is_of_language_model(name)
         }
+        self._others = tuple(name for name in holders if name not in self._file_of)
+        """Tensors that are not part of the language model."""
         used = set(self._file_of.values())
         weights = [weight for weight in weights if weight in used]
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if file_of(root, name) is not None]
@@ -255,7 +258,20 @@ class SafetensorsCheckpoint:
         """Nothing here: its config names a class, which is refused unless it generates text."""
 
     def check_complete(self, build: "Callable[[], Any]") -> None:
-        """Nothing here: transformers names the tensors that it does not use when they are loaded."""
+        """Tensors of the language model itself are compared with the class when they are loaded."""
+        config, settings = self._config(), _read_json(self.root / "config.json", MAX_CONFIG_BYTES)
+        texts = [each for each in settings.values() if isinstance(each, dict) and "model_type" in each]
+        own = next((each for each in texts if each["model_type"] == config.model_type), settings)
+        blocks: dict[int, list[str]] = {}
+        for name in self.tensor_names:
+            if (block := self.naming.block_of(name)) is not None:
+                blocks.setdefault(block, []).append(name)
+        try:
+            check_settings(config, own, build)
+            check_tensors(self._others, is_multimodal=bool(texts))
+            check_blocks(blocks, config.num_hidden_layers)
+        except ConfigError as error:
+            raise ConfigError(f"{self.root}: {error}", hint=error.hint) from error
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         config = self._config()
