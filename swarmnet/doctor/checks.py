@@ -64,6 +64,7 @@ def examine(facts: Facts) -> list[Finding]:
         _compiler(facts),
         _device(facts),
         _memory(facts),
+        *_model(facts),
         *map(_disk, facts.disks),
         *_secrets(facts),
         *_listening(facts),
@@ -138,8 +139,29 @@ def _device(facts: Facts) -> Finding:
     return Finding("device", Level.WARN, text, "pip install --force-reinstall torch")
 
 
+def _free_bytes(facts: Facts) -> int:
+    return min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
+
+
+def _model(facts: Facts) -> Iterator[Finding]:
+    model = facts.model
+    if model is None:
+        return
+    if model.error:
+        yield Finding("model", Level.FAIL, model.error, model.hint)
+        return
+    if model.memory_bytes > _free_bytes(facts):
+        text = f"all weights of {model.name} take {_gib(model.memory_bytes)} of memory, more than is free"
+        yield Finding("model", Level.WARN, text, "swarmnet join … --num-blocks N, or --max-ram SIZE")
+    if model.notice:
+        fix = "choose a file of another quantisation, such as Q4_K_M or IQ4_XS"
+        yield Finding("model", Level.WARN, f"{model.name}: {model.notice}", fix)
+    elif model.memory_bytes <= _free_bytes(facts):
+        yield Finding("model", Level.OK, f"{model.name} can be used")
+
+
 def _memory(facts: Facts) -> Finding:
-    free = min(facts.memory.available_bytes, facts.memory.limit_bytes or facts.memory.available_bytes)
+    free = _free_bytes(facts)
     text = f"{_gib(free)} of memory is free"
     if free < RAM_FAIL_BYTES and not facts.node:
         return Finding(

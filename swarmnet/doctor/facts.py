@@ -85,6 +85,20 @@ class BootstrapPeer:
 
 
 @dataclass(frozen=True)
+class ModelFiles:
+    """A model, and what its weights take in memory on a CPU."""
+
+    name: str
+    memory_bytes: int = 0
+    """Bytes of all weights; 0 if headers do not tell."""
+    notice: str = ""
+    """Why that is more than the files have; empty if it is not."""
+    error: str = ""
+    """Why it cannot be used; empty if it can."""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything that was collected."""
 
@@ -99,6 +113,8 @@ class Facts:
     device: Device
     compiler: str
     """Path of the C compiler; empty if there is none."""
+    model: ModelFiles | None = None
+    """None unless the user asks about one."""
     secrets: Sequence[SecretFile] = ()
     node: str = ""
     """State of the node that uses this data directory; empty if none runs."""

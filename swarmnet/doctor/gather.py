@@ -48,6 +48,7 @@ class DoctorOptions:
     data_dir: Path
     cache_dir: Path
     swarm: str | None = None
+    model: str | None = None
     bootstrap: tuple[str, ...] = ()
     listen: tuple[str, ...] = ()
 
@@ -62,8 +63,9 @@ async def gather(options: DoctorOptions) -> facts.Facts:
     swarm, entry = await collector.call(
         "swarm", lambda: examine_swarm(options.swarm, directory, options.bootstrap), (None, None)
     )
-    device, disks, listening, (peers, ports), local_peers = await asyncio.gather(
+    device, model, disks, listening, (peers, ports), local_peers = await asyncio.gather(
         collector.call("device", examine_device, facts.Device()),
+        collector.wait(PEERS_S, "model", asyncio.to_thread(examine_model, options), None),
         collector.call(
             "disk",
             lambda: [
@@ -85,6 +87,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         memory=examine_memory(),
         device=device,
         compiler=shutil.which("cc") or "",
+        model=model,
         secrets=secret_files(options.data_dir),
         node=node.state if node else "",
         node_warning=node.warning if node else "",
@@ -155,6 +158,26 @@ def examine_memory() -> facts.Memory:
     with suppress(OSError, ValueError):
         limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     return facts.Memory(psutil.virtual_memory().available, limit)
+
+
+def examine_model(options: DoctorOptions) -> facts.ModelFiles | None:
+    """Whether the model can be used, from headers and config: weights are not read."""
+    if options.model is None:
+        return None
+    from swarmnet_protocols.machine.lean_imports import import_transformers
+
+    import_transformers()
+    import torch
+
+    from swarmnet_protocols.models.resolver import open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(options.model, cache_dir=options.cache_dir)
+    except SwarmnetError as error:
+        return facts.ModelFiles(options.model, error=str(error), hint=error.hint)
+    sizes = checkpoint.sizes(checkpoint.tensor_names)
+    notice = sizes.notice("all weights", torch.float32)
+    return facts.ModelFiles(options.model, sizes.in_memory(torch.float32.itemsize), notice)
 
 
 def examine_device() -> facts.Device:

@@ -254,21 +254,34 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
+def open_checkpoint(name: str, *, cache_dir: Path) -> ModelCheckpoint:
+    """The files of the model with this name, of which only headers and the config are read.
+
+    Raises what ``resolve`` raises, and ``ConfigError`` for files that are no model for text.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    path, hub = _locate(name, cache_dir, None, published=False)
+    checkpoint = _checkpoint(path, hub, cache_dir)
+    checkpoint.check_kind()
+    checkpoint.config(has_values=False)
+    return checkpoint
+
+
+def _checkpoint(path: Path, hub: HubFiles | None, cache_dir: Path) -> ModelCheckpoint:
+    if path.is_dir():
+        return SafetensorsCheckpoint(path, hub)
+    paths = parts_beside(path) if hub is None else [_hub_part(hub, each) for each in part_names(path.name)]
+    names = [each.name for each in paths]
+    content = _stamps(path.parent, names) if hub is None else [hub.known[each][1].hex() for each in names]
+    metadata = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+    return GgufCheckpoint(paths, cache_dir / "gguf" / metadata, hub)
+
+
 def _open(
     name: str, path: Path, hub: HubFiles | None, cache_dir: Path, progress: Progress | None
 ) -> LocalModel:
     """The model at ``path``. Its manifest is cached until a file changes."""
-    checkpoint: ModelCheckpoint
-    if path.is_dir():
-        checkpoint = SafetensorsCheckpoint(path, hub)
-    else:
-        paths = (
-            parts_beside(path) if hub is None else [_hub_part(hub, each) for each in part_names(path.name)]
-        )
-        names = [each.name for each in paths]
-        content = _stamps(path.parent, names) if hub is None else [hub.known[each][1].hex() for each in names]
-        metadata = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        checkpoint = GgufCheckpoint(paths, cache_dir / "gguf" / metadata, hub)
+    checkpoint = _checkpoint(path, hub, cache_dir)
     stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))
     stamps += [[each, size, digest.hex()] for each, (size, digest) in checkpoint.known.items()]
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("·", "dim")}
 
 
-def doctor(
+def doctor(  # noqa: PLR0913 - options of the command line
     *,
     swarm: Annotated[
         str | None,
@@ -34,6 +34,15 @@ def doctor(
             metavar="SWARM",
             help="Also ask the peers of this swarm whether they reach this machine and whether its clock is right.",
             show_default="this machine only",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="M",
+            help="Also say whether this model can be used, and what its weights take in memory.",
+            show_default=False,
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -55,6 +64,7 @@ def doctor(
         data_dir=data_dir or default_data_dir(),
         cache_dir=cache_dir or default_cache_dir(),
         swarm=swarm,
+        model=model,
         bootstrap=tuple(bootstrap),
         listen=tuple(listen),
     )

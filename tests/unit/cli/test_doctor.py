@@ -12,9 +12,10 @@ from packaging.requirements import Requirement
 from swarmnet import cli
 from swarmnet.doctor import facts
 from swarmnet.doctor.checks import GIB, PYTHON, TESTED, Finding, Level, examine, worst
-from swarmnet.doctor.gather import examine_disk, secret_files
+from swarmnet.doctor.gather import DoctorOptions, examine_disk, examine_model, secret_files
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.reachability.dial_back import Probed, ports_of
+from tests.support.tiny_models import write_gguf
 
 PEER = PeerId("12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p")
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
@@ -131,6 +132,19 @@ def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
         ),
         ({"peers": [peer(observed_ip="", reached=())]}, "reachable", "warn", "--listen"),
         ({"not_gathered": {"device": "it took more than 6 s"}}, "device", "warn", "swarmnet doctor"),
+        (
+            {"model": facts.ModelFiles("m.gguf", error="m.gguf is empty", hint="again")},
+            "model",
+            "fail",
+            "again",
+        ),
+        ({"model": facts.ModelFiles("m.gguf", 17 * GIB)}, "model", "warn", "--num-blocks"),
+        (
+            {"model": facts.ModelFiles("m.gguf", GIB, "IQ2_XXS is computed in float32")},
+            "model",
+            "warn",
+            "Q4_K_M",
+        ),
     ],
 )
 def test_each_fault_gives_one_finding_with_a_fix(
@@ -167,6 +181,20 @@ def test_tested_versions_begin_where_the_requirements_do() -> None:
         name: required[name] for name in TESTED
     }
     assert project["requires-python"] == f">={PYTHON[0][0]}.{PYTHON[0][1]}"
+
+
+def test_a_model_is_examined_by_its_headers(tmp_path: Path) -> None:
+    options = DoctorOptions(tmp_path, tmp_path / "cache", model=str(tmp_path / "m.gguf"))
+    write_gguf(tmp_path / "m.gguf", "llama")
+    good = examine_model(options)
+    assert good is not None
+    assert (good.error, good.notice) == ("", "")
+    assert 0 < good.memory_bytes < 1 << 20
+    (tmp_path / "m.gguf").write_bytes(b"<html>")
+    bad = examine_model(options)
+    assert bad is not None
+    assert "web page" in bad.error
+    assert bad.hint
 
 
 def test_modes_of_key_files_and_the_disk_of_a_missing_directory_are_examined(tmp_path: Path) -> None:
