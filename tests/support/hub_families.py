@@ -697,10 +697,16 @@ _HEAD = """# Families of models
 
 This page is made from the tests: `python -m tests.support.hub_families` writes it, and `tests/unit/models/test_families.py` tests every row.
 
-Each family is tested with a small model of random weights: a `config.json` with the fields of a published one and dimensions scaled down, and tensors
-by the names that published checkpoints have. No hub was reached: the fields follow published configs from memory and from transformers, and the names are
-those that transformers' `save_pretrained` writes, which undoes its conversion of the hub's names. The weights tested are float32; which quantised
+Each family is tested with a small model of random weights, as a directory in Hugging Face layout (safetensors) and as a gguf file; a column is
+empty where it was not. A directory has a `config.json` with the fields of a published one and dimensions scaled down, and tensors by the names
+that published checkpoints have. A gguf file has the names, keys, orders and values that llama.cpp's converter writes; the column has llama.cpp's
+name of the architecture. No hub was reached: the fields follow published configs from memory and from transformers, and the names are those that
+transformers' `save_pretrained` writes, which undoes its conversion of the hub's names. The weights tested are float32; which quantised
 checkpoints are read is another matter ([models](../protocols/swarmnet_protocols/models/README.md)).
+
+A key, a setting or a tensor that changes answers and is not read is refused by name
+([0101](decisions/0101-gguf-completely-or-refused.md), [0110](decisions/0110-what-transformers-drops.md)). A gguf file of another architecture is refused:
+use its Hugging Face layout.
 
 Another family than these works if its decoder consists of embeddings, layers and a final norm, and its layers keep keys, values and recurrent states in
 transformers' cache. What does not is refused when its files are read, or when a host loads its blocks.
@@ -725,17 +731,60 @@ def _mark(name: str) -> str:
     return "yes" if name in MOST_USED else ""
 
 
+_ONLY_GGUF = {
+    "deepseek_v2": "DeepSeek V2, V2-Lite",
+    "granitemoeshared": "Granite MoE with a shared expert",
+    "olmo2": "OLMo 2 1B to 32B",
+}
+"""Models of families that are tested as gguf files only, where the test does not name them."""
+
+
+def _files() -> dict[str, tuple[set[str], str]]:
+    """By ``model_type``: llama.cpp's names of the architectures that are tested, and the models."""
+    import transformers
+
+    from tests.support import gguf_families, gguf_hybrids
+
+    found: dict[str, tuple[set[str], str]] = {}
+    for file in gguf_families.FILES.values():
+        kind = _text_of(file.family)["model_type"]
+        models = _ONLY_GGUF.get(kind, file.family.models)
+        found.setdefault(kind, (set(), models))[0].add(file.architecture)
+    for each in gguf_hybrids.FAMILIES.values():
+        names = (f"{each.model}TextConfig", f"{each.model}Config")
+        cls = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+        models = _ONLY_GGUF.get(cls.model_type, each.model)
+        found.setdefault(cls.model_type, (set(), models))[0].add(each.architecture)
+    return found
+
+
+def _text_of(family: Family) -> dict[str, Any]:
+    """The settings of a family's language model."""
+    return {**family.config, **family.config.get("text_config", {})}
+
+
 def page(reasons: dict[str, str]) -> str:
     """The text of docs/families.md; ``reasons`` has, for each of ``REFUSED``, why it is refused."""
     lines = [
-        "| `model_type` | models | among the 20 most used | recurrent state | |",
-        "|---|---|---|---|---|",
+        "| `model_type` | models | safetensors | gguf | among the 20 most used | recurrent state | |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, family in sorted(FAMILIES.items()):
-        text = {**family.config, **family.config.get("text_config", {})}
+    files = _files()
+    rows = {}
+    for name, family in FAMILIES.items():
+        text = _text_of(family)
         kept = {"mamba", "conv", LINEAR} & set(text.get("layer_types", ()))
         is_recurrent = bool(kept) or any(key.startswith("mamba") for key in text)
-        cells = (f"`{name}`", family.models, _mark(name), "yes" if is_recurrent else "", _NOTES.get(name, ""))
+        architectures, _ = files.get(text["model_type"], (set(), ""))
+        rows[name] = (family.models, "yes", architectures, is_recurrent)
+    known = {_text_of(family)["model_type"] for family in FAMILIES.values()}
+    for kind, (architectures, models) in files.items():
+        if kind not in known:
+            rows[kind] = (models, "", architectures, False)
+    for name, (models, directory, architectures, is_recurrent) in sorted(rows.items()):
+        gguf = ", ".join(f"`{each}`" for each in sorted(architectures))
+        state = "yes" if is_recurrent else ""
+        cells = (f"`{name}`", models, directory, gguf, _mark(name), state, _NOTES.get(name, ""))
         lines.append(f"| {' | '.join(cells)} |")
     works = sum(name in FAMILIES for name in MOST_USED)
     lines += ["", f"{works} of the {len(MOST_USED)} most used work.", "", "## Families that are refused", ""]
