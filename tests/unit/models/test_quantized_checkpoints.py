@@ -123,6 +123,10 @@ def check(folder: Path, cache: Path, expected: Tensors, *, format: Format | None
         sequence = stage.new_sequence()
         outputs.append(torch.cat([stage.forward([(sequence, part)])[0] for part in inputs.split([80, 1, 9])]))
     assert_near(outputs[0], outputs[1])
+    sizes = model.sizes(1, 2)
+    assert bool(sizes.formats) is (format is None and precision in ("awq", "gptq"))
+    if sizes.formats:  # weights of norms are float32 in the file and in memory
+        assert sizes.in_memory(4) == mine.weight_bytes
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])

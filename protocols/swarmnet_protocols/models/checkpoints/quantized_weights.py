@@ -35,6 +35,8 @@ class Scheme:
     """The matrix; raises ``ValueError`` or ``RuntimeError`` for tensors of other shapes or types than the format has."""
     weight: str = ".weight"
     optional: tuple[str, ...] = ()
+    is_expanded: bool = False
+    """Whether no packed format holds its groups, so that weights become float32."""
     is_transposed: bool = False
     """Whether a weight of three dimensions has its last two in the other order in the model."""
 
@@ -103,17 +105,28 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
         case "mxfp4":
             return Scheme("mxfp4", ("_blocks", "_scales"), _pack_mxfp4, weight="", is_transposed=True)
         case "awq" if settings.get("bits") == 4 and str(settings.get("version", "gemm")).lower() == "gemm":
-            return Scheme("awq", (".qweight", ".qzeros", ".scales"), _pack_awq)
+            parts = (".qweight", ".qzeros", ".scales")
+            return Scheme("awq", parts, _pack_awq, is_expanded=_has_small_groups(settings))
         case "gptq" if settings.get("bits") == 4:
             is_first = settings.get("checkpoint_format", "gptq") == "gptq"
             pack = partial(_pack_gptq, zeros_from=1 if is_first else 0)
-            return Scheme("gptq", (".qweight", ".qzeros", ".scales"), pack, optional=(".g_idx",))
+            return Scheme(
+                *("gptq", (".qweight", ".qzeros", ".scales"), pack),
+                optional=(".g_idx",),
+                is_expanded=settings.get("desc_act") is True or _has_small_groups(settings),
+            )
     named = {key: settings[key] for key in ("format", "bits", "version", "expert_dtype") if key in settings}
     about = ", ".join(f"{key} {str(value)[:100]}" for key, value in named.items())
     raise ConfigError(
         f"the weights are quantised by {method or 'an unnamed method'}{f' ({about})' if about else ''}, which is not read",
         hint="use the original checkpoint, a .gguf file of it, or one in FP8, MXFP4, AWQ or GPTQ of 4 bits",
     )
+
+
+def _has_small_groups(settings: Mapping[str, Any]) -> bool:
+    """Whether groups of weights that share a scale are no multiple of ``INT4``'s blocks."""
+    size = settings.get("group_size", settings.get("q_group_size", -1))
+    return isinstance(size, int) and size > 0 and size % _INT4_BLOCK > 0
 
 
 def _block_of(size: Any) -> tuple[int, int] | None:

@@ -238,7 +238,20 @@ class SafetensorsCheckpoint:
         return {self._file_of[name] for name in names}
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
-        return WeightSizes()
+        """Sizes of 4-bit weights whose groups no packed format holds, as far as headers are here."""
+        scheme = self._scheme
+        if scheme is None or not scheme.is_expanded:
+            return WeightSizes()
+        wanted = set(names)
+        stored = expanded = codes = 0
+        for file in self.holders(wanted):
+            path = self.path_of(file)
+            for name, (start, end) in (read_header(path).spans if path.is_file() else {}).items():
+                size = (end - start) * (name in wanted)
+                stored += size
+                expanded += size * name.endswith((*scheme.parts, *scheme.optional))
+                codes += size * name.endswith(scheme.parts[0])
+        return WeightSizes(stored, expanded, 2 * codes, (scheme.precision,) if codes else ())
 
     @cached_property
     def _scheme(self) -> "Scheme | None":
