@@ -4,175 +4,19 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 
+from tests.support.gguf_hybrids import HYBRIDS
+from tests.support.gguf_writing import File, Keys, Tensors, family, head_sizes, routing_bias
 from tests.support.hub_families import EXPERTS, FAMILIES, TEXT, Family
-
-Tensors = Iterator[tuple[str, torch.Tensor]]
-Keys = dict[str, Any]
-
-
-def _same(_: Any, name: str, values: torch.Tensor) -> Tensors:
-    yield name, values
-
-
-@dataclass(frozen=True)
-class File:
-    """How llama.cpp's converter writes a family."""
-
-    architecture: str
-    """llama.cpp's name."""
-    family: Family
-    keys: Callable[[Any], Keys] = field(default=lambda _: {})
-    """Keys beside ``_common``."""
-    tensors: Callable[[Any, str, torch.Tensor], Tensors] = _same
-    """Tensors of a weight of transformers."""
-    hold: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
-    """Tensors that are no weights of transformers."""
-
-
-def write(
-    path: Path,
-    file: File,
-    model: Any,
-    *,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Any] | None = None,
-    quantized: gguf.GGMLQuantizationType | None = None,
-    is_expanded: bool = False,
-) -> Path:
-    """Write the file of a model. ``keys`` and ``tensors`` take the place of its own; None: left out.
-
-    ``quantized``: the type of matrices. With ``is_expanded`` their values are written as float32.
-    """
-    writer = gguf.GGUFWriter(path, file.architecture)
-    settings = {**_common(model.config), **file.keys(model.config), **(keys or {})}
-    for key, value in settings.items():
-        _add_key(writer, f"{file.architecture}.{key}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*(chr(33 + i) for i in range(94)), *(f"!{i}" for i in range(34))])
-    writer.add_token_types([1] * 128)
-    writer.add_token_merges(["! !"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, values in {**dict(_tensors(file, model)), **(tensors or {})}.items():
-        if values is None:
-            continue
-        numbers = np.ascontiguousarray(np.asarray(values, np.float32))
-        if quantized is None or numbers.ndim < 2 or numbers.shape[-1] % 32 or "inp" in name:
-            writer.add_tensor(name, numbers)
-        elif is_expanded:
-            writer.add_tensor(name, gguf.dequantize(gguf.quantize(numbers, quantized), quantized))
-        else:
-            writer.add_tensor(name, gguf.quantize(numbers, quantized), raw_dtype=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
-    match value:
-        case None:
-            pass
-        case bool():
-            writer.add_bool(name, value)
-        case int():
-            writer.add_uint32(name, value)
-        case float():
-            writer.add_float32(name, value)
-        case str():
-            writer.add_string(name, value)
-        case _:
-            writer.add_array(name, value)
-
-
-def _common(config: Any) -> Keys:
-    """What the base class of all converters writes."""
-    rope: dict[str, Any] = config.rope_parameters
-    full = rope.get("full_attention", rope)
-    found = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "rope.freq_base": float(full["rope_theta"]),
-        "attention.head_count_kv": _global(config, "num_key_value_heads"),
-        "attention.layer_norm_rms_epsilon": _first(config, "norm_eps", "rms_norm_eps"),
-        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps"),
-        "expert_count": _first(config, "num_local_experts", "num_experts"),
-        "expert_used_count": _first(config, "num_experts_per_tok", "top_k_experts"),
-    }  # fmt: skip
-    if full["rope_type"] in ("linear", "yarn"):
-        found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
-    if full["rope_type"] == "yarn":
-        found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
-        for name in ("beta_fast", "beta_slow"):
-            found[f"rope.scaling.yarn_{name}"] = float(full[name])
-    return found
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-
-
-def _global(config: Any, name: str) -> Any:
-    """A setting of the blocks without full attention, where blocks differ."""
-    return getattr(config.per_layer_config[0] if config.is_heterogeneous else config, name)
-
-
-def _heads(config: Any) -> Keys:
-    """What converters write for a ``head_dim`` in the config."""
-    return {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
 
 
 def _llama(config: Any) -> Keys:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {"vocab_size": config.vocab_size, "rope.dimension_count": size}
-
-
-def _tensors(file: File, model: Any) -> Tensors:
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[file.architecture], model.config.num_hidden_layers)
-    for whole, merged in model.state_dict().items():
-        if whole == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        for own, own_values in _of_experts(model.config, whole, merged):
-            for name, values in file.tensors(model.config, own, own_values):
-                stem, _, end = name.rpartition(".")
-                stem, end = (stem, end) if end in ("weight", "bias", "scale") else (name, "weight")
-                known = stem if stem.startswith("blk.") else names.get_name(stem)
-                yield f"{known}.{end}", values
-    for name, hold in file.hold(model.config).items():
-        yield name, torch.tensor(hold)
-
-
-def _of_experts(config: Any, name: str, values: torch.Tensor) -> Tensors:
-    """The merged tensors of all experts: gate and up projection apart, outputs first."""
-    stem, _, own = name.rpartition(".experts.")
-    if not stem:
-        yield name, values
-        return
-    block, end = f"blk.{name.split('.')[2]}", "bias" if own.endswith("_bias") else "weight"
-    is_gpt_oss = config.model_type == "gpt_oss"
-    if is_gpt_oss and end == "weight":
-        values = values.transpose(1, 2)
-    if own.startswith("down"):
-        yield f"{block}.ffn_down_exps.{end}", values
-        return
-    if config.model_type == "gemma4_text":
-        yield f"{block}.ffn_gate_up_exps.{end}", values
-        return
-    parts = (values[:, ::2], values[:, 1::2]) if is_gpt_oss else values.chunk(2, 1)
-    for part, rows in zip(("gate", "up"), parts, strict=True):
-        yield f"{block}.ffn_{part}_exps.{end}", rows
 
 
 def _neighbours(config: Any, name: str, values: torch.Tensor) -> Tensors:
@@ -206,12 +50,6 @@ def _gemma4(config: Any, name: str, values: torch.Tensor) -> Tensors:
     own = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
     found = next((f"{block}.{own[end]}" for end in own if name.endswith(end)), name)
     yield found, values
-
-
-def _routing_bias(config: Any, name: str, values: torch.Tensor) -> Tensors:
-    if name.endswith("e_score_correction_bias"):
-        name = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    yield name, values
 
 
 def _conv(config: Any, name: str, values: torch.Tensor) -> Tensors:
@@ -297,11 +135,11 @@ def _windowed(config: Any) -> Keys:
 
 def _gemma2(config: Any) -> Keys:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    return {**_heads(config), **_windowed(config), **{cap: getattr(config, cap) for cap in caps}}
+    return {**head_sizes(config), **_windowed(config), **{cap: getattr(config, cap) for cap in caps}}
 
 
 def _gemma3(config: Any) -> Keys:
-    return {**_heads(config), **_windowed(config), "rope.freq_base_swa": 10_000.0}
+    return {**head_sizes(config), **_windowed(config), "rope.freq_base_swa": 10_000.0}
 
 
 def _olmo3(config: Any) -> Keys:
@@ -329,18 +167,11 @@ def _cohere2(config: Any) -> Keys:
 
 def _minimax(config: Any) -> Keys:
     own = {"rope.dimension_count": 4, "expert_gating_func": 2}
-    return {**_heads(config), **_experts(config), **own}
+    return {**head_sizes(config), **_experts(config), **own}
 
 
 def _with(*keys: Callable[[Any], Keys]) -> Callable[[Any], Keys]:
     return lambda config: {key: value for each in keys for key, value in each(config).items()}
-
-
-def _family(name: str, *without: str, architecture: str = "", **changes: Any) -> Family:
-    """A family of ``FAMILIES`` with other settings."""
-    found = FAMILIES[name]
-    own = {key: value for key, value in found.config.items() if key not in without}
-    return Family(found.models, architecture or found.architecture, {**own, **changes})
 
 
 _NO_HEADS = ("head_dim",)
@@ -361,6 +192,7 @@ _QWEN2_MOE = {
 }
 
 FILES: Mapping[str, File] = {
+    **HYBRIDS,
     "cohere": File(
         "command-r",
         Family("Command-R", "CohereForCausalLM", {**_COHERE, "model_type": "cohere"}),
@@ -383,7 +215,7 @@ FILES: Mapping[str, File] = {
     "gemma2": File("gemma2", FAMILIES["gemma2"], _gemma2, _plus_one),
     "gemma3_text": File(
         "gemma3",
-        _family(
+        family(
             "gemma3_text",
             sliding_window_pattern=6,
             num_hidden_layers=6,
@@ -399,12 +231,12 @@ FILES: Mapping[str, File] = {
         _gemma4,
         _proportional,
     ),
-    "gpt_oss": File("gpt-oss", FAMILIES["gpt_oss"], _with(_heads, _experts, _windowed)),
-    "granite": File("granite", _family("granite", *_NO_HEADS), _granite, _neighbours),
-    "granitemoe": File("granitemoe", _family("granitemoe", *_NO_HEADS), _granite, _granite_moe),
+    "gpt_oss": File("gpt-oss", FAMILIES["gpt_oss"], _with(head_sizes, _experts, _windowed)),
+    "granite": File("granite", family("granite", *_NO_HEADS), _granite, _neighbours),
+    "granitemoe": File("granitemoe", family("granitemoe", *_NO_HEADS), _granite, _granite_moe),
     "granitemoeshared": File(
         "granitemoe",
-        _family(
+        family(
             "granitemoe",
             *_NO_HEADS,
             architecture="GraniteMoeSharedForCausalLM",
@@ -415,21 +247,21 @@ FILES: Mapping[str, File] = {
         _granite_moe,
     ),
     "lfm2": File("lfm2", FAMILIES["lfm2"], _lfm2, _conv),
-    "llama": File("llama", FAMILIES["llama"], _with(_llama, _heads), _neighbours, _llama3_factors),
+    "llama": File("llama", FAMILIES["llama"], _with(_llama, head_sizes), _neighbours, _llama3_factors),
     "llama with biases": File(
         "llama",
-        _family("llama", "rope_scaling", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-        _with(_llama, _heads),
+        family("llama", "rope_scaling", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        _with(_llama, head_sizes),
         _neighbours,
     ),
-    "minimax_m2": File("minimax-m2", FAMILIES["minimax_m2"], _minimax, _routing_bias),
+    "minimax_m2": File("minimax-m2", FAMILIES["minimax_m2"], _minimax, routing_bias),
     "mistral": File(
-        "llama", _family("mistral", sliding_window=None, head_dim=16), _with(_llama, _heads), _neighbours
+        "llama", family("mistral", sliding_window=None, head_dim=16), _with(_llama, head_sizes), _neighbours
     ),
-    "mixtral": File("llama", FAMILIES["mixtral"], _with(_llama, _heads), _neighbours),
+    "mixtral": File("llama", FAMILIES["mixtral"], _with(_llama, head_sizes), _neighbours),
     "olmo2": File(
         "olmo2",
-        _family(
+        family(
             "olmo3",
             *_NO_HEADS,
             "sliding_window",
@@ -438,13 +270,15 @@ FILES: Mapping[str, File] = {
             model_type="olmo2",
         ),
     ),
-    "olmo3": File("olmo2", _family("olmo3", *_NO_HEADS, rope_scaling=_YARN), _olmo3),
+    "olmo3": File("olmo2", family("olmo3", *_NO_HEADS, rope_scaling=_YARN), _olmo3),
     "phi3": File("phi3", FAMILIES["phi3"], _phi3, hold=_longrope),
-    "qwen2": File("qwen2", _family("qwen2", *_NO_HEADS)),
+    "qwen2": File("qwen2", family("qwen2", *_NO_HEADS)),
     "qwen2_moe": File("qwen2moe", Family("Qwen2-MoE", "Qwen2MoeForCausalLM", _QWEN2_MOE), _experts),
-    "qwen3": File("qwen3", FAMILIES["qwen3"], _heads),
-    "qwen3 with larger heads": File("qwen3", _family("qwen3", head_dim=32, tie_word_embeddings=True), _heads),
-    "qwen3_moe": File("qwen3moe", FAMILIES["qwen3_moe"], _with(_heads, _experts)),
+    "qwen3": File("qwen3", FAMILIES["qwen3"], head_sizes),
+    "qwen3 with larger heads": File(
+        "qwen3", family("qwen3", head_dim=32, tie_word_embeddings=True), head_sizes
+    ),
+    "qwen3_moe": File("qwen3moe", FAMILIES["qwen3_moe"], _with(head_sizes, _experts)),
     "smollm3": File("smollm3", FAMILIES["smollm3"], _llama, _neighbours),
 }
 """By transformers' ``model_type``, and what differs in the file."""

@@ -99,6 +99,9 @@ class Family:
                 for name, parameter in model.named_parameters():
                     if "A_log" not in name:
                         parameter.normal_(0.0, 0.2)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("e_score_correction_bias"):
+                        buffer.normal_(0.0, 0.2)
             model.save_pretrained(directory, max_shard_size=max_shard_size)
         (directory / "config.json").write_text(json.dumps(settings))
         return directory
@@ -459,6 +462,40 @@ FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "deepseek_v2": Family(
+        "DeepSeek V2, V2-Lite, Coder V2",
+        "DeepseekV2ForCausalLM",
+        {
+            **{name: value for name, value in TEXT.items() if name != "head_dim"},
+            "num_key_value_heads": 4,
+            "model_type": "deepseek_v2",
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "softmax",
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 64,
+                "type": "yarn",
+            },
+        },
+    ),
     "deepseek_v3": Family(
         "DeepSeek V3, R1, Kimi-K2",
         "DeepseekV3ForCausalLM",
@@ -723,7 +760,7 @@ Of every row this was tested, against `generate` of the class that the checkpoin
 _NOTES = {
     "phi3": "Up to `original_max_position_embeddings` (4096) positions: [there its rotary embedding changes](decisions/0061-sequences-end-where-rotary-embeddings-change.md)",
     "gemma4": "Those without embeddings of each layer",
-    "deepseek_v3": "Keys and values are kept expanded",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "Keys and values are kept expanded"),
 }
 
 

@@ -14,7 +14,8 @@ import transformers
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.gguf_families import FILES, write
+from tests.support.gguf_families import FILES
+from tests.support.gguf_writing import write
 from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED, page, reason_for
 
 CPU = torch.device("cpu")

@@ -25,7 +25,8 @@ from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Header
 from swarmnet_protocols.models.checkpoints.gguf_config import check_keys, config_of, with_rope
 from swarmnet_protocols.models.checkpoints.gguf_header import read_header
-from tests.support.gguf_families import FILES, File, write
+from tests.support.gguf_families import FILES
+from tests.support.gguf_writing import File, write
 
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 REFUSALS = (ConfigError, StrictDataclassError, *CONFIG_FAULTS)

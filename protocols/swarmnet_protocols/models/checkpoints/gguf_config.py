@@ -312,7 +312,7 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
         *[False] * config.num_nextn_predict_layers,
     ],
     "block_count": lambda config: config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0),
-    "full_attention_interval": lambda _: _ANY,
+    "full_attention_interval": _first("full_attention_interval"),
     "nextn_predict_layers": _first("num_nextn_predict_layers"),
     "ssm.inner_size": _inner_size,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None) or 0,

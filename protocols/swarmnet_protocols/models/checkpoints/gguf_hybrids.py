@@ -80,6 +80,7 @@ def _joined_by_key_head(config: Any, qkv: "Array", z: "Array") -> "Array":
 
 
 _DELTA_SETTINGS = {
+    "full_attention_interval": key("full_attention_interval", LEFT_OUT),
     "layer_types": _layer_types,
     "linear_value_head_dim": _value_head_size,
     "num_nextn_predict_layers": key("nextn_predict_layers", 0),
