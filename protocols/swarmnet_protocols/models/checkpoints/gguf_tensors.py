@@ -40,10 +40,13 @@ class Recipe:
     def packed(self, matrices: "Sequence[PackedTensor]") -> "PackedTensor | None":
         """Return the weight of packed tensors, or None unless it is made of whole rows, or of all
         columns of one tensor in another order."""
+        import torch
+
         joined = PackedTensor.joined(matrices)
         rows = self._order([matrix.shape[0] for matrix in matrices], 0)
         if rows is not None:
-            return joined.select(rows)
+            is_same = torch.equal(rows, torch.arange(joined.shape[0]))
+            return joined if is_same else joined.select(rows)
         columns = self._order([joined.shape[1]], 1) if len(matrices) == 1 else None
         return None if columns is None else joined.select_columns(columns)
 
@@ -64,7 +67,10 @@ class Recipe:
             return None
         if made.ndim != 2 or made.shape[1 - axis] != 1:
             return None
-        order, found = np.argsort(values), made.ravel()
+        found = made.ravel()
+        if np.array_equal(found, values):
+            return torch.arange(len(values))
+        order = np.argsort(values)
         places = np.searchsorted(values[order], found).clip(max=len(values) - 1)
         if not np.array_equal(values[order[places]], found):
             return None
