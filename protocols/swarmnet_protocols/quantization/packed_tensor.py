@@ -130,9 +130,9 @@ class PackedTensor:
             return PackedTensor((Segment(segment.format, segment.data.index_select(0, rows)),), self.inputs)
         starts = torch.tensor([0, *(len(segment.data) for segment in self.segments)]).cumsum(0)
         holders = torch.searchsorted(starts[1:], rows, right=True)
-        _, counts = holders.unique_consecutive(return_counts=True)
+        _, counts = torch.unique_consecutive(holders, return_counts=True)
         found = []
-        for run in rows.split(counts.tolist()):
+        for run in torch.split(rows, counts.tolist()):
             at = int(torch.searchsorted(starts[1:], run[0], right=True))
             data = self.segments[at].data.index_select(0, run - starts[at])
             found.append(PackedTensor.of(self.segments[at].format, data))

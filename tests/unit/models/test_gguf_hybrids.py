@@ -16,7 +16,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from tests.support.gguf_families import FILES
@@ -196,3 +196,14 @@ def test_a_number_of_blocks_that_no_model_has_is_refused_at_once(made: Maker) ->
     path = made.file("qwen3_5", made.model("qwen3_5"), keys={"block_count": 4_000_000_000})
     with pytest.raises(ConfigError, match="block_count less nextn_predict_layers is 4000000000"):
         config_of(path)
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("ssm_a", torch.ones(6)),
+    ("attn_gate.weight", torch.ones(47, 32)),
+    ("ssm_conv1d.weight", torch.ones(79, 4)),
+])  # fmt: skip
+def test_tensors_that_fit_no_model_are_refused_by_name(name: str, values: torch.Tensor, made: Maker) -> None:
+    path = made.file("qwen3_5", made.model("qwen3_5"), tensors={f"blk.1.{name}": values})
+    with pytest.raises(IntegrityError, match=rf"blk\.1\.{name}|linear_attn"):
+        opened(path).load_span(0, 2, dtype=torch.float32, device=CPU)

@@ -289,10 +289,9 @@ class GgufCheckpoint:
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
         try:
             made = recipe.make(*values)
-        except ValueError as error:
-            raise IntegrityError(
-                f"{self.path}: the shape of {' or '.join(recipe.tensors)} is not that of {name}: {error}"
-            ) from error
+        except CONFIG_FAULTS as error:
+            tensors = " or ".join(recipe.tensors)
+            raise IntegrityError(f"{self.path}: {tensors} does not fit {name}: {error}") from error
         # Dequantised weights are new arrays; others are views of the bytes that were read.
         own = np.require(made, requirements=["C_CONTIGUOUS", "WRITEABLE"])
         return name, torch.from_numpy(own)

@@ -7,7 +7,7 @@ falcon_h1.py), and its graphs, for what that means (src/models).
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.gguf_rows import (
     BIASES,
     HINT,
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 def _log_of_decay(values: "Array") -> "Array":
-    """transformers has the logarithm of what files have negated."""
+    """Logarithms of decays, which files have negated."""
     import numpy as np
 
+    if not (values < 0).all():
+        raise IntegrityError("a decay of a recurrent state is not positive")
     found: Array = np.log(-values)
     return found
 
@@ -52,9 +54,9 @@ def _value_head_size(header: Header) -> int:
 
 
 def _by_key_head(config: Any, rows: "Array") -> "Array":
-    """Rows of value heads in transformers' order: all of the first key head, then of the second.
+    """Rows of value heads in transformers' order: those of the first key head come first.
 
-    Files have the first value head of each key head, then the second of each.
+    Files have the first value head of every key head, then the second of every key head.
     """
     heads = config.linear_num_key_heads
     each = config.linear_num_value_heads // heads
@@ -62,7 +64,7 @@ def _by_key_head(config: Any, rows: "Array") -> "Array":
 
 
 def _values_by_key_head(config: Any, rows: "Array") -> "Array":
-    """The same for the rows of values, which follow those of queries and keys."""
+    """``_by_key_head`` for the rows of values, which follow the rows of queries and keys."""
     import numpy as np
 
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
@@ -70,7 +72,7 @@ def _values_by_key_head(config: Any, rows: "Array") -> "Array":
 
 
 def _joined_by_key_head(config: Any, qkv: "Array", z: "Array") -> "Array":
-    """Queries, keys, values and gates of each key head, from those of all key heads."""
+    """The rows of each key head: its queries, keys, values and gates."""
     import numpy as np
 
     heads, keys = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
@@ -113,8 +115,8 @@ _QWEN35_ROPE = {
 
 _GROUPS = {(61, 256): (8, 4), (60, 160): (8, 3), (27, 64): (1, 1)}
 """Groups of experts, and groups that a token uses, by the numbers of blocks and of routed experts:
-DeepSeek V3 and R1, V2, and V2-Lite, by their configs on the hub. Converters before October 2025
-wrote no keys for groups."""
+DeepSeek V3 and R1, V2 (arXiv 2405.04434, section 2.2), and V2-Lite. Older converters wrote no keys
+for groups."""
 
 
 def _groups(which: int) -> Any:
@@ -162,7 +164,7 @@ def _mscale(header: Header) -> Any:
 
 
 def _keys_and_values(config: Any, keys: "Array", values: "Array") -> "Array":
-    """The rows of keys and of values of each head, from keys [H, rank, rows] and values [H, rows, rank]."""
+    """The rows of keys and of values of each head: [H, rank, keys] and [H, values, rank] joined."""
     import numpy as np
 
     return np.concatenate([keys.swapaxes(1, 2), values], 1).reshape(-1, config.kv_lora_rank)
@@ -211,7 +213,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         },
         {r"self_attn\.kv_b_proj": Weight(("attn_k_b.weight", "attn_v_b.weight"), _keys_and_values)}
         | _ROUTING_BIAS,
-        {"mscale": _mscale, "mscale_all_dim": _mscale},
+        yarn={"mscale": _mscale, "mscale_all_dim": _mscale},
     ),
     "falcon-h1": Architecture(
         "falcon_h1",

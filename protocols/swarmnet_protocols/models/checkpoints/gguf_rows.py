@@ -54,7 +54,9 @@ class Header:
     def blocks_ahead(self) -> set[int]:
         """The blocks that predict further tokens."""
         count, end = self.own.get("nextn_predict_layers", 0), self.own.get("block_count", 0)
-        found = (_AHEAD.fullmatch(name) for name in self.shapes) if count else ()
+        if not count or not isinstance(count, int) or not isinstance(end, int):
+            return set()
+        found = (_AHEAD.fullmatch(name) for name in self.shapes)
         return {int(match[1]) for match in found if match and end - count <= int(match[1]) < end}
 
     @property
@@ -98,7 +100,8 @@ class Weight:
     made: "Callable[..., Array] | None" = None
     """Makes the weight of the config and the values of each tensor. None: the values as they are.
 
-    A matrix stays packed if ``made`` only chooses rows of its tensors, one after another.
+    A matrix stays packed if ``made`` only chooses rows of its tensors, or changes the order of
+    columns.
     """
 
 
