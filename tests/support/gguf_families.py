@@ -11,7 +11,7 @@ import torch
 
 from tests.support.gguf_hybrids import HYBRIDS
 from tests.support.gguf_writing import File, Keys, Tensors, family, head_sizes, routing_bias
-from tests.support.hub_families import EXPERTS, FAMILIES, TEXT, Family
+from tests.support.hub_families import FAMILIES, Family
 
 
 def _llama(config: Any) -> Keys:
@@ -26,6 +26,15 @@ def _neighbours(config: Any, name: str, values: torch.Tensor) -> Tensors:
         if part in name:
             values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
     yield name, values
+
+
+def _each_expert(config: Any, name: str, values: torch.Tensor) -> Tensors:
+    """A tensor for each expert, as converters wrote until April 2024."""
+    if not name.endswith("_exps.weight"):
+        yield from _neighbours(config, name, values)
+        return
+    for expert, matrix in enumerate(values):
+        yield name.replace("_exps", f".{expert}"), matrix
 
 
 def _plus_one(config: Any, name: str, values: torch.Tensor) -> Tensors:
@@ -170,48 +179,31 @@ def _minimax(config: Any) -> Keys:
     return {**head_sizes(config), **_experts(config), **own}
 
 
+def _ministral(config: Any) -> Keys:
+    rope = config.rope_parameters
+    return {
+        **_llama(config), **head_sizes(config), "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+    }  # fmt: skip
+
+
+def _axes(config: Any) -> Keys:
+    """Positions in images, of which texts have one."""
+    return {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 1}
+
+
 def _with(*keys: Callable[[Any], Keys]) -> Callable[[Any], Keys]:
     return lambda config: {key: value for each in keys for key, value in each(config).items()}
 
 
 _NO_HEADS = ("head_dim",)
-_COHERE = {
-    **{key: value for key, value in TEXT.items() if key not in ("rms_norm_eps", "head_dim")},
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.25,
-}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
-_QWEN2_MOE = {
-    **{key: value for key, value in TEXT.items() if key != "head_dim"},
-    **EXPERTS,
-    "model_type": "qwen2_moe",
-    "decoder_sparse_step": 1,
-    "shared_expert_intermediate_size": 24,
-    "norm_topk_prob": False,
-}
-
 FILES: Mapping[str, File] = {
     **HYBRIDS,
-    "cohere": File(
-        "command-r",
-        Family("Command-R", "CohereForCausalLM", {**_COHERE, "model_type": "cohere"}),
-        _cohere,
-    ),
-    "cohere with norms of heads": File(
-        "command-r",
-        Family("Command-R+", "CohereForCausalLM", {**_COHERE, "use_qk_norm": True, "model_type": "cohere"}),
-        _cohere,
-    ),
-    "cohere2": File(
-        "cohere2",
-        Family(
-            "Command-R 7B",
-            "Cohere2ForCausalLM",
-            {**_COHERE, "model_type": "cohere2", "sliding_window": 6},
-        ),
-        _cohere2,
-    ),
+    "cohere": File("command-r", FAMILIES["cohere"], _cohere),
+    "cohere with norms of heads": File("command-r", family("cohere", use_qk_norm=True), _cohere),
+    "cohere2": File("cohere2", FAMILIES["cohere2"], _cohere2),
     "gemma2": File("gemma2", FAMILIES["gemma2"], _gemma2, _plus_one),
     "gemma3_text": File(
         "gemma3",
@@ -234,18 +226,7 @@ FILES: Mapping[str, File] = {
     "gpt_oss": File("gpt-oss", FAMILIES["gpt_oss"], _with(head_sizes, _experts, _windowed)),
     "granite": File("granite", family("granite", *_NO_HEADS), _granite, _neighbours),
     "granitemoe": File("granitemoe", family("granitemoe", *_NO_HEADS), _granite, _granite_moe),
-    "granitemoeshared": File(
-        "granitemoe",
-        family(
-            "granitemoe",
-            *_NO_HEADS,
-            architecture="GraniteMoeSharedForCausalLM",
-            model_type="granitemoeshared",
-            shared_intermediate_size=24,
-        ),
-        _granite,
-        _granite_moe,
-    ),
+    "granitemoeshared": File("granitemoe", family("granitemoeshared", *_NO_HEADS), _granite, _granite_moe),
     "lfm2": File("lfm2", FAMILIES["lfm2"], _lfm2, _conv),
     "llama": File("llama", FAMILIES["llama"], _with(_llama, head_sizes), _neighbours, _llama3_factors),
     "llama with biases": File(
@@ -254,31 +235,38 @@ FILES: Mapping[str, File] = {
         _with(_llama, head_sizes),
         _neighbours,
     ),
+    "llama with fused queries, keys and values": File(
+        "llama", FAMILIES["llama"], _with(_llama, head_sizes), _neighbours, _llama3_factors, is_fused=True
+    ),
     "minimax_m2": File("minimax-m2", FAMILIES["minimax_m2"], _minimax, routing_bias),
     "mistral": File(
         "llama", family("mistral", sliding_window=None, head_dim=16), _with(_llama, head_sizes), _neighbours
     ),
     "mixtral": File("llama", FAMILIES["mixtral"], _with(_llama, head_sizes), _neighbours),
-    "olmo2": File(
-        "olmo2",
-        family(
-            "olmo3",
-            *_NO_HEADS,
-            "sliding_window",
-            "layer_types",
-            architecture="Olmo2ForCausalLM",
-            model_type="olmo2",
-        ),
+    "mixtral with a tensor for each expert": File(
+        "llama", FAMILIES["mixtral"], _with(_llama, head_sizes), _each_expert
     ),
+    "ministral3": File("mistral3", FAMILIES["ministral3"], _ministral, _neighbours),
+    "mistral3": File(
+        "mistral3", family("mistral", sliding_window=None), _with(_llama, head_sizes), _neighbours
+    ),
+    "olmo2": File("olmo2", family("olmo2", *_NO_HEADS)),
     "olmo3": File("olmo2", family("olmo3", *_NO_HEADS, rope_scaling=_YARN), _olmo3),
+    "olmoe": File("olmoe", family("olmoe", *_NO_HEADS)),
     "phi3": File("phi3", FAMILIES["phi3"], _phi3, hold=_longrope),
     "qwen2": File("qwen2", family("qwen2", *_NO_HEADS)),
-    "qwen2_moe": File("qwen2moe", Family("Qwen2-MoE", "Qwen2MoeForCausalLM", _QWEN2_MOE), _experts),
+    "qwen2 with fused queries, keys and values": File("qwen2", family("qwen2", *_NO_HEADS), is_fused=True),
+    "qwen2_5_vl": File("qwen2vl", family("qwen2", *_NO_HEADS), _axes),
+    "qwen2_vl": File("qwen2vl", family("qwen2", *_NO_HEADS), _axes),
+    "qwen2_moe": File("qwen2moe", family("qwen2_moe", *_NO_HEADS), _experts),
     "qwen3": File("qwen3", FAMILIES["qwen3"], head_sizes),
     "qwen3 with larger heads": File(
         "qwen3", family("qwen3", head_dim=32, tie_word_embeddings=True), head_sizes
     ),
     "qwen3_moe": File("qwen3moe", FAMILIES["qwen3_moe"], _with(head_sizes, _experts)),
+    "qwen3_vl": File("qwen3vl", FAMILIES["qwen3"], _with(head_sizes, _axes)),
+    "qwen3_vl_moe": File("qwen3vlmoe", FAMILIES["qwen3_moe"], _with(head_sizes, _experts, _axes)),
     "smollm3": File("smollm3", FAMILIES["smollm3"], _llama, _neighbours),
+    "starcoder2": File("starcoder2", family("starcoder2", *_NO_HEADS)),
 }
 """By transformers' ``model_type``, and what differs in the file."""

@@ -33,6 +33,8 @@ class File:
     """Tensors of a weight of transformers."""
     hold: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
     """Tensors that are no weights of transformers."""
+    is_fused: bool = False
+    """Whether queries, keys and values are one tensor, as ``--fuse-qkv`` writes them."""
 
 
 def write(
@@ -60,7 +62,10 @@ def write(
     writer.add_token_merges(["! !"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, values in {**dict(_tensors(file, model)), **(tensors or {})}.items():
+    own = dict(_tensors(file, model))
+    if file.is_fused:
+        _fuse(own)
+    for name, values in {**own, **(tensors or {})}.items():
         if values is None:
             continue
         numbers = np.ascontiguousarray(np.asarray(values, np.float32))
@@ -76,6 +81,12 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _fuse(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
 
 
 def _add_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
@@ -104,7 +115,7 @@ def _common(config: Any) -> Keys:
         "attention.head_count": config.num_attention_heads, "rope.freq_base": float(full["rope_theta"]),
         "attention.head_count_kv": _global(config, "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": _first(config, "norm_eps", "rms_norm_eps"),
-        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps"),
+        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps", "norm_epsilon"),
         "expert_count": _first(config, "num_local_experts", "num_experts"),
         "expert_used_count": _first(config, "num_experts_per_tok", "top_k_experts"),
     }  # fmt: skip

@@ -6,6 +6,7 @@ undoes its conversion of the hub's names.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+COHERE: dict[str, Any] = {
+    **{name: value for name, value in TEXT.items() if name not in ("rms_norm_eps", "head_dim")},
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.25,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GATED_DELTA: dict[str, Any] = {
@@ -590,6 +596,70 @@ FAMILIES: dict[str, Family] = {
             "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
         },
     ),
+    "olmo2": Family("OLMo 2 1B to 32B", "Olmo2ForCausalLM", {**TEXT, "model_type": "olmo2"}),
+    "cohere": Family("Command-R, Command-R+, Aya", "CohereForCausalLM", {**COHERE, "model_type": "cohere"}),
+    "cohere2": Family(
+        "Command-R7B, Command A",
+        "Cohere2ForCausalLM",
+        {**COHERE, "model_type": "cohere2", "sliding_window": 6},
+    ),
+    "ministral3": Family(
+        "Ministral 3 3B, 8B, 14B",
+        "Ministral3ForCausalLM",
+        {
+            **TEXT,
+            "model_type": "ministral3",
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "granitemoeshared": Family(
+        "Granite MoE with shared experts",
+        "GraniteMoeSharedForCausalLM",
+        {
+            **TEXT,
+            "model_type": "granitemoeshared",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "qwen2_moe": Family(
+        "Qwen1.5-MoE, Qwen2 57B-A14B",
+        "Qwen2MoeForCausalLM",
+        {
+            **TEXT,
+            **EXPERTS,
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False,
+        },
+    ),
+    "starcoder2": Family(
+        "StarCoder2 3B, 7B, 15B",
+        "Starcoder2ForCausalLM",
+        {
+            **{name: value for name, value in TEXT.items() if name != "rms_norm_eps"},
+            "model_type": "starcoder2",
+            "norm_epsilon": 1e-5,
+            "sliding_window": 4096,
+        },
+    ),
 }
 
 
@@ -732,32 +802,37 @@ about them, and memory. The order means nothing."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """# Families of models
 
-This page is made from the tests: `python -m tests.support.hub_families` writes it, and `tests/unit/models/test_families.py` tests every row.
+This page is made from the tests: `python -m tests.support.family_page` writes it, and `tests/unit/models/test_families.py`
+tests every row.
 
-Each family is tested with a small model of random weights, as a directory in Hugging Face layout (safetensors) and as a gguf file; a column is
-empty where it was not. A directory has a `config.json` with the fields of a published one and dimensions scaled down, and tensors by the names
-that published checkpoints have. A gguf file has the names, keys, orders and values that llama.cpp's converter writes; the column has llama.cpp's
-name of the architecture. No hub was reached: the fields follow published configs from memory and from transformers, and the names are those that
-transformers' `save_pretrained` writes, which undoes its conversion of the hub's names. The weights tested are float32; which quantised
-checkpoints are read is another matter ([models](../protocols/swarmnet_protocols/models/README.md)).
+Each family is tested with a small model of random weights, in float32: as a directory, and as a gguf file. No hub was
+reached. A directory has a `config.json` with the fields of a published one and dimensions scaled down, from memory and
+from transformers, and tensors by the names that transformers' `save_pretrained` writes. A gguf file has the names, keys
+and orders that llama.cpp's converter writes. Which quantised checkpoints are read is another matter
+([models](../protocols/swarmnet_protocols/models/README.md)).
+
+Another family than these works as a directory if its decoder consists of embeddings, layers and a final norm, and its
+layers keep keys, values and recurrent states in transformers' cache. What does not is refused when its files are read, or
+when a host loads its blocks. A gguf file of an architecture that is not listed is refused: use the directory.
 
 A key, a setting or a tensor that changes answers and is not read is refused by name
-([0101](decisions/0101-gguf-completely-or-refused.md), [0110](decisions/0110-what-transformers-drops.md)). A gguf file of another architecture is refused:
-use its Hugging Face layout.
-
-Another family than these works if its decoder consists of embeddings, layers and a final norm, and its layers keep keys, values and recurrent states in
-transformers' cache. What does not is refused when its files are read, or when a host loads its blocks.
+([0101](decisions/0101-gguf-completely-or-refused.md), [0110](decisions/0110-what-transformers-drops.md)).
 
 ## Families that work
 
-Of every row this was tested, against `generate` of the class that the checkpoint names, in float32:
+Of every row this was tested, in each layout, against `generate` of the class that the checkpoint names:
 
-- greedy tokens are equal through one, two and three hops, for sequences alone and for several in one batch that enter in chunks;
+- greedy tokens are equal through one, two and three hops, for sequences alone and for several in one batch that enter in
+  chunks;
+- logits after 16, 150 and 1,000 positions differ by less than 2e-5 of their norm;
 - a sequence that is rewound continues as if the rest had never been;
 - the tensors of towers for images and sound are neither in the manifest nor read. Prompts are text: images cannot be given.
 
+The column gguf has llama.cpp's name of the architecture; where it is empty, use the directory.
+
 """
 _NOTES = {
+    "mistral": "Files of Mistral 7B v0.1 do not tell its window: beyond 4096 positions, use the directory",
     "phi3": "Up to `original_max_position_embeddings` (4096) positions: [there its rotary embedding changes](decisions/0061-sequences-end-where-rotary-embeddings-change.md)",
     "gemma4": "Those without embeddings of each layer",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "Keys and values are kept expanded"),
@@ -768,60 +843,23 @@ def _mark(name: str) -> str:
     return "yes" if name in MOST_USED else ""
 
 
-_ONLY_GGUF = {
-    "deepseek_v2": "DeepSeek V2, V2-Lite",
-    "granitemoeshared": "Granite MoE with a shared expert",
-    "olmo2": "OLMo 2 1B to 32B",
-}
-"""Models of families that are tested as gguf files only, where the test does not name them."""
+def page(reasons: Mapping[str, str], files: Mapping[str, str]) -> str:
+    """The text of docs/families.md.
 
-
-def _files() -> dict[str, tuple[set[str], str]]:
-    """By ``model_type``: llama.cpp's names of the architectures that are tested, and the models."""
-    import transformers
-
-    from tests.support import gguf_families, gguf_hybrids
-
-    found: dict[str, tuple[set[str], str]] = {}
-    for file in gguf_families.FILES.values():
-        kind = _text_of(file.family)["model_type"]
-        models = _ONLY_GGUF.get(kind, file.family.models)
-        found.setdefault(kind, (set(), models))[0].add(file.architecture)
-    for each in gguf_hybrids.FAMILIES.values():
-        names = (f"{each.model}TextConfig", f"{each.model}Config")
-        cls = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-        models = _ONLY_GGUF.get(cls.model_type, each.model)
-        found.setdefault(cls.model_type, (set(), models))[0].add(each.architecture)
-    return found
-
-
-def _text_of(family: Family) -> dict[str, Any]:
-    """The settings of a family's language model."""
-    return {**family.config, **family.config.get("text_config", {})}
-
-
-def page(reasons: dict[str, str]) -> str:
-    """The text of docs/families.md; ``reasons`` has, for each of ``REFUSED``, why it is refused."""
+    ``reasons`` has, for each of ``REFUSED``, why it is refused; ``files`` the architecture of gguf files.
+    """
     lines = [
         "| `model_type` | models | safetensors | gguf | among the 20 most used | recurrent state | |",
         "|---|---|---|---|---|---|---|",
     ]
-    files = _files()
-    rows = {}
-    for name, family in FAMILIES.items():
-        text = _text_of(family)
+    for name, family in sorted(FAMILIES.items()):
+        text = {**family.config, **family.config.get("text_config", {})}
         kept = {"mamba", "conv", LINEAR} & set(text.get("layer_types", ()))
         is_recurrent = bool(kept) or any(key.startswith("mamba") for key in text)
-        architectures, _ = files.get(text["model_type"], (set(), ""))
-        rows[name] = (family.models, "yes", architectures, is_recurrent)
-    known = {_text_of(family)["model_type"] for family in FAMILIES.values()}
-    for kind, (architectures, models) in files.items():
-        if kind not in known:
-            rows[kind] = (models, "", architectures, False)
-    for name, (models, directory, architectures, is_recurrent) in sorted(rows.items()):
-        gguf = ", ".join(f"`{each}`" for each in sorted(architectures))
+        found = files.get(name) or files.get(text["model_type"])
+        gguf = f"`{found}`" if found else ""
         state = "yes" if is_recurrent else ""
-        cells = (f"`{name}`", models, directory, gguf, _mark(name), state, _NOTES.get(name, ""))
+        cells = (f"`{name}`", family.models, "yes", gguf, _mark(name), state, _NOTES.get(name, ""))
         lines.append(f"| {' | '.join(cells)} |")
     works = sum(name in FAMILIES for name in MOST_USED)
     lines += ["", f"{works} of the {len(MOST_USED)} most used work.", "", "## Families that are refused", ""]
@@ -839,10 +877,3 @@ def reason_for(name: str, directory: Path) -> str:
     except ConfigError as error:
         return str(error)
     raise AssertionError(f"{name} is not refused")
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(page({name: reason_for(name, Path(folder) / name) for name in REFUSED}))

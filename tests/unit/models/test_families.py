@@ -14,9 +14,10 @@ import transformers
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.family_page import current, reasons_in
 from tests.support.gguf_families import FILES
 from tests.support.gguf_writing import write
-from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED, page, reason_for
+from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED
 
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
@@ -153,10 +154,10 @@ def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> No
 
 
 def test_families_that_do_not_work_are_refused_with_the_reason_on_the_page(tmp_path: Path) -> None:
-    reasons = {name: reason_for(name, tmp_path / name) for name in REFUSED}
+    reasons = reasons_in(tmp_path)
     for name, reason in reasons.items():
         assert REFUSED[name].architecture.split("For")[0] in reason
-    assert PAGE.read_text() == page(reasons), "python -m tests.support.hub_families writes it"
+    assert PAGE.read_text() == current(reasons), "python -m tests.support.family_page writes it"
 
 
 def test_seventeen_of_the_twenty_most_used_families_work() -> None:

@@ -15,8 +15,9 @@ from gguf import GGUFValueType
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.models import resolve
-from tests.support import gguf_families, gguf_hybrids
+from tests.support.gguf_families import FILES
 from tests.support.gguf_files import TEXT, GgufFile, Key, Tensor, tokenizer
+from tests.support.gguf_writing import write
 
 IDS = torch.randint(6, 58, (1, 40), generator=torch.Generator().manual_seed(1))
 """Longer than every sliding window."""
@@ -35,8 +36,7 @@ HARMLESS = {
 """Changes after which the answer is the same, and why it must be."""
 
 
-FAMILIES = (*gguf_families.FILES, *gguf_hybrids.FAMILIES)
-FAST = ("llama", "gemma3_text", "phi3", "gpt_oss", "deepseek3", "qwen35moe")
+FAST = ("llama", "gemma3_text", "phi3", "gpt_oss", "deepseek_v3", "qwen3_5_moe")
 """Families of which a fast run tries a few changes."""
 OTHER = {
     "rope.freq_base": 12_345.0,
@@ -48,13 +48,10 @@ OTHER = {
 
 def family(name: str, folder: Path) -> GgufFile:
     """The file of a family, as llama.cpp's converter writes it."""
-    if name in gguf_hybrids.FAMILIES:
-        path = gguf_hybrids.write(folder / "model.gguf", name, gguf_hybrids.make(name))
-    else:
-        file = gguf_families.FILES[name]
-        cls = getattr(transformers, file.family.architecture)
-        model = cls.from_pretrained(file.family.save(folder / "model"), dtype=torch.float32)
-        path = gguf_families.write(folder / "model.gguf", file, model)
+    file = FILES[name]
+    cls = getattr(transformers, file.family.architecture)
+    model = cls.from_pretrained(file.family.save(folder / "model"), dtype=torch.float32)
+    path = write(folder / "model.gguf", file, model)
     found = GgufFile.read(path)
     for key, value in OTHER.items():
         if (own := f"{found.architecture}.{key}") in found.keys:
@@ -170,7 +167,7 @@ def test_a_change_of_a_file_changes_the_answer_or_is_refused(name: str, tmp_path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FILES)
 def test_no_change_of_a_file_is_silent(name: str, tmp_path: Path) -> None:
     """Every key and every tensor: ``test_a_change_of_a_file_changes_the_answer_or_is_refused`` tries a few."""
     check(name, tmp_path, slice(None))

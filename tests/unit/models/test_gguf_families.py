@@ -19,7 +19,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Header
@@ -82,7 +82,8 @@ def test_no_key_changes_without_the_config_or_a_refusal(written: Written) -> Non
         for name, values in written.file.hold(written.model.config).items()
     }
     before = answers(header, factors)
-    for key in header.own:
+    of_images = {"rope.dimension_sections", "n_deepstack_layers"} if "vl" in header.architecture else set()
+    for key in header.own.keys() - of_images:
         name = f"{header.architecture}.{key}"
         for value in {*changed(fields[name])} - {fields[name]}:
             try:
@@ -93,29 +94,6 @@ def test_no_key_changes_without_the_config_or_a_refusal(written: Written) -> Non
         others = {other: value for other, value in fields.items() if other != name}
         with suppress(*REFUSALS):  # without a key, its default may be right
             answers(replace(header, fields=others), factors)
-
-
-@pytest.mark.thorough
-def test_a_key_or_tensor_that_is_not_known_is_refused(written: Written, tmp_path: Path) -> None:
-    path = write(tmp_path / "key.gguf", written.file, written.model, keys={"attention.of_next_year": 1})
-    with pytest.raises(ConfigError, match=r"attention\.of_next_year"):
-        _ = load(path).config
-    extra = {"blk.1.attn_next.weight": [1.0] * 32}
-    path = write(tmp_path / "tensor.gguf", written.file, written.model, tensors=extra)
-    with pytest.raises(ConfigError, match=r"blk\.1\.attn_next\.weight"):
-        load(path)
-
-
-@pytest.mark.thorough
-def test_no_tensor_is_missing_without_a_refusal(written: Written, tmp_path: Path) -> None:
-    """Without ``output.weight`` the head is that of the embeddings; Llama 3.0 has no ``rope_freqs``."""
-    names = [name for name in read_header(written.path)[1] if not name.startswith("blk.") or "blk.1." in name]
-    left_out = {"output.weight", "rope_freqs.weight" if written.file.architecture == "llama" else ""}
-    for number, name in enumerate({*names} - left_out):
-        path = write(tmp_path / f"{number}.gguf", written.file, written.model, tensors={name: None})
-        with pytest.raises((ConfigError, IntegrityError)):
-            load(path).load_whole(**FLOAT32)
-        path.unlink()
 
 
 def test_a_quantised_file_gives_what_its_values_give(written: Written, tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ class GgufCheckpoint:
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
         try:
             made = recipe.make(*values)
-        except CONFIG_FAULTS as error:
+        except (*CONFIG_FAULTS, IntegrityError) as error:
             tensors = " or ".join(recipe.tensors)
             raise IntegrityError(f"{self.path}: {tensors} does not fit {name}: {error}") from error
         # Dequantised weights are new arrays; others are views of the bytes that were read.
