@@ -28,7 +28,7 @@ HARMLESS = {
     r"without .*\.vocab_size": "the tokens tell it",
     r"without .*\.(value_length|value_length_swa|value_length_mla)": "the shapes of the tensors tell it",
     r"without .*\.expert_(shared_)?feed_forward_length": "the shapes of the experts tell it",
-    r"(without|with another) (qwen3moe|gpt-oss|qwen35moe|qwen3next)\.feed_forward_length.*": "no block is dense",
+    r"(without|with another) (qwen[23]moe|qwen3vlmoe|gpt-oss|qwen35moe|qwen3next)\.feed_forward_length.*": "no block is dense",
     r"(without|with another) phi3\.context_length.*": "sequences end where the rotary embedding would change",
     r"with another rope_factors_long\.weight": "sequences end where these factors would apply",
     r"with another .*\.yarn_beta_(fast|slow).*": "heads so small have no frequency between the bounds",
