@@ -7,7 +7,7 @@ falcon_h1.py), and its graphs, for what that means (src/models).
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.gguf_rows import (
     BIASES,
     HINT,
@@ -32,7 +32,7 @@ def _log_of_decay(values: "Array") -> "Array":
     import numpy as np
 
     if not (values < 0).all():
-        raise IntegrityError("a decay of a recurrent state is not positive")
+        raise ValueError("a decay of a recurrent state is not positive")
     found: Array = np.log(-values)
     return found
 
