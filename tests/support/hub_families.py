@@ -486,7 +486,7 @@ FAMILIES: dict[str, Family] = {
             "topk_method": "group_limited_greedy",
             "n_routed_experts": 8,
             "n_shared_experts": 2,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 3,
             "moe_intermediate_size": 16,
             "norm_topk_prob": False,
             "routed_scaling_factor": 2.5,

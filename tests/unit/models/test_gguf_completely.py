@@ -28,8 +28,14 @@ HARMLESS = {
     r"without .*\.vocab_size": "the tokens tell it",
     r"without .*\.(value_length|value_length_swa|value_length_mla)": "the shapes of the tensors tell it",
     r"without .*\.expert_(shared_)?feed_forward_length": "the shapes of the experts tell it",
-    r"(without|with another) (qwen[23]moe|qwen3vlmoe|gpt-oss|qwen35moe|qwen3next)\.feed_forward_length.*": "no block is dense",
-    r"(without|with another) phi3\.context_length.*": "sequences end where the rotary embedding would change",
+    r"(without|with another) (qwen\w*moe|qwen3next|gpt-oss|minimax-m2)\.feed_forward_length.*": "no block is dense",
+    r"(without|with another) qwen\w+\.full_attention_interval.*": "recurrent_layers comes first, in llama.cpp, too",
+    r"without deepseek2\.attention\.(head_count_kv|key_length)": "latent attention has sizes of its own",
+    r"with another deepseek2\.rope\.scaling\.original_context_length.*": "heads so small have no frequency between the bounds",
+    r"without minimax-m2\.expert_gating_func": "the architecture has one",
+    r"without olmo2\.attention\.sliding_window_pattern": "each fourth block has no window, as llama.cpp has it",
+    r"(without|with another) phi3\.(context_length|attention\.sliding_window).*": "sequences end before",
+    r"without phi3\.rope\.scaling\.attn_factor": "it follows from the two lengths",
     r"with another rope_factors_long\.weight": "sequences end where these factors would apply",
     r"with another .*\.yarn_beta_(fast|slow).*": "heads so small have no frequency between the bounds",
 }
@@ -37,6 +43,11 @@ HARMLESS = {
 DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attention.key_length": lambda own: own["embedding_length"] // own["attention.head_count"],
     "attention.shared_kv_layers": lambda _: 0,
+    "expert_gating_func": lambda own: 2 if "nextn_predict_layers" in own else 1,  # of GLM, of others
+    "expert_group_count": lambda _: 1,
+    "expert_group_used_count": lambda _: 1,
+    "expert_weights_scale": lambda _: 1.0,
+    "nextn_predict_layers": lambda _: 0,
     "rope.dimension_count": lambda own: head_size(own, ""),
     "rope.dimension_count_swa": lambda own: head_size(own, "_swa"),
     "rope.freq_base_swa": lambda _: 10_000.0,

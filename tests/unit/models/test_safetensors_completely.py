@@ -70,6 +70,16 @@ def test_layers_with_a_window_that_the_class_lacks_are_refused(tmp_path: Path) -
         opened("llama", tmp_path, with_settings(layer_types=["sliding_attention"] * 4))
 
 
+@pytest.mark.parametrize(("family", "settings"), [
+    ("qwen3_moe", {"num_experts_per_tok": 99}), ("deepseek_v3", {"topk_group": 3}), ("deepseek_v3", {"n_group": 4}),
+])  # fmt: skip
+def test_experts_that_no_router_can_choose_are_refused(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="experts for a token"):
+        opened(family, tmp_path, with_settings(**settings))
+
+
 @pytest.mark.parametrize("name", ["extra.weight", "transformer.h.weight", "visual.blocks.0.weight"])
 def test_a_tensor_beside_the_language_model_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):

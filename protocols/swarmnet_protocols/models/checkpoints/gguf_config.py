@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
 from swarmnet_protocols.models.checkpoints.gguf_rows import HINT, LEFT_OUT, Architecture, Header
+from swarmnet_protocols.models.checkpoints.unread import check_routing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,6 +60,7 @@ def config_of(header: Header) -> "PretrainedConfig":
         if name and name not in settings and getattr(default, name) not in (None, 0, 1):
             raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=HINT)
     config: PretrainedConfig = made(**settings)
+    check_routing(config)
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) and not config.sliding_window:
         raise ConfigError(f"the file has no key {header.architecture}.attention.sliding_window", hint=HINT)
     return config

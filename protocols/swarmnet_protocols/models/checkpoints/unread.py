@@ -67,11 +67,28 @@ def check_settings(config: Any, settings: Mapping[str, Any], build: Callable[[],
                 f"the config has {name} = {str(value)[:100]}, which {type(config).__name__} of transformers does not read",
                 hint=_HINT,
             )
+    check_routing(config)
     kinds = settings.get("layer_types") or ()
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ConfigError(
             f"the config has layers of sliding_attention, and {type(config).__name__} has no sliding_window",
             hint=_HINT,
+        )
+
+
+def check_routing(config: Any) -> None:
+    """Raise ``ConfigError`` for a number of experts or groups that a router cannot choose."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    experts = next(filter(None, (getattr(config, name, None) for name in names)), None)
+    if experts is None:
+        return
+    used = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    groups, kept = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+    size = experts // groups
+    if not 0 < used <= size * kept or kept > groups or (groups > 1 and (experts % groups or size < 2)):
+        raise ConfigError(
+            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts",
+            hint="take config.json and weights from one revision of the model, or download the file again",
         )
 
 
