@@ -41,12 +41,14 @@ from tests.support.weight_swarm import weight_swarm
 from tests.unit.models import (
     test_download,
     test_expert_pieces,
+    test_file_kinds,
     test_gguf_config,
     test_gguf_parts,
     test_inventory,
     test_model_folder,
     test_models_gguf,
     test_parts,
+    test_safetensors_completely,
     test_slow_hosts,
     test_weights_from_peers,
 )
@@ -243,6 +245,32 @@ FETCHING = (
         test_model_folder.test_a_dimension_of_a_tensor_is_bounded,
     ),
     Defence(
+        "a file that is no model for text is refused by what it is",
+        replacing(gguf_file, "check_kind", nothing),
+        lambda folder: test_file_kinds.test_a_gguf_file_of_something_else_says_what_it_is(
+            "qwen3", test_file_kinds.ONE, {"qwen3__pooling_type": 3}, "embedding model", folder
+        ),
+    ),
+    Defence(
+        "a setting of a checkpoint that the class does not read is refused",
+        replacing(safetensors_file, "check_settings", nothing),
+        lambda folder: test_safetensors_completely.test_a_setting_that_the_class_does_not_read_is_refused(
+            "llama", "embedding_multiplier", 2.0, folder
+        ),
+    ),
+    Defence(
+        "a tensor beside the language model is refused",
+        replacing(safetensors_file, "check_tensors", nothing),
+        lambda folder: test_safetensors_completely.test_a_tensor_beside_the_language_model_is_refused(
+            "extra.weight", folder
+        ),
+    ),
+    Defence(
+        "a block behind the last is refused unless it predicts several tokens",
+        replacing(safetensors_file, "check_blocks", nothing),
+        test_safetensors_completely.test_blocks_behind_the_last_predict_several_tokens_or_are_refused,
+    ),
+    Defence(
         "the public name of a model has no path",
         lambda patch: [patch.setattr(each, "name_for_peers", str) for each in (node, reports)],
         publishes_no_path,
@@ -266,7 +294,7 @@ FETCHING = (
     ),
     Defence(
         "every tensor of a safetensors file is used",
-        replacing(partial_model, "_UNUSED", re.compile("")),
+        replacing(partial_model, "UNUSED", re.compile("")),
         lambda folder: test_model_folder.test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
             "model.layers.0.self_attn.q_proj.bias", True, folder
         ),

@@ -30,6 +30,7 @@ HARMLESS = {
     r"without .*\.expert_(shared_)?feed_forward_length": "the shapes of the experts tell it",
     r"(without|with another) (qwen\w*moe|qwen3next|gpt-oss|minimax-m2)\.feed_forward_length.*": "no block is dense",
     r"(without|with another) qwen\w+\.full_attention_interval.*": "recurrent_layers comes first, in llama.cpp, too",
+    r"(without|with another) qwen\w+vl\w*\.(rope\.dimension_sections|n_deepstack_layers).*": "of images only",
     r"without deepseek2\.attention\.(head_count_kv|key_length)": "latent attention has sizes of its own",
     r"with another deepseek2\.rope\.scaling\.original_context_length.*": "heads so small have no frequency between the bounds",
     r"without minimax-m2\.expert_gating_func": "the architecture has one",
