@@ -1,12 +1,12 @@
 """What the architectures of gguf files are in transformers: one row of ``ARCHITECTURES`` for each.
 
-gguf_config.py makes a config by a row, and gguf_tensors.py finds the tensors of each weight. Most
-keys and tensors mean the same in every architecture, and need no mention here: ``KEYS`` in
-gguf_config.py has the keys, and the package ``gguf`` has llama.cpp's names of tensors.
+gguf_config.py makes a config by a row, and gguf_tensors.py finds the tensors of each weight. What
+most architectures share needs no mention here: gguf_config.py knows the keys, and the package
+``gguf`` has llama.cpp's names of tensors.
 
 To add an architecture, add a row: the ``model_type``, settings that no key gives, and weights whose
-tensors have other names, another order or other values. What the row forgets is refused, because
-every key is compared with the config and every tensor must be used.
+tensors have other names, another order or other values. The loader refuses what a row forgets: it
+compares every key with the config, and every tensor must be used.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,8 @@ def _gemma_query_scale(blocks_of_27b: int) -> Setting:
 def _rope_by_kind(sliding_base: float | None) -> Setting:
     """Rotary parameters of each kind of attention.
 
-    ``sliding_base`` is that of sliding windows in files without the key; None: that of the others.
+    ``sliding_base`` is the base for sliding windows in files that have no key for it. None: the
+    base of full attention.
     """
 
     def parameters(header: Header) -> dict[str, Any]:
