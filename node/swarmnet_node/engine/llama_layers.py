@@ -6,6 +6,7 @@ products is slow, and fewer operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -128,6 +129,8 @@ def _layer_has_llama_shape(layer: Any) -> bool:
         and hasattr(attention, "q_norm") == hasattr(attention, "k_norm")
         and hasattr(attention, "head_dim")
         and hasattr(attention, "layer_idx")
+        # Ministral 3 scales queries by their positions, too, from the first that is far enough.
+        and "position_ids" not in signature(attention.forward).parameters
     )
 
 

@@ -205,7 +205,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         lambda header: "ministral3" if "attention.temperature_scale" in header.own else "mistral",
         weights=_NEIGHBOURS,
         yarn={
-            "mscale": key("rope.scaling.yarn_log_multiplier", LEFT_OUT),
+            # No key has it: llama.cpp takes 1 (llama-context.cpp).
+            "mscale": lambda header: 1.0 if "rope.scaling.yarn_log_multiplier" in header.own else LEFT_OUT,
             "mscale_all_dim": key("rope.scaling.yarn_log_multiplier", LEFT_OUT),
             "llama_4_scaling_beta": key("attention.temperature_scale", LEFT_OUT),
         },
