@@ -1,6 +1,7 @@
 """Blocks that are loaded onto another device than the CPU go there tensor by tensor. The meta device stands for an accelerator."""
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe
 from swarmnet_protocols.models.partial_model import build_span, weight_bytes
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -72,14 +74,15 @@ def test_packed_matrices_of_a_gguf_file_go_to_the_device_one_by_one(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = resolve(str(write_gguf(tmp_path / "tiny.gguf", architecture)), cache_dir=tmp_path / "cache")
-    alive, select = Alive(), PackedTensor.select
+    alive, packed_by = Alive(), Recipe.packed
 
-    def watched(self: PackedTensor, rows: torch.Tensor) -> PackedTensor:
-        found = select(self, rows)
-        alive.see(found.segments[0].data)
+    def watched(self: Recipe, matrices: Sequence[PackedTensor]) -> PackedTensor | None:
+        found = packed_by(self, matrices)
+        if found is not None:
+            alive.see(found.segments[0].data)
         return found
 
-    monkeypatch.setattr(PackedTensor, "select", watched)
+    monkeypatch.setattr(Recipe, "packed", watched)
     span = model.load_span(0, 3, packed=True, **META)
     packed = [each.packed for each in span.modules() if isinstance(each, PackedLinear)]
     assert len(packed) == alive.read >= 12
