@@ -133,8 +133,9 @@ def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: 
     assert chosen[-len(wanted) :].tolist() == wanted.tolist()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("length", [16, 150, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
+)
 def test_logits_are_those_of_transformers(case: Case, length: int) -> None:
     tokens = random_tokens(min(length, case.model.max_positions))
     hops = case.hops(1)
