@@ -69,7 +69,18 @@ class Case:
         return Hops([self.stages[span] for span in spans], self.local_layers, len(self.texts))
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{name}.gguf" for name in FILES)])
+DIRECTORIES, GGUF_FILES = [*FAMILIES], [f"{name}.gguf" for name in FILES]
+both_layouts = pytest.mark.parametrize("case", [*DIRECTORIES, *GGUF_FILES], indirect=True, scope="module")
+directories_first = pytest.mark.parametrize(
+    "case",
+    [*DIRECTORIES, *(pytest.param(each, marks=pytest.mark.thorough) for each in GGUF_FILES)],
+    indirect=True,
+    scope="module",
+)
+"""For what a model does once it is loaded, which ``both_layouts`` show to be the same."""
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("family")
     name = request.param.removesuffix(".gguf")
@@ -94,6 +105,7 @@ def random_tokens(length: int) -> torch.Tensor:
     return torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length))
 
 
+@both_layouts
 @pytest.mark.matrix
 @pytest.mark.parametrize("cuts", [(), (1, 3)], ids=["one-hop", "three-hops"])
 def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tuple[int, ...]) -> None:
@@ -106,6 +118,7 @@ def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tupl
         assert tokens.tolist() == text.tolist()
 
 
+@directories_first
 def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> None:
     """Prompts of different lengths enter in chunks of random sizes, beside sequences that already decode."""
     hops = case.hops(1, 3)
@@ -119,6 +132,7 @@ def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> No
     assert [text.tolist() for text in texts] == [text.tolist() for text in case.texts]
 
 
+@directories_first
 @pytest.mark.matrix
 @pytest.mark.parametrize("length", [0, 5, 28, 30])
 def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: int) -> None:
@@ -133,6 +147,7 @@ def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: 
     assert chosen[-len(wanted) :].tolist() == wanted.tolist()
 
 
+@both_layouts
 @pytest.mark.parametrize(
     "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
 )
@@ -148,6 +163,7 @@ def test_logits_are_those_of_transformers(case: Case, length: int) -> None:
     assert error < 2e-5
 
 
+@directories_first
 def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> None:
     names = [name for part in case.model.manifest.tensors.values() for name in part]
     assert not [name for name in names if "vis" in name or "projector" in name or "mtp" in name]
