@@ -19,6 +19,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.partial_model import weight_bytes
 from tests.support.gguf_families import FILES
 from tests.support.gguf_writing import write
 
@@ -207,3 +208,14 @@ def test_tensors_that_fit_no_model_are_refused_by_name(name: str, values: torch.
     path = made.file("qwen3_5", made.model("qwen3_5"), tensors={f"blk.1.{name}": values})
     with pytest.raises(IntegrityError, match=rf"blk\.1\.{name}|linear_attn"):
         opened(path).load_span(0, 2, dtype=torch.float32, device=CPU)
+
+
+def test_keys_and_values_of_latent_attention_count_as_expanded(made: Maker) -> None:
+    model = made.model("deepseek_v3", kv_lora_rank=32, qk_nope_head_dim=32)
+    path = made.file("deepseek_v3", model, quantized=GGMLQuantizationType.Q8_0)
+    span = opened(path).load_span(0, 1, dtype=torch.float32, device=CPU, packed=True)
+    checkpoint = GgufCheckpoint([path], path.parent / "metadata")
+    names = [name for name in checkpoint.tensor_names if name.startswith("blk.0.")]
+    sizes = checkpoint.sizes(names)
+    assert sizes.in_memory(4) == weight_bytes(span) > sizes.stored_bytes
+    assert not sizes.formats

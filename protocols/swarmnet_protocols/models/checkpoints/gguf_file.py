@@ -121,13 +121,16 @@ class GgufCheckpoint:
 
         from swarmnet_protocols.quantization.formats import Format
 
-        tensors = [self._tensors[name] for name in names]
-        expanded = [tensor for tensor in tensors if tensor.type not in {*Format}]
+        tensors = {name: self._tensors[name] for name in names}
+        unread = {name: tensor for name, tensor in tensors.items() if tensor.type not in {*Format}}
+        # Keys and values of latent attention are made of tensors of three dimensions.
+        made = {name for name in tensors if len(tensors[name].shape) == 3 and not _EXPERTS.fullmatch(name)}
+        expanded = [tensor for name, tensor in tensors.items() if name in unread or name in made]
         return WeightSizes(
-            sum(tensor.size_bytes for tensor in tensors),
+            sum(tensor.size_bytes for tensor in tensors.values()),
             sum(tensor.size_bytes for tensor in expanded),
             sum(math.prod(tensor.shape) for tensor in expanded),
-            tuple(sorted({GGMLQuantizationType(tensor.type).name for tensor in expanded})),
+            tuple(sorted({GGMLQuantizationType(tensor.type).name for tensor in unread.values()})),
         )
 
     @property
