@@ -6,15 +6,8 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.chat_template import render_chat
+from swarmnet_protocols.models.checkpoints.gguf_tokenizer import ENDS
 
-_ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
-    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-    "<｜end▁of▁sentence｜>", "[e~[",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
-})  # fmt: skip
-"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp
-knows them (llama-vocab.cpp, ``special_eog_ids``)."""
 _QUESTION, _ANSWER = "question", "answer"
 
 
@@ -44,10 +37,10 @@ def _known_ends(tokenizer: Any) -> frozenset[str]:
     answer."""
     special = _special_tokens(tokenizer)
     if {"<|return|>", "<|call|>"} <= special.keys() or {"<|calls|>", "<|flush|>"} <= special.keys():
-        return _ENDS - {"<|end|>"}  # it ends a message of several
+        return ENDS - {"<|end|>"}  # it ends a message of several
     if special.keys() & {"<|tool_response>", "<|plamo:eos|>"}:
-        return _ENDS - {"</s>"}  # an ordinary token
-    return _ENDS
+        return ENDS - {"</s>"}  # an ordinary token
+    return ENDS
 
 
 def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:

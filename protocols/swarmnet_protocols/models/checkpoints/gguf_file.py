@@ -196,7 +196,8 @@ class GgufCheckpoint:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        keys = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+        ends = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+        keys = (f"tokenizer.ggml.{end}_token_id" for end in ends)
         return tuple(id for id in map(self._fields.get, keys) if isinstance(id, int))
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -204,10 +205,10 @@ class GgufCheckpoint:
 
         from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
 
+        embeddings = self._tensors.get("token_embd.weight")
+        rows = None if embeddings is None else embeddings.shape[0]
         return AutoTokenizer.from_pretrained(
-            self._cached(
-                "tokenizer", lambda: read_tokenizer(self.path, str(self._fields.get("general.name", "")))
-            ),
+            self._cached("tokenizer", lambda: read_tokenizer(self.path, self._fields, rows)),
             local_files_only=True,
         )
 

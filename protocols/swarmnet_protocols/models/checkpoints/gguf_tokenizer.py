@@ -1,6 +1,6 @@
 """Tokenizers in gguf files, as llama.cpp reads them: the same ids for the same text, or a refusal."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,26 +12,61 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Types of tokens in ``tokenizer.ggml.token_type`` that are matched in a text before it is split.
-"""
+ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+})  # fmt: skip
+"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp
+knows them (llama-vocab.cpp, ``special_eog_ids``)."""
+_CONTROL_NAMES = (ENDS - {"</s>"}) | {
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "<|code_prefix|>", "<|prefix|>",
+    "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "<|code_suffix|>", "<|suffix|>",
+    "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "<|code_middle|>", "<|middle|>",
+}  # fmt: skip
+"""Control tokens whatever type the file gives them: text does not contain them by chance. An
+``</s>`` of another type is the end of an HTML element, which many vocabularies have."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text before
+it is split."""
 _HINT = "use the model in Hugging Face layout"
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
+_NEVER_IN_UTF8 = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
+"""Letters that byte-level vocabularies write for bytes that occur in no text. DeepSeek's have them
+as tokens of their own, which stand for themselves."""
 
 
-def read_tokenizer(path: Path, name: str) -> "PreTrainedTokenizerBase":
+def check_tokenizer(fields: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if a file with these keys has no tokenizer, or one that is not read."""
+    kind, splitting = (fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind is None:
+        raise ConfigError("it has no tokenizer", hint=_HINT)
+    if kind not in _KINDS:
+        raise ConfigError(f"tokenizers of the kind {str(kind)[:100]!r} are not read", hint=_HINT)
+    if kind == "gpt2" and (splitting or "default") not in SPLITTINGS:
+        raise ConfigError(
+            "its tokenizer splits words in a way that is not read:"
+            f" tokenizer.ggml.pre is {str(splitting)[:100]!r}",
+            hint=_HINT,
+        )
+
+
+def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a gguf file, whose header is known to be sound.
 
-    ``name``: the model's name in the header.
+    ``header``: its keys. ``rows``: how many tokens have embeddings; None if that is not known.
 
     Raises ``ConfigError`` if the file has none, or one whose ids would not be those of llama.cpp.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
 
     try:
+        check_tokenizer(header)
         architecture, fields, settings = get_gguf_tokenizer(str(path))
-        return _built(architecture, fields, settings, name.lower())
+        return _built(architecture, fields, settings, str(header.get("general.name", "")).lower(), rows)
     except CONFIG_FAULTS as error:
         raise ConfigError(f"{path} has no tokenizer that is read from gguf: {error}", hint=_HINT) from error
     except ConfigError as error:
@@ -39,32 +74,33 @@ def read_tokenizer(path: Path, name: str) -> "PreTrainedTokenizerBase":
 
 
 def _built(
-    architecture: str, fields: dict[str, Any], settings: dict[str, Any], name: str
+    architecture: str, fields: dict[str, Any], settings: dict[str, Any], name: str, rows: int | None
 ) -> "PreTrainedTokenizerBase":
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    kind, tokens = fields.get("tokenizer_type"), fields["tokens"]
-    splitting = WordSplitting((), adds_bos=True)
-    if kind == "gpt2":
-        splitting = _splitting(str(fields.get("pre_tokenizer_type", "default")))
-        backend = _byte_level(fields, splitting)
-    elif kind == "llama":
-        backend = _sentencepiece(architecture, fields)
-    else:
-        raise ConfigError(f"tokenizers of the kind {kind!r} are not read")
+    kind = fields["tokenizer_type"]
+    tokens = fields["tokens"] = _distinct(fields["tokens"], rows)
+    splitting = SPLITTINGS[fields.get("pre_tokenizer_type") or "default"] if kind == "gpt2" else _WHOLE
+    backend = _KINDS[kind](architecture, fields, splitting)
+    if kind == "llama":  # llama.cpp's ends, where the file names none
+        for side, token in zip(("bos", "eos"), tokens[1:3], strict=True):
+            settings[f"{side}_token"] = settings.get(f"{side}_token") or token
+    elif kind == "gemma4":  # whatever the file says, as llama.cpp does
+        settings["add_bos_token"] = True
     _add_special(backend, fields, name)
-    ends = {
-        side: settings[f"{side}_token"] if settings.get(f"add_{side}_token", default) else None
+    ends = [
+        settings[f"{side}_token"] if settings.get(f"add_{side}_token", default) else ""
         for side, default in (("bos", splitting.adds_bos), ("eos", False))
-    }
-    added = [token for token in ends.values() if token is not None]
+    ]
+    if None in ends:
+        raise ConfigError("prompts begin or end with a token that it does not name")
+    first, last = ([end] if end else [] for end in ends)
     backend.post_processor = processors.TemplateProcessing(
-        single=[*([ends["bos"]] if ends["bos"] else []), "$A", *([ends["eos"]] if ends["eos"] else [])],
-        special_tokens=[(token, tokens.index(token)) for token in added],
+        single=[*first, "$A", *last],
+        special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(first + last)],
     )
-    if max(backend.get_vocab(with_added_tokens=True).values()) >= len(tokens):
-        raise ConfigError("the tokenizer has ids beyond its vocabulary")
+    check_ids(backend, len(tokens))
     own = {
         key: settings[key]
         for key in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -81,49 +117,84 @@ def _built(
     return found
 
 
-def _splitting(name: str) -> WordSplitting:
-    if name not in SPLITTINGS:
-        raise ConfigError(
-            f"its tokenizer splits words in a way that is not read: tokenizer.ggml.pre is {name[:100]!r}"
-        )
-    return SPLITTINGS[name]
+def _distinct(tokens: list[str], rows: int | None) -> list[str]:
+    """The tokens, with names for those that have none."""
+    named = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+    if len(set(named)) < len(named):
+        raise ConfigError("its tokenizer has a token twice")
+    if rows is not None and len(named) > rows:
+        raise ConfigError(f"its tokenizer has {len(named)} tokens, of which {rows} have embeddings")
+    return named
 
 
-def _byte_level(fields: Mapping[str, Any], splitting: WordSplitting) -> "Tokenizer":
+def check_ids(backend: "Tokenizer", count: int) -> None:
+    """Raise ``ConfigError`` if the tokenizer has ids beyond ``count`` tokens."""
+    if max(backend.get_vocab(with_added_tokens=True).values()) >= count:
+        raise ConfigError("the tokenizer has ids beyond its vocabulary")
+
+
+def _merges(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    pairs = [(merge[:1] + first, second) for merge in fields.get("merges", ()) for first, _, second in [merge[1:].partition(" ")]]
+    if not all({first, second, first + second} <= vocabulary.keys() for first, second in pairs):
+        raise ConfigError("its tokenizer merges tokens that its vocabulary lacks")
+    return pairs
+
+
+def _byte_level(_: str, fields: Mapping[str, Any], splitting: WordSplitting) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in fields.get("merges", ())]
-    known = [pair for pair in merges if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
+    known = _merges(fields, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, known, ignore_merges=splitting.ignores_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         *(pre_tokenizers.Split(Regex(each), "isolated") for each in splitting.expressions),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
+    spelling = bytes_to_unicode()
+    letters = sorted(_NEVER_IN_UTF8 & vocabulary.keys())
+    themselves = [decoders.Replace(each, "".join(spelling[byte] for byte in each.encode())) for each in letters]
+    tokenizer.decoder = decoders.Sequence([*themselves, decoders.ByteLevel()])
     return tokenizer
 
 
-def _sentencepiece(architecture: str, fields: Mapping[str, Any]) -> "Tokenizer":
-    """The merges are derived from the vocabulary. Spaces are part of the text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _sentencepiece(architecture: str, fields: Mapping[str, Any], _: WordSplitting) -> "Tokenizer":
+    """The merges are derived from the vocabulary."""
     from transformers.tokenization_utils_base import generate_merges
 
     tokens = fields["tokens"]
     if architecture.startswith("gemma"):  # its tokens of several spaces are written with spaces
-        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+        tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     # The scores of Gemma do not tell the order of its merges: its vocabulary has that order.
     order = [-id for id in range(len(tokens))] if architecture.startswith("gemma") else fields["scores"]
-    model = models.BPE(
-        vocabulary,
-        generate_merges(vocabulary, dict(zip(tokens, order, strict=True))),
-        unk_token=tokens[fields.get("unk_token_id", 0)],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    merges = generate_merges(vocabulary, dict(zip(tokens, order, strict=True)))
+    return _with_spaces(fields, vocabulary, merges, has_prefix=bool(fields.get("add_prefix_space", True)))
+
+
+def _gemma4(_: str, fields: Mapping[str, Any], __: WordSplitting) -> "Tokenizer":
+    """As ``_sentencepiece``, but the file has the merges, and lines are words."""
+    from tokenizers import Regex, pre_tokenizers
+
+    vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
+    tokenizer = _with_spaces(fields, vocabulary, _merges(fields, vocabulary), has_prefix=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    return tokenizer
+
+
+def _with_spaces(
+    fields: Mapping[str, Any],
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    *,
+    has_prefix: bool,
+) -> "Tokenizer":
+    """A tokenizer in which spaces are part of the text. ``has_prefix``: one precedes each text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = fields["tokens"][fields.get("unk_token_id", 0)]
+    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    has_prefix = bool(fields.get("add_prefix_space", True))
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     stripped = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -133,6 +204,16 @@ def _sentencepiece(architecture: str, fields: Mapping[str, Any]) -> "Tokenizer":
     return tokenizer
 
 
+_WHOLE = WordSplitting((), adds_bos=True)
+_KINDS: Mapping[str, Callable[[str, Mapping[str, Any], WordSplitting], "Tokenizer"]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _gemma4,
+}
+"""By ``tokenizer.ggml.model``, what builds a tokenizer of an architecture, the fields of a file and
+a way of splitting."""
+
+
 def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> None:
     """Have the tokens that the file marks found in a text as they are written.
 
@@ -140,11 +221,13 @@ def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> 
     """
     from tokenizers import AddedToken
 
-    types = fields.get("token_type") or ()
+    tokens = fields["tokens"]
+    types = fields.get("token_type") or [_NORMAL] * len(tokens)
     is_phi3 = "phi-3" in name or "phi3" in name
     vocabulary = backend.get_vocab()
     entries: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for token, kind in zip(fields["tokens"], types, strict=False):
+    for token, stated in zip(tokens, types, strict=True):
+        kind = _CONTROL if token in _CONTROL_NAMES else stated
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocabulary:
             # llama.cpp drops spaces after these tokens in models of this name.
             strips = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
