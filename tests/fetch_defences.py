@@ -28,7 +28,13 @@ from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable, Tables
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import LocalModel, local_model, partial_model, parts, resolve
-from swarmnet_protocols.models.checkpoints import gguf_file, gguf_header, model_folder, safetensors_file
+from swarmnet_protocols.models.checkpoints import (
+    gguf_file,
+    gguf_header,
+    gguf_tokenizer,
+    model_folder,
+    safetensors_file,
+)
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
 from swarmnet_protocols.training import state_transfer
@@ -44,6 +50,7 @@ from tests.unit.models import (
     test_file_kinds,
     test_gguf_config,
     test_gguf_parts,
+    test_gguf_tokenizer,
     test_inventory,
     test_model_folder,
     test_models_gguf,
@@ -286,6 +293,11 @@ FETCHING = (
         lambda folder: test_gguf_config.test_a_key_that_is_not_known_is_refused_by_name(
             "logit_scale", folder
         ),
+    ),
+    Defence(
+        "the tokenizer of a gguf file has no id beyond its vocabulary",
+        replacing(gguf_tokenizer, "_check_ids", nothing),
+        test_gguf_tokenizer.test_an_id_beyond_the_vocabulary_does_not_leave_a_tokenizer,
     ),
     Defence(
         "every tensor of a gguf file is used",

@@ -59,14 +59,16 @@ def test_what_the_chat_template_writes_after_an_answer_ends_one(
 
 
 def test_a_gguf_file_names_ends_of_texts_turns_and_messages(tmp_path: Path) -> None:
-    tokens, types = ["a", "b", "<1>", "<2>", "<3>", "<4>"], [NORMAL, NORMAL, *[CONTROL] * 4]
-    ends = {"eos_token_id": 2, "eot_token_id": 3, "eom_token_id": 4}
+    names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    special = [f"<{name}>" for name in (*names, "another")]
+    tokens, types = ["a", "b", *special], [NORMAL, NORMAL, *[CONTROL] * len(special)]
+    ends = {f"{name}_token_id": tokens.index(f"<{name}>") for name in names}
     path = write_vocabulary(
-        tmp_path / "model.gguf", "gpt2", tokens, types, pre="gpt-2", merges=["a b"], **ends
+        tmp_path / "model.gguf", "gpt2", tokens, types, pre="gpt-2", merges=list[str](), **ends
     )
     checkpoint = GgufCheckpoint([path], tmp_path / "metadata")
-    assert checkpoint.end_ids == (2, 3, 4)
-    assert end_ids(checkpoint.tokenizer(), checkpoint.end_ids, 6) == (2, 3, 4)
+    assert checkpoint.end_ids == (2, 3, 4, 5, 6, 7)
+    assert end_ids(checkpoint.tokenizer(), checkpoint.end_ids, len(tokens)) == (2, 3, 4, 5, 6, 7)
 
 
 def test_config_and_generation_config_both_count(tmp_path: Path) -> None:

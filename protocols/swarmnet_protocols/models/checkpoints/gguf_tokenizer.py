@@ -100,7 +100,6 @@ def _built(
         single=[*first, "$A", *last],
         special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(first + last)],
     )
-    check_ids(backend, len(tokens))
     own = {
         key: settings[key]
         for key in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -112,6 +111,7 @@ def _built(
         model_input_names=["input_ids", "attention_mask"],
         **own,
     )
+    _check_ids(tokenizer, len(tokens))
     tokenizer.chat_template = settings.get("chat_template")
     found: PreTrainedTokenizerBase = tokenizer
     return found
@@ -127,14 +127,25 @@ def _distinct(tokens: list[str], rows: int | None) -> list[str]:
     return named
 
 
-def check_ids(backend: "Tokenizer", count: int) -> None:
-    """Raise ``ConfigError`` if the tokenizer has ids beyond ``count`` tokens."""
-    if max(backend.get_vocab(with_added_tokens=True).values()) >= count:
-        raise ConfigError("the tokenizer has ids beyond its vocabulary")
+def _check_ids(tokenizer: Any, count: int) -> None:
+    """Raise ``ConfigError`` if the tokenizer has ids beyond the ``count`` tokens of the file."""
+    if max(tokenizer.get_vocab().values()) >= count:
+        raise ConfigError("its tokenizer has ids beyond its vocabulary")
+
+
+def _types(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The type of each token, in the order of their ids."""
+    tokens = fields["tokens"]
+    stated = fields.get("token_type") or [_NORMAL] * len(tokens)
+    return {
+        token: _CONTROL if token in _CONTROL_NAMES else kind
+        for token, kind in zip(tokens, stated, strict=True)
+    }
 
 
 def _merges(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    pairs = [(merge[:1] + first, second) for merge in fields.get("merges", ()) for first, _, second in [merge[1:].partition(" ")]]
+    parts = ((merge[:1], merge[1:].partition(" ")) for merge in fields.get("merges", ()))
+    pairs = [(letter + first, second) for letter, (first, _, second) in parts]
     if not all({first, second, first + second} <= vocabulary.keys() for first, second in pairs):
         raise ConfigError("its tokenizer merges tokens that its vocabulary lacks")
     return pairs
@@ -152,8 +163,11 @@ def _byte_level(_: str, fields: Mapping[str, Any], splitting: WordSplitting) -> 
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     spelling = bytes_to_unicode()
-    letters = sorted(_NEVER_IN_UTF8 & vocabulary.keys())
-    themselves = [decoders.Replace(each, "".join(spelling[byte] for byte in each.encode())) for each in letters]
+    types = _types(fields)
+    letters = [each for each in sorted(_NEVER_IN_UTF8 & types.keys()) if types[each] != _NORMAL]
+    themselves = [
+        decoders.Replace(each, "".join(spelling[byte] for byte in each.encode())) for each in letters
+    ]
     tokenizer.decoder = decoders.Sequence([*themselves, decoders.ByteLevel()])
     return tokenizer
 
@@ -221,13 +235,10 @@ def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> 
     """
     from tokenizers import AddedToken
 
-    tokens = fields["tokens"]
-    types = fields.get("token_type") or [_NORMAL] * len(tokens)
     is_phi3 = "phi-3" in name or "phi3" in name
     vocabulary = backend.get_vocab()
     entries: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for token, stated in zip(tokens, types, strict=True):
-        kind = _CONTROL if token in _CONTROL_NAMES else stated
+    for token, kind in _types(fields).items():
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocabulary:
             # llama.cpp drops spaces after these tokens in models of this name.
             strips = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
