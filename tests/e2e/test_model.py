@@ -25,6 +25,7 @@ from tests.support.generation import padded
 from tests.support.memory_network import Delivery
 from tests.support.processes import Swarm, swarm
 from tests.support.rounding import assert_near
+from tests.support.tiny import VOCABULARY
 from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
@@ -189,6 +190,15 @@ def test_a_mask_with_holes_is_refused(tiny: TinySwarm) -> None:
 
 
 # ---- streams, stops and sessions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stray", [VOCABULARY, -1])
+def test_a_token_that_the_model_does_not_know_is_refused(tiny: TinySwarm, stray: int) -> None:
+    """As the tokenizer of Gemma 3 1B has one for images."""
+    with pytest.raises((ConfigError, IndexError)) as caught:
+        generate(tiny.model, [[5, 6, stray]])
+    assert f"no token {stray}: its tokens are 0 to {VOCABULARY - 1}" in str(caught.value)
+    generate(tiny.model, [[5, 6, VOCABULARY - 1]])
 
 
 def test_text_comes_as_a_stream(tiny: TinySwarm) -> None:

@@ -86,7 +86,23 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
     model.config._attn_implementation = IMPLEMENTATION
     match_layers(model)
     pack_head(model, local.cache_dir)
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(partial(_check_ids, model.config.vocab_size))
     return model
+
+
+def _check_ids(count: int, _: object, arguments: tuple[torch.Tensor, ...]) -> None:
+    """Raise ``ConfigError`` unless all ids are below ``count``.
+
+    Some tokenizers have tokens, say for images, that the language model does not know.
+    """
+    ids = arguments[0]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        stray = next(id for id in ids.flatten().tolist() if not 0 <= id < count)
+        raise ConfigError(
+            f"the model has no token {stray}: its tokens are 0 to {count - 1}",
+            hint="use the model's own tokenizer, and leave out its tokens for images and sound",
+        )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -189,25 +189,8 @@ def max_positions(config: "PretrainedConfig") -> int:
     return longest
 
 
-def check_has_embeddings(ids: torch.Tensor, count: int) -> None:
-    """Raise ``ConfigError`` unless all ids are below ``count``.
-
-    Some tokenizers have tokens for images or sound that the language model does not know.
-    """
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-        stray = next(id for id in ids.flatten().tolist() if not 0 <= id < count)
-        raise ConfigError(
-            f"the token {stray} has no embedding in this model, which has {count}",
-            hint="leave tokens for images or sound out, and use the model's own tokenizer",
-        )
-
-
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Inputs [..., D] of the first block of a model for token ids [...].
-
-    Raises ``ConfigError`` for an id that has no embedding.
-    """
-    check_has_embeddings(ids, model.config.vocab_size)
+    """Inputs [..., D] of the first block of a model for token ids [...]."""
     embedded: torch.Tensor = model.get_input_embeddings()(ids)
     scale = getattr(model.base_model, EMBEDDING_SCALE, 1)
     return embedded if scale == 1 else embedded * scale

@@ -143,6 +143,13 @@ def test_a_control_token_is_known_by_its_name(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "</s>"
 
 
+def test_an_ordinary_token_stays_part_of_the_text_whatever_keys_name_it(tmp_path: Path) -> None:
+    ids = {f"{key}_token_id": WORDS["tokens"].index("#") for key in ("bos", "unknown", "padding")}
+    tokenizer = byte_level(tmp_path / "model.gguf", pre="gpt-2", **ids)
+    assert tokenizer(WORDS["text"]).input_ids == IDS["gpt-2"]
+    assert tokenizer.decode(IDS["gpt-2"], skip_special_tokens=True) == WORDS["text"]
+
+
 def test_a_letter_that_is_a_token_of_its_own_stands_for_itself(tmp_path: Path) -> None:
     """DeepSeek's vocabularies have these. In others they are bytes that occur in no text."""
     letters = {letter: USER_DEFINED for letter in "ÀÿÖ" if letter not in WORDS["tokens"]}
@@ -271,9 +278,7 @@ def test_an_id_beyond_the_vocabulary_does_not_leave_a_tokenizer(tmp_path: Path) 
     """The vocabulary of Gemma spells tokens of spaces in another way: as BOS, one would be new."""
     spaces = 3 + 256
     with pytest.raises(ConfigError, match="beyond its vocabulary"):
-        tokenizer_of(
-            write_spaces(tmp_path / "model.gguf", SPACES["pieces"], "gemma2", bos_token_id=spaces)
-        )
+        tokenizer_of(write_spaces(tmp_path / "model.gguf", SPACES["pieces"], "gemma2", bos_token_id=spaces))
 
 
 def test_special_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:

@@ -100,10 +100,12 @@ def _built(
         single=[*first, "$A", *last],
         special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(first + last)],
     )
+    types = _types(fields)
+    # Some files name an ordinary token, which must stay part of the text.
     own = {
-        key: settings[key]
+        key: token
         for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if settings.get(key)
+        if (token := settings.get(key)) and (types[token] != _NORMAL or token in first or key == "eos_token")
     }
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
