@@ -103,10 +103,12 @@ def write_gguf(
     expert_width: int = 768,
     extra: Mapping[str, Sequence[int]] | None = None,
     without: str = "",
+    tokenizer: tuple[str, str] = ("gpt2", "default"),
 ) -> Path:
     """Write a random model as gguf: ``blocks`` blocks of width 64, weights quantised to Q8_0.
 
-    ``extra``: shapes of further tensors. ``without``: a tensor that is left out.
+    ``extra``: shapes of further tensors. ``without``: a tensor that is left out. ``tokenizer``: its
+    kind and its way of splitting.
     """
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
@@ -118,7 +120,9 @@ def write_gguf(
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_tokenizer_model("gpt2")
+    kind, splitting = tokenizer
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(splitting)
     writer.add_token_list([*(chr(33 + i) for i in range(63)), "!!"])
     writer.add_token_types([1] * 64)
     writer.add_token_merges(["! !"])
@@ -132,8 +136,8 @@ def write_gguf(
         if len(shape) == 1:
             writer.add_tensor(name, values)
         else:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            q8_0 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(values, q8_0), raw_dtype=q8_0)
 
     if architecture == "qwen3moe":
         writer.add_expert_count(experts)

@@ -16,6 +16,7 @@ from swarmnet_protocols.models.checkpoints.gguf_header import read_header
 from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf_words import SPLITTINGS
 from tests.support.tiny import save_tiny_llama
+from tests.support.tiny_models import write_gguf
 
 WORDS: dict[str, Any] = json.loads(Path(__file__).parents[2].joinpath("data/gguf_words.json").read_text())
 SPACES: dict[str, Any] = json.loads(Path(__file__).parents[2].joinpath("data/gguf_spaces.json").read_text())
@@ -100,6 +101,16 @@ def test_a_way_of_splitting_that_is_not_known_is_refused(name: str, tmp_path: Pa
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'rwkv'"):
         tokenizer_of(write_vocabulary(tmp_path / "model.gguf", "rwkv", ["a"], [1]))
+
+
+@pytest.mark.parametrize("tokenizer", [("rwkv", "default"), ("gpt2", "of-next-year")])
+def test_a_tokenizer_that_is_not_read_is_refused_before_a_node_starts(
+    tokenizer: tuple[str, str], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=f"model.gguf: .*{'|'.join(tokenizer)}") as caught:
+        resolve(str(path), cache_dir=tmp_path / "cache")
+    assert "Hugging Face layout" in caught.value.hint
 
 
 def test_a_file_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ class ModelCheckpoint(Protocol):
         """Raise ``ConfigError``, which says what the files are, unless they are a model for text."""
 
     def check_complete(self, build: "Callable[[], Any]") -> None:
-        """Raise ``ConfigError``, which names it, for a tensor that the model would not use.
+        """Raise ``ConfigError``, which names it, for a tensor that the model would not use, or a
+        tokenizer that is not read.
 
         ``build`` makes the whole CausalLM without values.
         """

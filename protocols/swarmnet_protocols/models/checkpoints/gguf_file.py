@@ -33,6 +33,7 @@ from swarmnet_protocols.models.checkpoints.gguf_config import (
 from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
 from swarmnet_protocols.models.checkpoints.gguf_rows import Header
 from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe, recipes, tensors_of
+from swarmnet_protocols.models.checkpoints.gguf_tokenizer import check_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,6 +175,10 @@ class GgufCheckpoint:
             raise ConfigError(f"{self.path} {error}", hint=error.hint) from error
 
     def check_complete(self, build: Callable[[], Any]) -> None:
+        try:
+            check_tokenizer(self._fields)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
         model = build()
         used = {*ROPE_TENSORS, *tensors_of(self._recipes(model, 0))}
         self._check_used(self.tensor_names, used, model)
@@ -202,8 +207,6 @@ class GgufCheckpoint:
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers.models.auto.tokenization_auto import AutoTokenizer
-
-        from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
 
         embeddings = self._tensors.get("token_embd.weight")
         rows = None if embeddings is None else embeddings.shape[0]
