@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet_client.model import local_layers
 from swarmnet_node import node
 from swarmnet_node.hosting import reports
 from swarmnet_protocols.errors import OutOfResources
@@ -39,10 +40,13 @@ from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
 from swarmnet_protocols.training import state_transfer
 from tests.defences import Defence, nothing, replacing, yes
+from tests.e2e import test_model
 from tests.sim import test_published_names, test_training_state_transfer
 from tests.support.big_model import save_big
 from tests.support.model_hub import ModelHub, model_hub
 from tests.support.swarm_lab import load_reference
+from tests.support.tiny import VOCABULARY
+from tests.support.tiny_swarm import load_tiny, tiny_swarm
 from tests.support.weight_swarm import weight_swarm
 from tests.unit.models import (
     test_download,
@@ -149,6 +153,11 @@ def compiles_no_such_array(folder: Path) -> None:
     source = folder / "array.c"
     source.write_text("int last(int size) { int array[size]; array[size - 1] = 1; return array[size - 1]; }")
     assert native_code.load(source, folder) is None
+
+
+def refuses_stray_tokens(folder: Path) -> None:
+    with tiny_swarm(load_tiny(folder)) as running:
+        test_model.test_a_token_that_the_model_does_not_know_is_refused(running, VOCABULARY)
 
 
 def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
@@ -298,6 +307,11 @@ FETCHING = (
         "the tokenizer of a gguf file has no id beyond its vocabulary",
         replacing(gguf_tokenizer, "_check_ids", nothing),
         test_gguf_tokenizer.test_an_id_beyond_the_vocabulary_does_not_leave_a_tokenizer,
+    ),
+    Defence(
+        "a token that the model does not know is refused",
+        replacing(local_layers, "_check_ids", nothing),
+        refuses_stray_tokens,
     ),
     Defence(
         "every tensor of a gguf file is used",
