@@ -249,6 +249,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama without a space": {"add_space_prefix": False},
     "phi3": {"name": "Phi-3 mini"},
+    "phi3 of another name": {"name": "Phi 3.5 mini", "architecture": "phi3"},
     "gemma2": {"architecture": "gemma2", "add_space_prefix": False},
     "gemma4": {"kind": "gemma4", "add_space_prefix": False},
 }
@@ -280,7 +281,8 @@ def write_spaces(path: Path, pieces: list[str], variant: str, **changes: int) ->
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_texts_with_spaces_and_chats_have_the_ids_of_llama_cpp(variant: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(write_spaces(tmp_path / "model.gguf", SPACES["pieces"], variant))
-    for text, ids in zip(SPACES["texts"], SPACES["ids"][variant], strict=True):
+    ids_of_variant = SPACES["ids"][variant.removesuffix(" of another name")]
+    for text, ids in zip(SPACES["texts"], ids_of_variant, strict=True):
         assert tokenizer(text, add_special_tokens=False).input_ids == ids
         assert tokenizer.decode(ids) == text or "<|" in text
 

@@ -66,29 +66,27 @@ def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "
     try:
         check_tokenizer(header)
         architecture, fields, settings = get_gguf_tokenizer(str(path))
-        return _built(architecture, fields, settings, str(header.get("general.name", "")).lower(), rows)
+        fields |= {"architecture": architecture, "name": str(header.get("general.name", "")).lower()}
+        fields["tokens"] = _distinct(fields["tokens"], rows)
+        return _built(fields, settings)
     except CONFIG_FAULTS as error:
         raise ConfigError(f"{path} has no tokenizer that is read from gguf: {error}", hint=_HINT) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", hint=_HINT) from error
 
 
-def _built(
-    architecture: str, fields: dict[str, Any], settings: dict[str, Any], name: str, rows: int | None
-) -> "PreTrainedTokenizerBase":
+def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTokenizerBase":
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    kind = fields["tokenizer_type"]
-    tokens = fields["tokens"] = _distinct(fields["tokens"], rows)
-    splitting = SPLITTINGS[fields.get("pre_tokenizer_type") or "default"] if kind == "gpt2" else _WHOLE
-    backend = _KINDS[kind](architecture, fields, splitting)
+    kind, tokens, splitting = fields["tokenizer_type"], fields["tokens"], _splitting(fields)
+    backend = _KINDS[kind](fields)
     if kind == "llama":  # llama.cpp's ends, where the file names none
         for side, token in zip(("bos", "eos"), tokens[1:3], strict=True):
             settings[f"{side}_token"] = settings.get(f"{side}_token") or token
     elif kind == "gemma4":  # whatever the file says, as llama.cpp does
         settings["add_bos_token"] = True
-    _add_special(backend, fields, name)
+    _add_special(backend, fields)
     ends = [
         settings[f"{side}_token"] if settings.get(f"add_{side}_token", default) else ""
         for side, default in (("bos", splitting.adds_bos), ("eos", False))
@@ -153,13 +151,19 @@ def _merges(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tu
     return pairs
 
 
-def _byte_level(_: str, fields: Mapping[str, Any], splitting: WordSplitting) -> "Tokenizer":
+def _splitting(fields: Mapping[str, Any]) -> WordSplitting:
+    if fields["tokenizer_type"] != "gpt2":
+        return WordSplitting((), adds_bos=True)
+    return SPLITTINGS[fields.get("pre_tokenizer_type") or "default"]
+
+
+def _byte_level(fields: Mapping[str, Any]) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
-    known = _merges(fields, vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocabulary, known, ignore_merges=splitting.ignores_merges))
+    splitting, merges = _splitting(fields), _merges(fields, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.ignores_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         *(pre_tokenizers.Split(Regex(each), "isolated") for each in splitting.expressions),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -174,21 +178,21 @@ def _byte_level(_: str, fields: Mapping[str, Any], splitting: WordSplitting) -> 
     return tokenizer
 
 
-def _sentencepiece(architecture: str, fields: Mapping[str, Any], _: WordSplitting) -> "Tokenizer":
+def _sentencepiece(fields: Mapping[str, Any]) -> "Tokenizer":
     """The merges are derived from the vocabulary."""
     from transformers.tokenization_utils_base import generate_merges
 
-    tokens = fields["tokens"]
-    if architecture.startswith("gemma"):  # its tokens of several spaces are written with spaces
+    tokens, is_gemma = fields["tokens"], fields["architecture"].startswith("gemma")
+    if is_gemma:  # its tokens of several spaces are written with spaces
         tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     # The scores of Gemma do not tell the order of its merges: its vocabulary has that order.
-    order = [-id for id in range(len(tokens))] if architecture.startswith("gemma") else fields["scores"]
+    order = [-id for id in range(len(tokens))] if is_gemma else fields["scores"]
     merges = generate_merges(vocabulary, dict(zip(tokens, order, strict=True)))
     return _with_spaces(fields, vocabulary, merges, has_prefix=bool(fields.get("add_prefix_space", True)))
 
 
-def _gemma4(_: str, fields: Mapping[str, Any], __: WordSplitting) -> "Tokenizer":
+def _gemma4(fields: Mapping[str, Any]) -> "Tokenizer":
     """As ``_sentencepiece``, but the file has the merges, and lines are words."""
     from tokenizers import Regex, pre_tokenizers
 
@@ -220,31 +224,30 @@ def _with_spaces(
     return tokenizer
 
 
-_WHOLE = WordSplitting((), adds_bos=True)
-_KINDS: Mapping[str, Callable[[str, Mapping[str, Any], WordSplitting], "Tokenizer"]] = {
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], "Tokenizer"]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
     "gemma4": _gemma4,
 }
-"""By ``tokenizer.ggml.model``, what builds a tokenizer of an architecture, the fields of a file and
-a way of splitting."""
+"""What builds a tokenizer of the fields of a file, by its ``tokenizer.ggml.model``."""
 
 
-def _add_special(backend: "Tokenizer", fields: Mapping[str, Any], name: str) -> None:
-    """Have the tokens that the file marks found in a text as they are written.
-
-    ``name``: the model's, in lower case.
-    """
+def _add_special(backend: "Tokenizer", fields: Mapping[str, Any]) -> None:
+    """Match the tokens that the file marks in a text as they are written, before it is split."""
     from tokenizers import AddedToken
 
-    is_phi3 = "phi-3" in name or "phi3" in name
+    # Those of Phi-3 take the spaces after them. llama.cpp knows its models by their names alone,
+    # which the hub spells in several ways.
+    name, is_sentencepiece = fields["name"], fields["tokenizer_type"] == "llama"
+    strips = "phi-3" in name or "phi3" in name or (fields["architecture"] == "phi3" and is_sentencepiece)
     vocabulary = backend.get_vocab()
     entries: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in _types(fields).items():
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocabulary:
-            # llama.cpp drops spaces after these tokens in models of this name.
-            strips = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+            takes_spaces = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
             is_special = kind != _USER_DEFINED
-            entries[is_special].append(AddedToken(token, rstrip=strips, normalized=False, special=is_special))
+            entries[is_special].append(
+                AddedToken(token, rstrip=takes_spaces, normalized=False, special=is_special)
+            )
     backend.add_special_tokens(entries[True])
     backend.add_tokens(entries[False])
