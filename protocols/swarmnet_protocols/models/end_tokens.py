@@ -19,7 +19,8 @@ def end_ids(tokenizer: Any, stated: Iterable[int | list[int] | None], vocabulary
     in its chat template. Ids outside the ``vocabulary`` are left out.
     """
     found = {each for value in (*stated, tokenizer.eos_token_id) for each in _as_list(value)}
-    found |= {id for name, id in _special_tokens(tokenizer).items() if name in _known_ends(tokenizer)}
+    special = _special_tokens(tokenizer)
+    found |= {id for name, id in special.items() if name in _known_ends(special)}
     found.update(_end_of_turn(tokenizer, found))
     return tuple(sorted(id for id in found if 0 <= id < vocabulary))
 
@@ -32,14 +33,11 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     return {each.content: id for id, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
-def _known_ends(tokenizer: Any) -> frozenset[str]:
-    """Names that end an answer in this vocabulary: in some, a few of them are ordinary parts of an
-    answer."""
-    special = _special_tokens(tokenizer)
-    if {"<|return|>", "<|call|>"} <= special.keys() or {"<|calls|>", "<|flush|>"} <= special.keys():
-        return ENDS - {"<|end|>"}  # it ends a message of several
-    if special.keys() & {"<|tool_response>", "<|plamo:eos|>"}:
-        return ENDS - {"</s>"}  # an ordinary token
+def _known_ends(special: Iterable[str]) -> frozenset[str]:
+    """Names that end an answer in a vocabulary with these special tokens."""
+    names = {*special}
+    if {"<|return|>", "<|call|>"} <= names or {"<|calls|>", "<|flush|>"} <= names:
+        return ENDS - {"<|end|>"}  # an answer may be several messages, which end with it
     return ENDS
 
 
