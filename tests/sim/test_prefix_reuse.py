@@ -177,6 +177,23 @@ def test_a_hop_that_takes_a_lost_hops_place_computes_only_answers_under_way(
     assert simulate(reference, scenario) < len(prompt(0)) + len(old[0])
 
 
+def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference) -> None:
+    """All its caches are given up."""
+
+    async def scenario(lab: Lab) -> list[list[int]]:
+        await start(lab)
+        for name, span in SPANS.items():
+            await lab.start(f"{name}2", lab.hosting(span))
+        async with batcher(lab) as (running, _):
+            before = await answered(running, request(prompt(0), TOKENS))
+            (group,) = running._groups
+            lab.network.crash(group.report.route[1][0])
+            await asyncio.sleep(1.0)
+            return [before, await answered(running, request(prompt(0), TOKENS))]
+
+    assert simulate(reference, scenario) == 2 * expected(reference, 1)
+
+
 def test_kept_caches_are_dropped_when_the_positions_of_the_chain_are_used_up(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,10 +214,15 @@ class ActivationLog:
             self._compact(step)
 
     def keep(self, sequences: Set[int]) -> None:
-        """Forget all sequences but these and those of pending steps. A fresh hop is not sent them."""
+        """Forget all sequences but these and those of pending steps. A fresh hop is not sent them.
+
+        One is always left, the shortest: its replay tells a fresh hop the number of the last step.
+        """
         needed = {
-            number for _, step in self._pending for row in step.rows for number in (row.sequence, row.source)
+            each for _, step in self._pending for row in step.rows for each in (row.sequence, row.source)
         }
+        if not self._lengths.keys() & (needed | sequences):
+            needed |= {*sorted(self._lengths, key=self._lengths.__getitem__)[:1]}
         for number in self._lengths.keys() - needed - sequences:
             del self._lengths[number]
             if self._buffers is not None:

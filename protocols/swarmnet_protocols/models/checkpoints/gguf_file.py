@@ -115,7 +115,12 @@ class GgufCheckpoint:
         return GGMLQuantizationType(max(weights, key=weights.__getitem__)).name.lower() if weights else "f32"
 
     def holders(self, names: Iterable[str]) -> set[str]:
-        return {self._file_of[name] for name in names}
+        try:
+            return {self._file_of[name] for name in names}
+        except KeyError as error:  # the manifest is that of the file before it changed
+            raise IntegrityError(
+                f"{self.path} has no tensor {error.args[0]}", hint="download it again"
+            ) from error
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
         from gguf import GGMLQuantizationType

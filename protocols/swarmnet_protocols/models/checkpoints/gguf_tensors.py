@@ -13,13 +13,13 @@ from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
 from swarmnet_protocols.models.checkpoints.gguf_rows import Header, Weight
-from swarmnet_protocols.quantization.packed_experts import experts_modules
-from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from transformers import PreTrainedModel
+
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
     Array = np.ndarray[Any, Any]
 
@@ -41,6 +41,8 @@ class Recipe:
         """Return the weight of packed tensors, or None unless it is made of whole rows, or of all
         columns of one tensor in another order."""
         import torch
+
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
         joined = PackedTensor.joined(matrices)
         rows = self._order([matrix.shape[0] for matrix in matrices], 0)
@@ -101,6 +103,8 @@ class _Makers:
 
     def __init__(self, header: Header, model: "PreTrainedModel", first_block: int, prefix: str) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        from swarmnet_protocols.quantization.packed_experts import experts_modules
 
         self._header, self._config, self._first = header, model.config, first_block
         self._row = row_of(header.architecture)
