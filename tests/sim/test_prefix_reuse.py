@@ -177,7 +177,8 @@ def test_a_hop_that_takes_a_lost_hops_place_computes_only_answers_under_way(
     assert simulate(reference, scenario) < len(prompt(0)) + len(old[0])
 
 
-def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference) -> None:
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference, victim: int) -> None:
     """All its caches are given up."""
 
     async def scenario(lab: Lab) -> list[list[int]]:
@@ -187,9 +188,11 @@ def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference) -
         async with batcher(lab) as (running, _):
             before = await answered(running, request(prompt(0), TOKENS))
             (group,) = running._groups
-            lab.network.crash(group.report.route[1][0])
+            lab.network.crash(group.report.route[victim][0])
             await asyncio.sleep(1.0)
-            return [before, await answered(running, request(prompt(0), TOKENS))]
+            after = await answered(running, request(prompt(0), TOKENS))
+            assert running.failovers == 1
+            return [before, after]
 
     assert simulate(reference, scenario) == 2 * expected(reference, 1)
 
