@@ -44,7 +44,7 @@ def config_of(header: Header) -> "PretrainedConfig":
     Raises ``ConfigError`` for an architecture without a row, ``LookupError`` for a key that is
     missing, and the errors of transformers' config classes.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     row = row_of(header.architecture)
     kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
