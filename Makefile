@@ -14,7 +14,7 @@ SAMPLE := --sample --seeds 5
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized defences fuzz audit demo bench proto
+.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized llama-cpp defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -73,9 +73,30 @@ alone: $(INSTALLED)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 # Every test with all of its parameters, and twenty times as many seeds.
-thorough: $(INSTALLED) tools
+thorough: $(INSTALLED) tools llama-cpp
 	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
 	$(MAKE) --no-print-directory sanitized
+
+# llama.cpp, which thorough runs ask as a second witness. PyPI has its source in a package. To build another, remove the folder.
+LLAMA_CPP := .pytest_cache/llama.cpp
+PACKAGE := llama_cpp_python-0.3.36
+CMAKE := $(LLAMA_CPP)/tools/cmake/data/bin/cmake
+WITHOUT := APP COMMON EXAMPLES SERVER TESTS TOOLS
+llama-cpp: $(LLAMA_CPP)/build/witness
+
+$(LLAMA_CPP)/build/witness: tests/support/witness.cpp $(LLAMA_CPP)/.built
+	$(CXX) -std=c++17 -O2 -I $(LLAMA_CPP)/include -I $(LLAMA_CPP)/ggml/include $< -o $@ \
+		-L $(LLAMA_CPP)/build/bin -lllama -lggml -lggml-base -Wl,-rpath,$(CURDIR)/$(LLAMA_CPP)/build/bin
+
+$(LLAMA_CPP)/.built: | $(INSTALLED)
+	mkdir -p $(LLAMA_CPP)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(LLAMA_CPP)/tools cmake==4.2.0
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA_CPP) $(subst -,==,$(PACKAGE))
+	tar xzf $(LLAMA_CPP)/$(PACKAGE).tar.gz -C $(LLAMA_CPP) --strip-components 3 $(PACKAGE)/vendor/llama.cpp
+	rm $(LLAMA_CPP)/$(PACKAGE).tar.gz
+	$(CMAKE) -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release $(WITHOUT:%=-DLLAMA_BUILD_%=OFF) > /dev/null
+	$(CMAKE) --build $(LLAMA_CPP)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null
+	touch $@
 
 # The tests of the C code, compiled by gcc so that an access beyond an array or an overflow ends them.
 sanitized: $(INSTALLED)

@@ -252,7 +252,7 @@ FILES: Mapping[str, File] = {
     ),
     "olmo2": File("olmo2", family("olmo2", *_NO_HEADS)),
     "olmo3": File("olmo2", family("olmo3", *_NO_HEADS, rope_scaling=_YARN), _olmo3),
-    "olmoe": File("olmoe", family("olmoe", *_NO_HEADS)),
+    "olmoe": File("olmoe", family("olmoe", *_NO_HEADS, num_key_value_heads=4)),
     "phi3": File("phi3", FAMILIES["phi3"], _phi3, hold=_longrope),
     "qwen2": File("qwen2", family("qwen2", *_NO_HEADS)),
     "qwen2 with fused queries, keys and values": File("qwen2", family("qwen2", *_NO_HEADS), is_fused=True),

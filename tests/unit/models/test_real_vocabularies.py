@@ -1,14 +1,9 @@
 """The real vocabularies in llama.cpp's source: each has llama.cpp's ids and ends, or is refused.
 
-``LLAMA_CPP`` names the folder of the source, with its program ``llama-tokenize`` in ``build/bin``.
-Without it, ``test_gguf_tokenizer.py`` shows the same with small vocabularies.
+``test_gguf_tokenizer.py`` shows the same with small vocabularies.
 """
 
-import json
-import os
 import random
-import re
-import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -18,9 +13,13 @@ import pytest
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
 from swarmnet_protocols.models.end_tokens import end_ids
+from tests.support.witness import SOURCE, ids_and_ends, needs_llama_cpp
 
-SOURCE = Path(os.environ.get("LLAMA_CPP", ""))
-VOCABULARIES = sorted(SOURCE.joinpath("models").glob("ggml-vocab-*.gguf")) if SOURCE.name else []
+VOCABULARIES = (
+    *("aquila", "baichuan", "bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon"),
+    *("gemma-4", "gpt-2", "gpt-neox", "llama-bpe", "llama-spm", "mpt", "nomic-bert-moe", "phi-3"),
+    *("qwen2", "qwen35", "refact", "starcoder"),
+)
 REFUSED = {"bert-bge", "nomic-bert-moe"}
 """Vocabularies of embedding models."""
 BETWEEN = "\n__ggml_vocab_test__\n"
@@ -46,14 +45,7 @@ Tất cả mọi người sinh ra đều được tự do và bình đẳng về
  a  b   c\t\td\n\n\ne \r\n f\u2003g  \n   h    1 12 123 1234 12345 0x7f 1,000,000 2024-11-26
 """
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(not VOCABULARIES, reason="LLAMA_CPP does not name llama.cpp's source"),
-]
-
-
-def name_of(path: Path) -> str:
-    return path.stem.removeprefix("ggml-vocab-")
+pytestmark = [pytest.mark.thorough, needs_llama_cpp]
 
 
 def code() -> str:
@@ -70,20 +62,16 @@ def chats(tokenizer: Any) -> str:
     return "".join(draw.choice(words) + draw.choice([*special, ""]) for _ in range(CHATS * 10))
 
 
-def tokenized(vocabulary: Path, text: str, scratch: Path) -> tuple[list[int], list[int]]:
-    """llama.cpp's ids of a text, and the ids of the tokens that end an answer."""
-    scratch.write_bytes(text.encode())
-    options = ["-m", vocabulary, "-f", scratch, "--ids", "--no-bos", "--no-escape", "-lv", "5"]
-    program = SOURCE / "build" / "bin" / "llama-tokenize"
-    done = subprocess.run([program, *options], capture_output=True, text=True, check=True)
-    ends = re.findall(r"EOG token += (\d+) ", done.stdout + done.stderr)
-    return json.loads(done.stdout.strip().splitlines()[-1]), sorted(map(int, ends))
+def test_every_real_vocabulary_is_tested() -> None:
+    found = SOURCE.joinpath("models").glob("ggml-vocab-*.gguf")
+    assert sorted(path.stem.removeprefix("ggml-vocab-") for path in found) == sorted(VOCABULARIES)
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES, ids=name_of)
-def test_a_real_vocabulary_has_the_ids_and_ends_of_llama_cpp(vocabulary: Path, tmp_path: Path) -> None:
-    checkpoint = GgufCheckpoint([vocabulary], tmp_path / "metadata")
-    if name_of(vocabulary) in REFUSED:
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_a_real_vocabulary_has_the_ids_and_ends_of_llama_cpp(vocabulary: str, tmp_path: Path) -> None:
+    path = SOURCE / "models" / f"ggml-vocab-{vocabulary}.gguf"
+    checkpoint = GgufCheckpoint([path], tmp_path / "metadata")
+    if vocabulary in REFUSED:
         with pytest.raises(ConfigError, match="are not read"):
             checkpoint.tokenizer()
         return
@@ -93,12 +81,12 @@ def test_a_real_vocabulary_has_the_ids_and_ends_of_llama_cpp(vocabulary: Path, t
         found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return found
 
-    own = vocabulary.with_suffix(".gguf.inp")
+    own = path.with_suffix(".gguf.inp")
     texts = own.read_bytes().decode().removesuffix(BETWEEN).split(BETWEEN) if own.exists() else []
     known = own.with_suffix(".out").read_text().splitlines() if texts else []
     assert [" ".join(map(str, ids(text))) for text in texts] == [line.strip() for line in known]
     for text in (code(), PROSE, chats(tokenizer)):
-        expected, ends = tokenized(vocabulary, text, tmp_path / "text")
+        expected, ends = ids_and_ends(path, text)
         assert ids(text) == expected
     # llama.cpp also ends at an </s> that is HTML: generate does not.
     html = {id for id in ends if tokenizer.convert_ids_to_tokens(id) == "</s>"} - {*checkpoint.end_ids}
