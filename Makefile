@@ -77,10 +77,11 @@ thorough: $(INSTALLED) tools llama-cpp
 	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
 	$(MAKE) --no-print-directory sanitized
 
-# llama.cpp, which thorough runs ask as a second witness. PyPI has its source in a package. To build another, remove the folder.
+# llama.cpp, a second witness of gguf files in thorough runs. PyPI has its source in this package.
+# To build another version, remove the folder.
 LLAMA_CPP := .pytest_cache/llama.cpp
 PACKAGE := llama_cpp_python-0.3.36
-CMAKE := $(LLAMA_CPP)/tools/cmake/data/bin/cmake
+CMAKE := $(LLAMA_CPP)/.cmake/cmake/data/bin/cmake
 WITHOUT := APP COMMON EXAMPLES SERVER TESTS TOOLS
 llama-cpp: $(LLAMA_CPP)/build/witness
 
@@ -90,9 +91,9 @@ $(LLAMA_CPP)/build/witness: tests/support/witness.cpp $(LLAMA_CPP)/.built
 
 $(LLAMA_CPP)/.built: | $(INSTALLED)
 	mkdir -p $(LLAMA_CPP)
-	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(LLAMA_CPP)/tools cmake==4.2.0
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(LLAMA_CPP)/.cmake cmake==4.2.0
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA_CPP) $(subst -,==,$(PACKAGE))
-	tar xzf $(LLAMA_CPP)/$(PACKAGE).tar.gz -C $(LLAMA_CPP) --strip-components 3 $(PACKAGE)/vendor/llama.cpp
+	tar xzf $(LLAMA_CPP)/$(PACKAGE).tar.gz -C $(LLAMA_CPP) --strip-components 3 --exclude .git $(PACKAGE)/vendor/llama.cpp
 	rm $(LLAMA_CPP)/$(PACKAGE).tar.gz
 	$(CMAKE) -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release $(WITHOUT:%=-DLLAMA_BUILD_%=OFF) > /dev/null
 	$(CMAKE) --build $(LLAMA_CPP)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null

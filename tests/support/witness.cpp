@@ -1,7 +1,9 @@
 // Asks llama.cpp about a gguf file. tests/support/witness.py runs it.
 //
-//   witness ids FILE < TEXT             prints the tokens of a text, then a line of the tokens that end an answer
-//   witness logits FILE COUNT < TOKENS  writes COUNT rows of logits as float32: after the prompt, then after each greedy token
+//   witness ids FILE < TEXT
+//       prints a line of the tokens of a text, and a line of the tokens that end an answer
+//   witness logits FILE COUNT < TOKENS
+//       writes COUNT rows of logits as float32: after the prompt, then after each greedy token
 #include "llama.h"
 
 #include <algorithm>
@@ -20,7 +22,9 @@ static void print(const std::vector<llama_token> & tokens) {
 static void ids(const llama_vocab * vocab) {
     const std::string text{std::istreambuf_iterator<char>(std::cin), {}};
     std::vector<llama_token> tokens(text.size() + 16), ends;  // a token has at least a byte; spaces may be added
-    const int count = llama_tokenize(vocab, text.data(), text.size(), tokens.data(), tokens.size(), false, true);
+    const bool starts = false, has_special = true;
+    const int count = llama_tokenize(
+        vocab, text.data(), text.size(), tokens.data(), tokens.size(), starts, has_special);
     if (count < 0) throw std::runtime_error("the text has more tokens than bytes");
     tokens.resize(count);
     print(tokens);
@@ -40,7 +44,8 @@ static void logits(llama_model * model, int count) {
     if (!context) throw std::runtime_error("llama.cpp makes no context");
     const int size = llama_vocab_n_tokens(llama_model_get_vocab(model));
     while (count--) {
-        if (llama_decode(context, llama_batch_get_one(next.data(), next.size()))) throw std::runtime_error("llama.cpp does not compute");
+        if (llama_decode(context, llama_batch_get_one(next.data(), next.size())))
+            throw std::runtime_error("llama.cpp does not compute");
         const float * row = llama_get_logits_ith(context, -1);
         std::fwrite(row, sizeof(float), size, stdout);
         next = {llama_token(std::max_element(row, row + size) - row)};
@@ -49,7 +54,8 @@ static void logits(llama_model * model, int count) {
 
 int main(int argc, char ** argv) try {
     const std::string what = argc > 2 ? argv[1] : "";
-    if (what != "ids" && (what != "logits" || argc != 4)) throw std::runtime_error("witness ids FILE, or witness logits FILE COUNT");
+    if (what != "ids" && (what != "logits" || argc != 4))
+        throw std::runtime_error("witness ids FILE, or witness logits FILE COUNT");
     llama_backend_init();
     llama_model_params params = llama_model_default_params();
     params.vocab_only = what == "ids";

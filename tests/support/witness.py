@@ -1,4 +1,7 @@
-"""llama.cpp as a second witness: what it makes of a gguf file. ``make llama-cpp`` builds it, with ``witness.cpp``."""
+"""llama.cpp as a second witness: what it makes of a gguf file.
+
+``make llama-cpp`` builds it, and ``witness.cpp``, the program that is asked.
+"""
 
 import subprocess
 from collections.abc import Sequence

@@ -21,19 +21,19 @@ from tests.support.witness import WitnessRefusesError, greedy_logits, needs_llam
 
 CPU = torch.device("cpu")
 PROMPTS = (16, 150, 400)
-"""Lengths of prompts. llama.cpp rounds a context up to a multiple of 256 positions: 256, 256 and 512."""
+"""Lengths of prompts. llama.cpp rounds contexts up to multiples of 256 positions: 256, 256, 512."""
 NEW_TOKENS = 24
 NOT_READ = {"mixtral with a tensor for each expert": "blk.0.ffn_down_exps.weight' not found"}
 """Files that llama.cpp no longer reads, and what it says."""
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     # llama.cpp looks for these norms in models of at least 64 blocks, as Command R+ has.
     "cohere with norms of heads": {"num_hidden_layers": 64},
-    # llama.cpp scores a group of experts by its best two, as V3 does. V2 scores a group by its best expert.
+    # llama.cpp scores a group of experts by its best two, as V3 does, and V2 by its best one.
     "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     # llama.cpp tells from the number of blocks that the Lite models do not compress queries.
     "deepseek_v2 lite": {"num_hidden_layers": 27},
-    # llama.cpp ignores the window, and takes the factors of long texts for contexts longer than the original.
-    # transformers takes them for texts longer than the original.
+    # llama.cpp ignores the window. It takes the long factors if the context is longer than the
+    # original, transformers if the text is.
     "phi3": {"original_max_position_embeddings": 300, "sliding_window": 2048},
 }
 """Changes to configs after which llama.cpp computes what transformers computes."""
