@@ -95,7 +95,8 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA_CPP) $(subst -,==,$(PACKAGE))
 	tar xzf $(LLAMA_CPP)/$(PACKAGE).tar.gz -C $(LLAMA_CPP) --strip-components 3 --exclude .git $(PACKAGE)/vendor/llama.cpp
 	rm $(LLAMA_CPP)/$(PACKAGE).tar.gz
-	$(CMAKE) -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release $(WITHOUT:%=-DLLAMA_BUILD_%=OFF) > /dev/null
+	$(CMAKE) -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS=-w -DCMAKE_CXX_FLAGS=-w \
+		$(WITHOUT:%=-DLLAMA_BUILD_%=OFF) > /dev/null
 	$(CMAKE) --build $(LLAMA_CPP)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null
 	touch $@
 
