@@ -54,7 +54,7 @@ def write(
     writer = gguf.GGUFWriter(path, file.architecture)
     settings = {**_common(model.config), **file.keys(model.config), **(keys or {})}
     for key, value in settings.items():
-        _add_key(writer, f"{file.architecture}.{key}", value)
+        add_key(writer, f"{file.architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([*(chr(33 + i) for i in range(94)), *(f"!{i}" for i in range(34))])
@@ -89,7 +89,8 @@ def _fuse(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
 
 
-def _add_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    """Add a key of the type of its value; None adds nothing."""
     match value:
         case None:
             pass

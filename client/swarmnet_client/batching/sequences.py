@@ -4,7 +4,8 @@ Prefix reuse (docs/decisions/0073): a finished sequence keeps its KV caches. A p
 still compute, starts from those: it takes the sequence over if it continues it, and forks from it otherwise. A prompt that begins like another one that is
 being sent waits until that has been sent. Kept caches are dropped, the least recently used first, to keep all caches within ``kept`` positions.
 
-When a host fails, all kept caches are given up: answers under way would wait until the host's successor has computed them again.
+When a host fails, all kept caches are given up. Otherwise answers under way would wait until the
+host's successor has computed the kept caches again.
 """
 
 import asyncio

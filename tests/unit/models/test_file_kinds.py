@@ -11,6 +11,7 @@ import pytest
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.safetensors_file import read_header
+from tests.support.gguf_writing import add_key
 from tests.support.tiny_models import save_tiny, write_gguf
 
 
@@ -61,11 +62,7 @@ def test_a_file_that_ends_too_early_is_to_be_downloaded_again(share: float, tmp_
 def write(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **fields: Any) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {"tokenizer__ggml__model": "gpt2", **fields}.items():
-        name = key.replace("__", ".")
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_uint32(name, value)
+        add_key(writer, key.replace("__", "."), value)
     for name, shape in tensors.items():
         writer.add_tensor(name, np.zeros(shape, np.float32))
     writer.write_header_to_file()

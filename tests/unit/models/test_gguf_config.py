@@ -12,6 +12,7 @@ import torch
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from tests.support.gguf_writing import add_key
 from tests.support.tiny_models import write_gguf
 
 BASE: dict[str, Any] = {
@@ -25,17 +26,7 @@ def write_header(path: Path, architecture: str, fields: dict[str, Any], tensors:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in fields.items():
         name = key if key.startswith(("tokenizer.", "general.", "adapter.")) else f"{architecture}.{key}"
-        match value:
-            case bool():
-                writer.add_bool(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case str():
-                writer.add_string(name, value)
-            case _:
-                writer.add_array(name, value)
+        add_key(writer, name, value)
     writer.add_tensor("token_embd.weight", np.zeros((64, 64), np.float32))
     for name, values in tensors.items():
         writer.add_tensor(name, np.asarray(values, np.float32))

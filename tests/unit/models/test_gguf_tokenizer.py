@@ -15,6 +15,7 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf_header import read_header
 from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf_words import SPLITTINGS
+from tests.support.gguf_writing import add_key
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_models import write_gguf
 
@@ -43,16 +44,7 @@ def write_vocabulary(
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     for field, value in fields.items():
-        key = f"tokenizer.ggml.{field}"
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, value)
+        add_key(writer, f"tokenizer.ggml.{field}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""What a file is that is no model for text, and what to do then.
+"""Recognises files that are not text models, and says what each is and what to do.
 
 People download the wrong file, or half of one. ``failed_download`` and ``misfit_of`` know files by
 their first bytes, ``check_kind`` knows gguf files that hold something else than a language model.
@@ -15,7 +15,7 @@ HEAD_BYTES = 64
 _AGAIN = "download it again"
 _OTHER = "choose another file of the model, such as Q4_K_M or Q8_0"
 _LAYOUT = "use the model in Hugging Face layout"
-_OWN_FILE = "give the model's own file, which is beside it on the hub"
+_OWN_FILE = "give the model's own file: the hub has it in the same repository"
 _DAMAGED: tuple[tuple[str, str, str], ...] = (
     (r"$", "is empty", _AGAIN),
     (r"GGUF.{0,3}$", "is incomplete", _AGAIN),
@@ -57,7 +57,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
     (
         r".{8}\{",
         "is a safetensors file, not a gguf file",
-        "give its folder, with config.json beside it",
+        "give its folder, which has a config.json",
     ),
 )
 """As ``_DAMAGED``: files of another format."""
@@ -82,7 +82,7 @@ _TYPE_WORDS = {
     "vocab": ("has a vocabulary and no weights", _OWN_FILE),
     "controlvector": ("is a control vector, not a model", _OWN_FILE),
 }
-"""What a file is by its ``general.type`` or, before llama.cpp wrote that key, by its other keys."""
+"""By ``general.type``: what a file is, and what to do. In files without that key, other keys tell."""
 _EMBEDDING = re.compile(r".*bert.*|.*-embed(ding)?|t5encoder")
 """Architectures of models whose outputs are embeddings."""
 _OTHER_KINDS = {

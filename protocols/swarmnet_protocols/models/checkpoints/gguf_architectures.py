@@ -1,4 +1,4 @@
-"""What the architectures of gguf files are in transformers: one row of ``ARCHITECTURES`` for each.
+"""Maps each architecture of gguf files to transformers: one row of ``ARCHITECTURES`` for each.
 
 gguf_config.py makes a config by a row, and gguf_tensors.py finds the tensors of each weight. What
 most architectures share needs no mention here: gguf_config.py knows the keys, and the package

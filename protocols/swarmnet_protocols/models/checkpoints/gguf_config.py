@@ -351,4 +351,4 @@ _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     ),
     "rope.scaling.finetuned": lambda _: _ANY,
 }
-"""What each key means, as the value that it has for a config."""
+"""For each key: the value that it must have for a config."""

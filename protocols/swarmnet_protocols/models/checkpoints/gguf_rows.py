@@ -1,4 +1,4 @@
-"""What a row of ``ARCHITECTURES`` says of an architecture, and what many rows have in common."""
+"""The type of a row of ``ARCHITECTURES``, and values that many rows share."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _AHEAD = re.compile(r"blk\.(\d{1,9})\.nextn\.eh_proj\.weight")
 
 @dataclass(frozen=True)
 class Header:
-    """What a gguf file says before its tensors: metadata, and the shapes of the tensors."""
+    """The header of a gguf file: its metadata, and the shapes of its tensors."""
 
     fields: Mapping[str, Field]
     shapes: Mapping[str, tuple[int, ...]]
@@ -118,9 +118,9 @@ class Architecture:
     """Weights that are made in a way of their own. Keys are expressions for transformers' names
     within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of the rotary embedding beside its base, as ``settings``."""
+    """Parameters of the rotary embedding other than its base; values as in ``settings``."""
     yarn: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of yarn beside those of every architecture, as ``settings``."""
+    """Parameters of yarn that only this architecture has; values as in ``settings``."""
 
 
 def dense_blocks(header: Header) -> list[int]:
