@@ -121,7 +121,7 @@ def _options(
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
     no_color: Annotated[
-        bool, typer.Option("--no-color", help="Print without colours, as NO_COLOR in the environment does.")
+        bool, typer.Option("--no-color", help="Print without colours. So does NO_COLOR in the environment.")
     ] = False,
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", envvar="SWARMNET_LOG_FORMAT", help="Format of log records.")
@@ -129,7 +129,9 @@ def _options(
     log_level: Annotated[
         LogLevel,
         typer.Option(
-            "--log-level", envvar="SWARMNET_LOG_LEVEL", help="Lowest level of log records on stderr."
+            "--log-level",
+            envvar="SWARMNET_LOG_LEVEL",
+            help="Log records of this level and above go to stderr.",
         ),
     ] = "warning",
     _debug: Annotated[

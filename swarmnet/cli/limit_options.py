@@ -18,23 +18,29 @@ def _limit(*names: str, about: str, metavar: str | None = None, default: str | b
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
-MaxRam = Annotated[str | None, _limit("--max-ram", metavar="SIZE", about="Most memory of the node.")]
-MaxGpuMem = Annotated[str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Most memory of the GPU.")]
-Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Highest rate of sending, such as 20mbit.")]
-Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Highest rate of receiving.")]
+MaxRam = Annotated[
+    str | None, _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB.")
+]
+MaxGpuMem = Annotated[
+    str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Use at most this much GPU memory.")
+]
+Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit.")]
+Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Receive at most this fast.")]
 Relay = Annotated[
     str | None,
     _limit(
         "--relay",
         metavar="off|RATE",
-        about="Highest rate of forwarding for peers behind routers, if others can dial this node.",
+        about="Forward traffic of peers behind routers at most this fast. Only a node that others can dial forwards.",
         default="10mbit",
     ),
 ]
 Monthly = Annotated[
     str | None,
     _limit(
-        "--monthly", metavar="SIZE", about="Bytes sent and received in a month, after which the node pauses."
+        "--monthly",
+        metavar="SIZE",
+        about="Pause when this much was sent and received in a month, such as 200GB.",
     ),
 ]
 ScheduleText = Annotated[
@@ -42,23 +48,25 @@ ScheduleText = Annotated[
     _limit(
         "--schedule",
         metavar="WHEN",
-        about="Times at which the node runs, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
+        about="Run only at these times, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
         default="always",
     ),
 ]
 IdleOnly = Annotated[
-    bool | None, _limit("--idle-only", about="Run only while the machine is not in use.", default=False)
+    bool | None, _limit("--idle-only", about="Run only while nobody uses the machine.", default=False)
 ]
 IdleAfter = Annotated[
     str | None,
     _limit(
         "--idle-after",
         metavar="TIME",
-        about="Time without input after which the machine is not in use.",
+        about="With --idle-only: run after this time without keyboard or mouse.",
         default="3m",
     ),
 ]
-NoBattery = Annotated[bool | None, _limit("--no-battery", about="Pause on battery.", default=False)]
+NoBattery = Annotated[
+    bool | None, _limit("--no-battery", about="Pause while the machine runs on battery.", default=False)
+]
 Cores = Annotated[
     int | None,
     typer.Option(
@@ -66,7 +74,7 @@ Cores = Annotated[
         "--threads",
         metavar="N",
         min=1,
-        help="Number of cores to compute with.",
+        help="Compute with this many cores.",
         show_default="all",
         rich_help_panel=PANEL,
     ),

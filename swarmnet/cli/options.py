@@ -72,13 +72,18 @@ OwnSwarm = Annotated[
     Path,
     typer.Argument(metavar="[SWARM]", help="The swarm.toml or its directory.", show_default="this directory"),
 ]
-_ENTERED = "A swarm.toml or its directory, an invite, or the name of a swarm entered before."
+_ENTERED = (
+    "A swarm.toml or its directory, an invite (swn1…), or the name of a swarm this machine joined before."
+)
 SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
 SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
 ModelOption = Annotated[
     str,
     typer.Option(
-        "--model", "-m", metavar="M", help="A known name, a directory, a .gguf file, or org/name[@revision]."
+        "--model",
+        "-m",
+        metavar="M",
+        help="The model: a known name, a directory, a .gguf file, or org/name[@revision] on the Hugging Face hub.",
     ),
 ]
 BootstrapOption = Annotated[
@@ -86,7 +91,7 @@ BootstrapOption = Annotated[
     typer.Option(
         "--bootstrap",
         metavar="ADDR",
-        help="Address of a bootstrap peer, in addition to those of the swarm file; repeatable.",
+        help="Enter the swarm through this peer as well as through those in the swarm file; repeatable.",
         callback=_each(check_peer_address),
     ),
 ]
@@ -95,7 +100,7 @@ HostsOption = Annotated[
     typer.Option(
         "--hosts",
         metavar="PEER,PEER",
-        help="Use these hosts only.",
+        help="Use only these hosts.",
         show_default="those the swarm file trusts, or all",
     ),
 ]
@@ -104,7 +109,7 @@ DataDirOption = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Folder of keys, certificates and the control socket of the node.",
+        help="Folder for the node's keys, certificates and control socket.",
         show_default="per user",
     ),
 ]
@@ -123,7 +128,7 @@ MaxP2pdOption = Annotated[
     typer.Option(
         "--max-p2pd",
         metavar="SIZE",
-        help="Memory above which p2pd, the libp2p process, is restarted.",
+        help="Restart p2pd, the libp2p process, when it takes more memory than this.",
         show_default="256MiB",
     ),
 ]
@@ -132,7 +137,7 @@ TransportOption = Annotated[
     typer.Option(
         "--transport",
         metavar="NAME",
-        help="p2pd, libp2p (py-libp2p, without a p2pd process) or auto: p2pd where its binary is installed.",
+        help="p2pd, or libp2p (py-libp2p, all in Python). auto: p2pd if its binary is installed, else libp2p.",
         callback=_choose_transport,
         envvar=TRANSPORT_VARIABLE,
         show_envvar=False,
@@ -143,33 +148,38 @@ AnnounceOption = Annotated[
     typer.Option(
         "--announce",
         metavar="MULTIADDR",
-        help="Address that other peers should dial; repeatable.",
+        help="Tell other peers to dial this address, such as one that a router forwards; repeatable.",
         callback=_each(check_listen_address),
     ),
 ]
 HostOption = Annotated[
     str,
     typer.Option(
-        "--host", metavar="HOST", help="Address to listen on; any but this machine's own needs a key."
+        "--host",
+        metavar="HOST",
+        help="Address to listen on. An address that other machines reach needs a key.",
     ),
 ]
-PortOption = Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0: a free one.")]
+PortOption = Annotated[
+    int,
+    typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+]
 IssuerOption = Annotated[
     Path | None,
     typer.Option(
-        "--issuer", metavar="KEY", help="Admit members, with authority.key or the key of an issuer."
+        "--issuer", metavar="KEY", help="Admit new members with this key: authority.key, or an issuer's key."
     ),
 ]
 CacheDirOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", metavar="DIR", help="Folder of model files.", show_default="per user"),
+    typer.Option("--cache-dir", metavar="DIR", help="Folder for model files.", show_default="per user"),
 ]
 MaxDiskOption = Annotated[
     str | None,
     typer.Option(
         "--max-disk",
         metavar="SIZE",
-        help="Most disk space for parts of models from the hub or peers; the least recently used files are removed.",
+        help="Disk space for downloaded model files. When it is full, the least recently used files are removed.",
         show_default="no limit",
     ),
 ]
@@ -177,7 +187,7 @@ SpeculateOption = Annotated[
     bool,
     typer.Option(
         "--speculate/--no-speculate",
-        help="Draft the next tokens, so that one trip through the chain may yield several. Answers are the same.",
+        help="Guess the next tokens, so that one trip through the hosts may yield several. Answers stay the same.",
     ),
 ]
 DraftOption = Annotated[
@@ -185,8 +195,8 @@ DraftOption = Annotated[
     typer.Option(
         "--draft",
         metavar="M",
-        help="A small model with the same tokenizer. It runs here and drafts the next tokens. Answers are the same.",
-        show_default="drafts from the text itself",
+        help="Guess tokens with this small model, which runs here and has the same tokenizer. Answers stay the same.",
+        show_default="guess from the text itself",
     ),
 ]
 DtypeOption = Annotated[
@@ -194,7 +204,7 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="auto|float32|bfloat16",
-        help="Number format of the weights. auto: gguf as stored or float32 on a CPU, bfloat16 on an accelerator.",
+        help="Number format of the weights. auto: on a CPU as the gguf file stores them, or float32; bfloat16 on a GPU.",
         callback=_number_format("--dtype", "auto", "float32", "bfloat16"),
     ),
 ]
@@ -203,7 +213,7 @@ WireOption = Annotated[
     typer.Option(
         "--wire",
         metavar="auto|float32|bfloat16|int8",
-        help="Format in which activations travel between hosts. auto: as the hosts compute them. int8: a quarter of the bytes of float32, for slow links; rounding may change answers.",
+        help="Number format of activations between hosts. auto: as the hosts compute. int8, for slow links: a quarter of float32's bytes, but answers may change.",
         callback=_number_format("--wire", "auto", "float32", "bfloat16", "int8"),
     ),
 ]
@@ -212,7 +222,7 @@ HostDtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="auto|float32|bfloat16|int8|int4",
-        help="Number format of the weights. auto: as stored on a CPU, bfloat16 on an accelerator. int8, int4: quantised when they are loaded.",
+        help="Number format of the weights. auto: as stored on a CPU, bfloat16 on a GPU. int8 and int4 quantise while loading, so that more blocks fit.",
         callback=_number_format("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
     ),
 ]
@@ -221,11 +231,11 @@ MetricsOption = Annotated[
     typer.Option(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="Serve /metrics for Prometheus, /livez and /readyz there; port 0 takes a free one.",
+        help="Serve Prometheus metrics (/metrics) and health checks (/livez, /readyz) on this port; 0 takes a free one.",
         show_default=False,
     ),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def devices_option(about: str) -> Any:

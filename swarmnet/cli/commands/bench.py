@@ -48,28 +48,41 @@ class BenchRun:
 
 
 def bench(  # noqa: PLR0913 - a command line, not an interface
-    model: Annotated[str, typer.Argument(metavar="M", help="The model, as for join.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="M",
+            help="The model: a known name, a directory, a .gguf file, or org/name[@revision].",
+            show_default=False,
+        ),
+    ],
     *,
     swarm: Annotated[
         str | None,
         typer.Option(
             "--swarm",
             metavar="SWARM",
-            help="The swarm to measure: a swarm.toml or its directory, an invite, or the name of a swarm entered before.",
+            help="The swarm to measure: a swarm.toml or its directory, an invite, or the name of a swarm joined before.",
             show_default=False,
         ),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Measure blocks of the model on this machine, without a swarm.")
+        bool,
+        typer.Option(
+            "--local", help="Measure how fast this machine computes the model's blocks, without a swarm."
+        ),
     ] = False,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of each prompt.")
+        int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Tokens in each prompt.")
     ] = 128,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Length of each answer.")
+        int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Tokens in each answer.")
     ] = 32,
     runs: Annotated[
-        int, typer.Option("--runs", metavar="N", min=1, help="Prompts, each through a chain of its own.")
+        int,
+        typer.Option(
+            "--runs", metavar="N", min=1, help="Number of prompts. Each goes through a chain of its own."
+        ),
     ] = 3,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -82,9 +95,9 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a swarm as a client sees it: time to the first token, and tokens per second. With --local, measure this machine as a host.
+    """Measure a swarm as a client sees it: seconds to the first token, and tokens per second. With --local, measure this machine as a host.
 
-    Prompts are random tokens, and nothing is drafted, because the gain of speculation depends on the text.
+    Prompts are random tokens. Speculation is off, because its gain depends on the text.
 
     \b
     Examples:

@@ -11,7 +11,7 @@ from swarmnet.paths import default_data_dir
 
 
 def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Give back the memory of the node on this machine within 5 seconds, until `swarmnet resume`."""
+    """Pause the node on this machine until `swarmnet resume`. Its memory is free within 5 seconds."""
     from swarmnet_node.owner import control
 
     control.pause(data_dir or default_data_dir())
@@ -24,7 +24,7 @@ def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
 
 
 def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Make the node on this machine serve again after `swarmnet pause`."""
+    """Let the node on this machine serve again after `swarmnet pause`."""
     from swarmnet_node.owner import control
 
     folder = data_dir or default_data_dir()
@@ -40,11 +40,11 @@ def finish(
     data_dir: DataDirOption = None,
     grace_s: Annotated[
         float,
-        typer.Option("--grace", metavar="SECONDS", help="Seconds that running sessions have to move away."),
+        typer.Option("--grace", metavar="SECONDS", help="Seconds to wait for running sessions to move."),
     ] = DEFAULT_GRACE_S,
     as_json: JsonFlag = False,
 ) -> None:
-    """Stop the node on this machine after its sessions have moved: it takes no new ones, and running ones move to other peers."""
+    """Stop the node on this machine gently: it takes no new sessions, and running sessions move to other peers first."""
     from swarmnet_node.owner import control
 
     check_at_least_zero(grace_s, option="--grace")

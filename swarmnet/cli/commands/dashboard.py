@@ -55,15 +55,15 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     allow_host: Annotated[
         list[str],
         typer.Option(
-            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+            "--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."
         ),
     ] = [],  # noqa: B006
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a swarm on a web page until Ctrl-C: hosts and their blocks, speed, training jobs, and which blocks to host next.
+    """Show a swarm on a web page until Ctrl-C: its hosts and blocks, their speed, training jobs, and which blocks lack hosts.
 
-    A history of 30 days is stored in the data directory.
+    The data directory keeps a history of 30 days.
     """
     from swarmnet.dashboard.server import ServerConfig
 

@@ -58,17 +58,19 @@ class _Demo:
 def demo(
     *,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=16, help="How many nodes share the model.")
+        int, typer.Option("--nodes", metavar="N", min=1, max=16, help="Number of nodes that share the model.")
     ] = 3,
     keep: Annotated[
         bool,
-        typer.Option("--keep", help="Keep the swarm and an OpenAI-compatible endpoint running until Ctrl-C."),
+        typer.Option(
+            "--keep", help="Keep the swarm running until Ctrl-C, with an OpenAI-compatible endpoint."
+        ),
     ] = False,
     experts: Annotated[
         bool,
         typer.Option(
             "--experts",
-            help="Show routed experts on peers instead: three peers compute them, one of which is killed while the swarm answers.",
+            help="Show experts on peers instead: three peers compute them, and one is killed during the answer.",
         ),
     ] = False,
     cache_dir: CacheDirOption = None,

@@ -32,7 +32,7 @@ def doctor(  # noqa: PLR0913 - options of the command line
         typer.Option(
             "--swarm",
             metavar="SWARM",
-            help="Also ask the peers of this swarm whether they reach this machine and whether its clock is right.",
+            help="Also ask this swarm's peers whether they reach this machine and whether its clock is right.",
             show_default="this machine only",
         ),
     ] = None,
@@ -41,7 +41,7 @@ def doctor(  # noqa: PLR0913 - options of the command line
         typer.Option(
             "--model",
             metavar="M",
-            help="Also say whether this model can be used, and what its weights take in memory.",
+            help="Also check whether this model runs here, and how much memory its weights take.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def doctor(  # noqa: PLR0913 - options of the command line
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Examine this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach it. Takes up to 10 s.
+    """Check this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach it. Takes up to 10 seconds.
 
     The exit code is 1 if a check fails.
     """

@@ -45,12 +45,16 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     *,
     model: ModelOption = DEFAULT_MODEL,
     blocks: Annotated[
-        str | None, typer.Option("--blocks", metavar="A:B", help="Host exactly blocks [A, B).")
+        str | None,
+        typer.Option("--blocks", metavar="A:B", help="Host exactly blocks A to B-1, such as 0:10."),
     ] = None,
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            "--num-blocks", metavar="N", min=1, help="Host N blocks, where the swarm needs them most."
+            "--num-blocks",
+            metavar="N",
+            min=1,
+            help="Host N blocks. The node chooses those that the swarm needs most.",
         ),
     ] = None,
     experts: Annotated[
@@ -58,7 +62,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--experts",
             metavar="BLOCKS:EXPERTS",
-            help="Host these routed experts, such as 3:0-15 or all:0-7: for hosts of their blocks, or with --blocks for this node's own blocks, the others of which peers compute. auto: as many as fit, those that the swarm lacks most. none: with --blocks, all on peers.",
+            help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, peers compute the blocks' other experts, or with none all of them.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +71,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--expert-memory",
             metavar="SIZE",
-            help="Memory for the routed experts of the blocks; the others are read from disk when a token needs them. Without it, all are in memory, or as many as --max-ram holds.",
+            help="Keep at most this much of the experts in memory; read the others from disk when a token needs them.",
             show_default=False,
         ),
     ] = None,
@@ -77,19 +81,21 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--expert-delay",
             metavar="MS",
             min=0,
-            help="Round trip at most to peers that compute experts; each block of a token waits for it.",
+            help="Use expert peers only within this round-trip time. Every MoE block waits for one round trip.",
             show_default="20",
         ),
     ] = None,
     stay: Annotated[
         bool,
-        typer.Option("--stay", help="Keep the blocks and the model, even if others become needed more."),
+        typer.Option(
+            "--stay", help="Never move to other blocks or another model, even when the swarm needs them more."
+        ),
     ] = False,
     keep_model: Annotated[
         bool,
         typer.Option(
             "--keep-model",
-            help="Never switch to another model that the swarm file lists, even if that lacks hosts.",
+            help="Never switch to another model of the swarm file, even when that model lacks hosts.",
         ),
     ] = False,
     transport: TransportOption = "auto",
@@ -99,14 +105,16 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     max_disk: MaxDiskOption = None,
-    device: Annotated[str, devices_option("Device to compute on, or several GPUs: cuda:0,cuda:1.")] = "auto",
+    device: Annotated[
+        str, devices_option("Compute on this device, or on several GPUs: cuda:0,cuda:1.")
+    ] = "auto",
     dtype: HostDtypeOption = "auto",
     max_cache: Annotated[
         str,
         typer.Option(
             "--max-cache",
             metavar="SIZE",
-            help="Memory for the sessions of clients, in addition to the weights.",
+            help="Memory for clients' sessions (KV caches), in addition to the weights.",
         ),
     ] = "1GiB",
     max_p2pd: MaxP2pdOption = "256MiB",
@@ -117,7 +125,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             metavar="PERCENT",
             min=1,
             max=100,
-            help="Share of that memory and of the sessions that one client, such as a gateway, may use.",
+            help="Share of sessions and their memory that one client may use. Raise it if one gateway is your only client.",
         ),
     ] = 25,
     max_wait: Annotated[
@@ -126,7 +134,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--max-wait",
             metavar="SECONDS",
             min=0,
-            help="Refuse new sessions that would wait longer than this for the work of others.",
+            help="Refuse a new session that would wait longer than this, so that its client goes to another host.",
         ),
     ] = 20,
     max_ram: limit_options.MaxRam = None,  # these, down to the cores, are read from the context
@@ -145,22 +153,30 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--priority",
             metavar="low|normal",
-            help="low: all other programs of this machine have precedence.",
+            help="low: every other program on this machine goes first.",
             rich_help_panel=limit_options.PANEL,
         ),
     ] = "low",
     issuer: IssuerOption = None,
     public_name: Annotated[
-        str, typer.Option("--public-name", "--name", metavar="NAME", help="Public name of the node.")
+        str,
+        typer.Option(
+            "--public-name",
+            "--name",
+            metavar="NAME",
+            help="Name of this node that everybody sees, such as on the dashboard.",
+        ),
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without being asked.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")
+    ] = False,
     metrics: MetricsOption = None,
     dashboard: Annotated[
         str | None,
         typer.Option(
             "--dashboard",
             metavar="[HOST:]PORT",
-            help="Serve the dashboard of the swarm there; port 0 takes a free one.",
+            help="Serve the swarm's dashboard on this port; 0 takes a free one.",
             show_default=False,
         ),
     ] = None,
@@ -169,7 +185,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--dashboard-key-file",
             metavar="FILE",
-            help="File with the key that visitors of the dashboard need.",
+            help="File with a key. The dashboard then asks its visitors for it.",
         ),
     ] = None,
     as_json: JsonFlag = False,

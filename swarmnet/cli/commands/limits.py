@@ -42,12 +42,12 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
     cores: Cores = None,
     clear: Annotated[
         list[str],
-        typer.Option("--clear", metavar="NAME", help="Remove a limit, such as up; repeatable."),
+        typer.Option("--clear", metavar="NAME", help="Remove this limit, such as up; repeatable."),
     ] = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show or change what the node on this machine may use, now and after a restart."""
+    """Show or change what the node on this machine may use. Changes hold at once and after a restart."""
     from swarmnet_node.owner import control
 
     changes = lifted(clear) | read_options(context.params)

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel
 
 app = command_group("Fetch, check and remove model files.")
-ModelName = Annotated[str, typer.Argument(metavar="M", help="As for join.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="M", help="The model: a known name, a directory, a .gguf file, or org/name[@revision]."
+    ),
+]
 
 
 @app.command("ls")
 def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the models on this machine: the default one, and those fetched from the hub or from peers, with their size on disk."""
+    """List the models on this machine, with their size on disk."""
     from swarmnet_protocols.models.inventory import stored_models
 
     stored = stored_models(cache_dir or default_cache_dir())
@@ -47,7 +52,9 @@ def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) 
 
 @app.command("rm")
 def remove(
-    model: Annotated[str, typer.Argument(metavar="M", help="As `swarmnet model ls` prints it.")],
+    model: Annotated[
+        str, typer.Argument(metavar="M", help="The model's name, as `swarmnet model ls` prints it.")
+    ],
     *,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
@@ -70,7 +77,7 @@ def pull(
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fetch the files of a model that are not on this machine."""
+    """Download the files of a model that this machine lacks."""
     from swarmnet_protocols.models import resolve
 
     limit = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
@@ -111,7 +118,7 @@ def show(
 def verify(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Hash all files of a model on this machine, and compare them with its manifest."""
+    """Hash all files of a model on this machine and compare the hashes with the model's manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
     with progress(quiet=as_json) as report:
         local.verify(report)

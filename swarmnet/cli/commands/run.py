@@ -45,11 +45,20 @@ if TYPE_CHECKING:
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
-    model: Annotated[str, typer.Argument(metavar="M", help="The model, as for join.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="M",
+            help="The model: a known name, a directory, a .gguf file, or org/name[@revision].",
+            show_default=False,
+        ),
+    ],
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]", help="The prompt; without it: a chat, or all of stdin.", show_default=False
+            metavar="[PROMPT]",
+            help="The prompt. Without it, run starts a chat, or reads stdin.",
+            show_default=False,
         ),
     ] = None,
     *,
@@ -59,51 +68,61 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     hosts: HostsOption = "",
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Most tokens of the answer."),
+        typer.Option(
+            "--max-new-tokens", "-n", metavar="N", min=1, help="Stop the answer after this many tokens."
+        ),
     ] = 256,
     temperature: Annotated[
         float,
-        typer.Option("--temperature", metavar="T", help="0: always the most likely token; above 0: sample."),
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="0 always takes the most likely token. Higher values make answers more varied.",
+        ),
     ] = 0.0,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="S", min=0, help="Makes sampling repeatable.")
+        int | None,
+        typer.Option("--seed", metavar="S", min=0, help="Repeat this number to get the same answer again."),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
             "--top-p",
             metavar="P",
-            help="Sample from the most likely tokens whose probabilities add up to this.",
+            help="Sample only from the most likely tokens that together have this probability.",
             show_default="the model's own",
         ),
     ] = None,
     system: Annotated[
         str,
         typer.Option(
-            "--system", metavar="TEXT", help="System message: instructions for the model.", show_default=False
+            "--system",
+            metavar="TEXT",
+            help="Instructions for the model (the system message).",
+            show_default=False,
         ),
     ] = "",
     speculate: SpeculateOption = True,
     draft: DraftOption = "",
     raw: Annotated[
-        bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Send the prompt without the model's chat template.")
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Chat also when stdin is no terminal: each line is a message.")
+        bool, typer.Option("--chat", help="Chat even if stdin is not a terminal: each line is one message.")
     ] = False,
     history: Annotated[
         bool,
         typer.Option(
             "--history/--no-history",
-            help="Store what you type in a chat, for the arrow keys of the next one.",
+            help="Remember what you type in a chat, for the arrow keys in the next chat.",
         ),
     ] = True,
     standby: Annotated[
         bool | None,
         typer.Option(
             "--standby/--no-standby",
-            help="Keep a standby host for each hop, which takes over at once if the hop fails. "
-            "By default for long texts, on hosts without other work.",
+            help="Keep a standby for each host of the chain, which takes over at once if the host fails. "
+            "Default: for long texts, on idle hosts.",
         ),
     ] = None,
     wait: Annotated[
@@ -112,12 +131,16 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             "--wait",
             metavar="SECONDS",
             min=0,
-            help="How long to wait for hosts that are all busy, instead of giving up at once.",
+            help="Seconds to wait while all hosts are busy.",
         ),
     ] = 0.0,
     adapter: Annotated[
         Path | None,
-        typer.Option("--adapter", metavar="DIR", help="Adapter made by `tune`, or by PEFT (LoRA, prompts)."),
+        typer.Option(
+            "--adapter",
+            metavar="DIR",
+            help="Answer with this adapter, made by `swarmnet tune` or by PEFT (LoRA, prompts).",
+        ),
     ] = None,
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
@@ -126,7 +149,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Write a trace of the answer on all hops, for ui.perfetto.dev or chrome://tracing.",
+            help="Write where each token's time went on every host; open the file in ui.perfetto.dev.",
             dir_okay=False,
         ),
     ] = None,
@@ -138,7 +161,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Answer a prompt, or chat, with a model that runs on the swarm.
 
-    Without PROMPT it reads all of stdin, or chats if that is a terminal: type /help there.
+    Without PROMPT, run reads stdin, or starts a chat if stdin is a terminal (type /help there).
 
     \b
     Examples:

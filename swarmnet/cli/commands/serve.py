@@ -104,18 +104,20 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--cors",
             metavar="ORIGIN",
-            help="A page, app or extension that may use it: https://example.org, app://obsidian.md.",
+            help="Let this page, app or extension use the endpoint: https://example.org, app://obsidian.md.",
         ),
     ] = [],  # noqa: B006
     allow_host: Annotated[
         list[str],
         typer.Option(
-            "--allow-host", metavar="NAME", help="Host name by which browsers reach it; repeatable."
+            "--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."
         ),
     ] = [],  # noqa: B006
     max_concurrent: Annotated[
         int,
-        typer.Option("--max-concurrent", metavar="N", min=1, max=1024, help="Answers computed at a time."),
+        typer.Option(
+            "--max-concurrent", metavar="N", min=1, max=1024, help="Compute this many answers at a time."
+        ),
     ] = 32,
     requests_per_minute: Annotated[
         int | None,
@@ -123,7 +125,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             "--requests-per-minute",
             metavar="N",
             min=1,
-            help="Limit for each API key; n choices count as n requests.",
+            help="Requests per minute for each API key; n choices count as n requests.",
         ),
     ] = None,
     tokens_per_minute: Annotated[
@@ -132,11 +134,12 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             "--tokens-per-minute",
             metavar="N",
             min=1,
-            help="Limit for each API key: tokens of prompts, for every choice, and of answers.",
+            help="Tokens per minute for each API key: prompts (once for each choice) and answers.",
         ),
     ] = None,
     concurrent: Annotated[
-        int | None, typer.Option("--concurrent", metavar="N", min=1, help="Answers of each key at a time.")
+        int | None,
+        typer.Option("--concurrent", metavar="N", min=1, help="Answers at a time for each API key."),
     ] = None,
     device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
     dtype: DtypeOption = "auto",

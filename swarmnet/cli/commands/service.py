@@ -15,7 +15,7 @@ RUN_FOR_LONG = ("join", "bootstrap", "serve", "dashboard")
 app = command_group("Start a command with the machine, under systemd.")
 
 SystemFlag = Annotated[
-    bool, typer.Option("--system/--user", help="A unit of the machine, run as root, or of this user.")
+    bool, typer.Option("--system/--user", help="Run as a unit of the machine (needs root) or of this user.")
 ]
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the unit.")]
 
@@ -31,10 +31,12 @@ def install(
     *,
     is_system: SystemFlag = False,
     name: NameOption = "swarmnet",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the unit and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the unit file and change nothing.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make systemd run `swarmnet COMMAND` now and at each start of this machine. Options of install come before COMMAND.
+    """Let systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install come before COMMAND.
 
     Relative paths refer to the current directory.
     """

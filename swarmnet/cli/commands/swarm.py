@@ -42,16 +42,18 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the swarm.", show_default=False)],
     *,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder for the files.", show_default=False)
+        Path, typer.Option("--out", metavar="DIR", help="Write the files to this folder.", show_default=False)
     ],
     is_open: Annotated[
         bool,
-        typer.Option("--open", help="Every peer that has the file may take part; no authority and no key."),
+        typer.Option("--open", help="Let everybody who has the file take part. No authority key is made."),
     ] = False,
     like: Annotated[
         Path | None,
         typer.Option(
-            "--like", metavar="FILE", help="Take admission and policy from this file: see deploy/swarms."
+            "--like",
+            metavar="FILE",
+            help="Copy who is admitted and what is allowed from this swarm file. deploy/swarms has examples.",
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -59,7 +61,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         bool | None,
         typer.Option(
             "--mdns/--no-mdns",
-            help="Let peers announce themselves and find each other in local networks, without a bootstrap address.",
+            help="Let peers in one local network find each other, without a bootstrap address.",
             show_default="on, but off with --open",
         ),
     ] = None,
@@ -69,17 +71,15 @@ def create(  # noqa: PLR0913 - a command line, not an interface
             "--model",
             "-m",
             metavar="M",
-            help="The swarm is for this model: a directory, a .gguf file, or org/name. Members take its weights from each other; repeatable.",
+            help="Make the swarm for this model: a directory, a .gguf file, or org/name. Members download it from each other; repeatable.",
             show_default="any model",
         ),
     ] = [],  # noqa: B006
     cache_dir: CacheDirOption = None,
-    days: Annotated[
-        int | None, typer.Option(min=1, max=36500, help="Days after which the file expires.")
-    ] = None,
+    days: Annotated[int | None, typer.Option(min=1, max=36500, help="Days until the file expires.")] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace swarm.toml, damaged or not. An authority key stays as it is."),
+        typer.Option("--force", help="Replace an existing swarm.toml. An existing authority key stays."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -194,7 +194,7 @@ def sign(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a swarm file after it was edited; --bootstrap adds an address. Then distribute the file again."""
+    """Sign a swarm file after an edit; --bootstrap adds an address. Distribute the file again afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
@@ -207,7 +207,9 @@ def sign(
 
 @app.command("new-key")
 def new_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="File for the key.", show_default=False)],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Write the key to this file.", show_default=False)
+    ],
     *,
     as_json: JsonFlag = False,
 ) -> None:
@@ -233,13 +235,13 @@ def rotate_key(
         typer.Option(
             "--overlap",
             metavar="TIME",
-            help="Time for which signatures of the old keys stay valid; `now` if a key was stolen.",
+            help="How long signatures of the old keys stay valid. Use `now` if a key was stolen.",
             show_default="as long as certificates last",
         ),
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Replace the authority keys by a new one. The swarm stays the same; distribute its file again."""
+    """Replace the authority keys with a new one. The swarm stays the same. Distribute its file again afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s

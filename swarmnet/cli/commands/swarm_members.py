@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 REVOCATIONS_NAME = "revocations"
 
 RoleOption = Annotated[
-    list[Role], typer.Option("--role", help="Role of the new member; repeatable.", show_default="client")
+    list[Role], typer.Option("--role", help="Role of the new members; repeatable.", show_default="client")
 ]
 KeyOption = Annotated[
     Path | None,
     typer.Option(
-        "--key", metavar="FILE", help="Key of the authority or an issuer.", show_default="beside the file"
+        "--key", metavar="FILE", help="The authority's key, or an issuer's.", show_default="beside the file"
     ),
 ]
 ExpiresOption = Annotated[
     str,
     typer.Option(
-        "--expires", metavar="TIME", help="Time in which it can be redeemed, up to 90d: 90s, 12h, 7d."
+        "--expires", metavar="TIME", help="How long the invite can be redeemed, up to 90d: 90s, 12h, 7d."
     ),
 ]
 _ONLY_CERTIFICATES = (
@@ -63,12 +63,14 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     *,
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires: ExpiresOption = "7d",
-    uses: Annotated[int, typer.Option("--uses", min=1, max=10_000, help="How many peers it lets in.")] = 1,
+    uses: Annotated[
+        int, typer.Option("--uses", min=1, max=10_000, help="How many peers the invite admits.")
+    ] = 1,
     bootstrap: BootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print an invite: a string that makes its user a member, through `swarmnet join` or `run --swarm`."""
+    """Print an invite. Whoever passes it to `swarmnet join` or `run --swarm` becomes a member."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
@@ -86,7 +88,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Admit one peer, also after it was revoked: list it in the file, or print an invite that only it can redeem."""
+    """Admit one peer, even a revoked one: list it in the swarm file, or print an invite that only this peer can redeem."""
     who = check_peer_id(peer)
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
@@ -120,7 +122,7 @@ def revoke(
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Revoke the membership of a peer, or of all peers that an invite admitted, before their certificates end."""
+    """Revoke a peer, or all peers that an invite admitted, before their certificates end."""
     from swarmnet_protocols.membership.revocations import RevokedIds
 
     now = wall_clock()
@@ -165,7 +167,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
 
 
 def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the members: those that the file names, or those that the issuer with this --data-dir admitted."""
+    """List the members that the swarm file names, or that the issuer in this --data-dir admitted."""
     file = swarm_file.load(swarm)
     rows = _listed(file) if file.admission is Admission.ALLOW_LIST else _issued(file, swarm, data_dir)
     if as_json:

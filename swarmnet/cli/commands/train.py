@@ -45,13 +45,18 @@ app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
 
 JobOption = Annotated[
-    str | None, typer.Option("--job", metavar="JOB", help="Which job.", show_default="the newest here")
+    str | None, typer.Option("--job", metavar="JOB", help="The template.", show_default="the newest here")
 ]
 
 
 @app.command("template")
 def template(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="diloco, streaming, noloco, ...")],
+    method: Annotated[
+        str,
+        typer.Argument(
+            metavar="METHOD", help="How workers combine what they learned: diloco, streaming, noloco, ..."
+        ),
+    ],
 ) -> None:
     """Print a commented job file for a small task that runs as it is."""
     from swarmnet_protocols.training.job_templates import template as template_of
@@ -123,7 +128,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     device: Annotated[str, device_option("Device to compute on.")] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option("--threads", metavar="N", min=1, max=1024, help="Number of cores to compute with."),
+        typer.Option("--threads", metavar="N", min=1, max=1024, help="Compute with this many cores."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -136,18 +141,18 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", metavar="PATH", help="Your copy of the model that the job begins with. Remembered."
+            "--model", metavar="PATH", help="Your copy of the model that the job starts from. Remembered."
         ),
     ] = None,
     up: limit_options.Up = None,
     down: limit_options.Down = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to train this job.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time; committed rounds are kept.
+    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time and loses no committed round.
 
-    The first time, it shows what the job reads, sends and uses on this machine, and asks for consent.
+    The first time, the command shows what the job reads, sends and uses on this machine, and asks for consent.
     """
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
@@ -228,14 +233,14 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
 @app.command("export")
 def export(
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory for the model.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the model to this new directory.")],
     job: JobOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the newest model of a job, with its tokenizer, in Hugging Face layout: plain transformers loads it."""
+    """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers loads it."""
     directory = data_dir or default_data_dir()
     job = check_job_id(job) if job else newest_job(directory)
 
@@ -263,7 +268,7 @@ def export(
 @app.command("plot")
 def plot(
     *,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the PNG files go.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the PNG files to this folder.")],
     job: JobOption = None,
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,

@@ -29,7 +29,7 @@ def status(
     ] = None,
     swarm: Annotated[
         str | None,
-        typer.Option("--swarm", metavar="SWARM", help="Ask this swarm for all workers of the job."),
+        typer.Option("--swarm", metavar="SWARM", help="Ask this swarm about all workers of the job."),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption = None,

@@ -50,18 +50,18 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     hosts: HostsOption = "",
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the adapter.")],
-    method: Annotated[TuneMethod, typer.Option("--method", help="What is trained.")] = TuneMethod.LORA,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the adapter to this folder.")],
+    method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA,
     eval_data: Annotated[
         Path | None,
         typer.Option(
             "--eval-data",
             metavar="FILE.jsonl",
-            help="File with rows for evaluation, instead of a share of --data.",
+            help="Evaluate on the rows of this file, instead of on a share of --data.",
         ),
     ] = None,
     held_out: Annotated[
-        float, typer.Option("--held-out", metavar="SHARE", help="Share of --data kept for evaluation.")
+        float, typer.Option("--held-out", metavar="SHARE", help="Share of --data to keep for evaluation.")
     ] = 0.1,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the rows.")] = 3,
     steps: Annotated[
@@ -75,19 +75,19 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--learning-rate",
             metavar="R",
-            help="Highest learning rate of the run: it rises first and then falls.",
+            help="Highest learning rate. It warms up to this value and then decays.",
             show_default="by method",
         ),
     ] = None,
     max_length: Annotated[
         int,
-        typer.Option("--max-length", metavar="N", min=2, help="Most tokens of a row; the rest is cut off."),
+        typer.Option("--max-length", metavar="N", min=2, help="Cut rows after this many tokens."),
     ] = 256,
-    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of LoRA's matrices.")] = 8,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of the LoRA matrices.")] = 8,
     alpha: Annotated[
         int,
         typer.Option(
-            "--alpha", metavar="N", min=1, help="Scale of LoRA: its product is multiplied by alpha / rank."
+            "--alpha", metavar="N", min=1, help="LoRA's scale: updates are multiplied by alpha / rank."
         ),
     ] = 16,
     target_modules: Annotated[
@@ -95,16 +95,19 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--target-modules",
             metavar="A,B",
-            help="Linear modules with LoRA.",
+            help="Linear modules that get LoRA.",
             show_default="PEFT's choice",
         ),
     ] = "",
     virtual_tokens: Annotated[
-        int, typer.Option("--virtual-tokens", metavar="N", min=1, help="Length of a prompt or prefix.")
+        int,
+        typer.Option("--virtual-tokens", metavar="N", min=1, help="Tokens of a trained prompt or prefix."),
     ] = 16,
     seed: Annotated[
         int,
-        typer.Option("--seed", metavar="S", min=0, help="Seed of the order of rows and of initial weights."),
+        typer.Option(
+            "--seed", metavar="S", min=0, help="Seed for the order of rows and for the initial weights."
+        ),
     ] = 0,
     eval_every: Annotated[
         int | None,
@@ -119,7 +122,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     save_every: Annotated[
         int, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints.")
     ] = 20,
-    force: Annotated[bool, typer.Option("--force", help="Start a new run in a DIR that has one.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start over, in a DIR that already has a run.")
+    ] = False,
     device: Annotated[str, device_option("Device of embeddings, head and adapter.")] = "auto",
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
@@ -127,10 +132,10 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fine-tune a model that runs on the swarm: its weights are frozen, and this machine trains an adapter.
+    """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an adapter.
 
     Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. An interrupted run
-    continues when the same command is given again.
+    continues when you repeat the command.
     """
     rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
     if not 0 < rate < math.inf:
