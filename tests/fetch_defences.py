@@ -30,13 +30,13 @@ from swarmnet_protocols.fetching.pieces import PieceTable, Tables
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import LocalModel, local_model, partial_model, parts, resolve
 from swarmnet_protocols.models.checkpoints import (
-    gguf_file,
-    gguf_header,
-    gguf_tokenizer,
     model_folder,
     safetensors_file,
 )
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
+from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
+from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
 from swarmnet_protocols.training import state_transfer
 from tests.defences import Defence, nothing, replacing, yes

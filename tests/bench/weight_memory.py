@@ -15,7 +15,7 @@ from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner.machine import release_memory
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.models.checkpoints.gguf_header import read_header
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 
 
 def load(model: LocalModel, start: int, end: int) -> Stage:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from swarmnet.cli.chat.generation import SamplingOptions
 from swarmnet.cli.chat.generation import generate as run
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf_header import read_header
-from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
+from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
 from tests.support.gateway import Caller, completion_body, served
 from tests.support.swarm_lab import Lab, Reference
 from tests.support.tiny import VOCABULARY, save_tiny_llama

@@ -28,7 +28,9 @@ from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
 from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models.checkpoints import gguf_header, gguf_tokenizer, safetensors_file
+from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
+from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, FrameReader, decode_refusal, encode, encode_refusal
@@ -536,13 +538,13 @@ TARGETS: dict[str, Target] = {
     "gguf": Target(
         partial(from_file, gguf_header.read_header, ".gguf"),
         lambda: [tiny_model(".gguf")],
-        ("models.checkpoints.gguf_header.read_header",),
+        ("models.checkpoints.gguf.header.read_header",),
         max_bytes=1 << 19,
     ),
     "gguf tokenizer": Target(
         partial(from_file, read_gguf_tokenizer, ".gguf"),
         lambda: [tiny_model(".gguf")],
-        ("models.checkpoints.gguf_tokenizer.read_tokenizer",),
+        ("models.checkpoints.gguf.tokenizer.read_tokenizer",),
         max_bytes=1 << 19,
     ),
     "safetensors": Target(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import Manifest, ModelFile
-from swarmnet_protocols.models.checkpoints import gguf_header, safetensors_file
+from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.manifest import BlockKey
 from tests.support.tiny_models import save_tiny, write_gguf
 

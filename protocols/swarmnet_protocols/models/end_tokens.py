@@ -6,7 +6,7 @@ from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.chat_template import render_chat
-from swarmnet_protocols.models.checkpoints.gguf_tokenizer import ENDS
+from swarmnet_protocols.models.checkpoints.gguf.tokenizer import ENDS
 
 _QUESTION, _ANSWER = "question", "answer"
 

@@ -19,8 +19,8 @@ from swarmnet_protocols.fetching.pieces import Progress
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import lock
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, sha256_of
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
-from swarmnet_protocols.models.checkpoints.gguf_header import gguf_head_bytes, part_names, parts_beside
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf.header import gguf_head_bytes, part_names, parts_beside
 from swarmnet_protocols.models.checkpoints.safetensors_file import (
     HUB_PATTERNS,
     INDEX_NAME,

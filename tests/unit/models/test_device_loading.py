@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe
+from swarmnet_protocols.models.checkpoints.gguf.tensors import Recipe
 from swarmnet_protocols.models.partial_model import build_span, weight_bytes
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor

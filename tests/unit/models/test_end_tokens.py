@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.end_tokens import end_ids
 from tests.support.tiny import save_tiny_llama
 from tests.unit.models.test_gguf_tokenizer import CONTROL, NORMAL, write_vocabulary

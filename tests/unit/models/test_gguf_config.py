@@ -11,7 +11,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from tests.support.gguf_writing import add_key
 from tests.support.tiny_models import write_gguf
 

@@ -22,9 +22,10 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.gguf_architectures import ARCHITECTURES, Header
-from swarmnet_protocols.models.checkpoints.gguf_config import check_keys, config_of, with_rope
-from swarmnet_protocols.models.checkpoints.gguf_header import read_header
+from swarmnet_protocols.models.checkpoints.gguf.architectures import ARCHITECTURES
+from swarmnet_protocols.models.checkpoints.gguf.config import check_keys, config_of, with_rope
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
+from swarmnet_protocols.models.checkpoints.gguf.rows import Header
 from tests.support.gguf_families import FILES
 from tests.support.gguf_writing import File, write
 

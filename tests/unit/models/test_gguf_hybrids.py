@@ -18,7 +18,7 @@ from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.partial_model import weight_bytes
 from tests.support.gguf_families import FILES
 from tests.support.gguf_writing import write

@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.models.checkpoints.gguf_header import part_names, read_parts
+from swarmnet_protocols.models.checkpoints.gguf.header import part_names, read_parts
 from tests.support.tiny_models import write_gguf
 
 

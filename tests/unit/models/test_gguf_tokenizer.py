@@ -12,9 +12,9 @@ from transformers.tokenization_utils_base import generate_merges
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf_header import read_header
-from swarmnet_protocols.models.checkpoints.gguf_tokenizer import read_tokenizer
-from swarmnet_protocols.models.checkpoints.gguf_words import SPLITTINGS
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
+from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
+from swarmnet_protocols.models.checkpoints.gguf.words import SPLITTINGS
 from tests.support.gguf_writing import add_key
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_models import write_gguf

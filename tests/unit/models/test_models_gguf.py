@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.models.checkpoints import gguf_file, gguf_header
-from swarmnet_protocols.models.checkpoints.gguf_header import read_header
+from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
+from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from tests.support.tiny_models import write_gguf
 
 CPU = torch.device("cpu")

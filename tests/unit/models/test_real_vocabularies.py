@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_file import GgufCheckpoint
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.end_tokens import end_ids
 from tests.support.witness import SOURCE, ids_and_ends, needs_llama_cpp
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
-from swarmnet_protocols.models.checkpoints.gguf_rows import HINT, LEFT_OUT, Architecture, Header
+from swarmnet_protocols.models.checkpoints.gguf.architectures import row_of
+from swarmnet_protocols.models.checkpoints.gguf.rows import HINT, LEFT_OUT, Architecture, Header
 from swarmnet_protocols.models.checkpoints.unread import check_routing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _TOKENIZER = re.compile(
     r"model|pre|tokens|token_type|token_type_count|scores|merges|\w+_token_id"
     r"|add_(bos|eos|sep)_token|add_space_prefix|remove_extra_whitespaces))"
 )
-"""Keys that ``gguf_tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
+"""Keys that ``tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
 """
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.gguf_words import SPLITTINGS, WordSplitting
+from swarmnet_protocols.models.checkpoints.gguf.words import SPLITTINGS, WordSplitting
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_protocols.models.checkpoints.gguf_header import Field
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.checkpoints.gguf.header import Field
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 
 if TYPE_CHECKING:
@@ -91,6 +92,17 @@ def key(name: str, default: Any = _REQUIRED) -> Setting:
     return lambda header: header.own[name] if default is _REQUIRED else header.own.get(name, default)
 
 
+def needs(tensor: str, setting: Setting) -> Setting:
+    """The setting of files that have a tensor; others are refused."""
+
+    def checked(header: Header) -> Any:
+        if tensor not in header.shapes:
+            raise ConfigError(f"the file has no tensor {tensor}", hint=HINT)
+        return setting(header)
+
+    return checked
+
+
 @dataclass(frozen=True)
 class Weight:
     """How a weight of transformers is made of tensors of a block."""
@@ -123,16 +135,13 @@ class Architecture:
     """Parameters of yarn that only this architecture has; values as in ``settings``."""
 
 
-def dense_blocks(header: Header) -> list[int]:
-    return [block for block in header.blocks if f"blk.{block}.ffn_gate_inp.weight" not in header.shapes]
-
-
-def rotated_share(header: Header) -> float:
+def _rotated_share(header: Header) -> float:
     """The part of each head that rotary embeddings change."""
     size = header.head_size
     return float(header.own.get("rope.dimension_count", size) / size)
 
 
+ROTATES_PART = {"partial_rotary_factor": _rotated_share}
 NORMS_PLUS_ONE = {r".*norm": Weight(made=lambda _, values: values - 1)}
 """transformers adds one to these norms; files have the sum."""
 BIASES = {

@@ -24,16 +24,16 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     sha256_of,
 )
 from swarmnet_protocols.models.checkpoints.file_kinds import check_kind, unread_type
-from swarmnet_protocols.models.checkpoints.gguf_config import (
+from swarmnet_protocols.models.checkpoints.gguf.config import (
     ROPE_TENSORS,
     check_keys,
     config_of,
     with_rope,
 )
-from swarmnet_protocols.models.checkpoints.gguf_header import GgufTensor, layout_of, read_parts
-from swarmnet_protocols.models.checkpoints.gguf_rows import Header
-from swarmnet_protocols.models.checkpoints.gguf_tensors import Recipe, recipes, tensors_of
-from swarmnet_protocols.models.checkpoints.gguf_tokenizer import check_tokenizer, read_tokenizer
+from swarmnet_protocols.models.checkpoints.gguf.header import GgufTensor, layout_of, read_parts
+from swarmnet_protocols.models.checkpoints.gguf.rows import Header
+from swarmnet_protocols.models.checkpoints.gguf.tensors import Recipe, recipes, tensors_of
+from swarmnet_protocols.models.checkpoints.gguf.tokenizer import check_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np

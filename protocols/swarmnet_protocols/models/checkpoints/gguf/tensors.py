@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.gguf_architectures import row_of
-from swarmnet_protocols.models.checkpoints.gguf_rows import Header, Weight
+from swarmnet_protocols.models.checkpoints.gguf.architectures import row_of
+from swarmnet_protocols.models.checkpoints.gguf.rows import Header, Weight
 
 if TYPE_CHECKING:
     import numpy as np
