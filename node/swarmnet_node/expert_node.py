@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import torch
 
@@ -22,10 +21,10 @@ from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.expert_witness import answering, computed_elsewhere
 from swarmnet_node.experts.trunk import LoadExperts
-from swarmnet_node.hosting.announcement import keep_announced
 from swarmnet_node.hosting.reports import Reporter
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.directory.node_reports import clean
@@ -113,8 +112,8 @@ class ExpertNode(RunningNode):
             try:
                 await self._serve(await self._load(), services)
                 background += [
-                    asyncio.create_task(persist("the announcement", self._keep_announcing), name="announce"),
-                    asyncio.create_task(persist("the catalog", self._keep_listed), name="catalog"),
+                    asyncio.create_task(persist("the announcement", self._announcer.run), name="announce"),
+                    asyncio.create_task(persist("the catalog", self._listing.run), name="catalog"),
                 ]
                 yield
             finally:
@@ -151,7 +150,7 @@ class ExpertNode(RunningNode):
         self._service = service
         await services.serve(REPORT, Reporter(self.report).handle)
         self._state = pb.HOST_STATE_ONLINE
-        await self._announce()
+        await self._announcer.announce()
         self._log("online")
 
     def status(self) -> NodeStatus:
@@ -280,20 +279,12 @@ class ExpertNode(RunningNode):
         }
         _log.info(event, extra=fields)
 
-    async def _keep_announcing(self) -> NoReturn:
-        dependencies = self._dependencies
-        # At once when a relay or a network has changed, or experts have come or gone.
-        await keep_announced(
-            self._announce,
-            lambda: (dependencies.transport.addresses(), self.experts),
-            dependencies.rng,
-            dependencies.timing,
-        )
+    def _facts(self) -> tuple[object, ...]:
+        return (self.experts,)
 
-    async def _announce(self) -> None:
+    def _announcements(self) -> Iterable[Announcement]:
         if self._service is not None:
-            await self._service.announce(
-                self._dependencies.directory,
+            yield self._service.announcement(
                 self._dependencies.transport,
                 self._state,
                 version=self._hosting.version,

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,6 @@ from swarmnet_node.experts.trunk import (
     trunk_status,
 )
 from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
-from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
@@ -44,10 +43,11 @@ from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
-from swarmnet_node.switching import Departure, Intent, OtherModels, Switcher
+from swarmnet_node.switching import Departure, OtherModels, Switcher
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
-from swarmnet_protocols.directory.host_announcements import HostSample, hosts_topic
+from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
@@ -177,9 +177,9 @@ class Node(RunningNode):
             try:
                 await self._load_and_serve(services)
                 background += [
-                    asyncio.create_task(persist("the announcement", self._keep_announcing), name="announce"),
+                    asyncio.create_task(persist("the announcement", self._announcer.run), name="announce"),
                     asyncio.create_task(persist("the network coordinate", self._keep_located), name="locate"),
-                    asyncio.create_task(persist("the catalog", self._keep_listed), name="catalog"),
+                    asyncio.create_task(persist("the catalog", self._listing.run), name="catalog"),
                 ]
                 hosting = self._hosting
                 if hosting.may_move:
@@ -208,7 +208,7 @@ class Node(RunningNode):
         elif hosting.may_move:
             await self._fit()
         self._state = pb.HOST_STATE_JOINING
-        await self._announce()
+        await self._announcer.announce()
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(dependencies.executor, hosting.load, *self.span)
         if hosting.experts is not None:
@@ -231,7 +231,7 @@ class Node(RunningNode):
             weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
             await services.serve(WEIGHTS, weights.handle)
         self._state = pb.HOST_STATE_ONLINE
-        await self._announce()
+        await self._announcer.announce()
         self._log("online")
 
     async def _answer_pings(self, stream: Stream) -> None:
@@ -293,7 +293,7 @@ class Node(RunningNode):
                 cancel,
                 asyncio.create_task(persist("the plan of experts", planner.run), name="plan experts"),
             )
-            await self._announce()  # its own experts: other hosts may wait for them
+            await self._announcer.announce()  # its own experts: other hosts may wait for them
         if options.cache is not None:
             self._expert_cache = open_cache(stage, start, options.cache)
             self._expert_cache.install(elsewhere if missing else None)
@@ -304,9 +304,7 @@ class Node(RunningNode):
         options = self._hosting.experts
         while self._dispatcher is not None and options is not None:
             # A host that waits for long stays known, with its own experts and with those that it waits for.
-            await race(
-                self._dispatcher.complete(options.notice), self._keep_announcing(), self._keep_listed()
-            )
+            await race(self._dispatcher.complete(options.notice), self._announcer.run(), self._listing.run())
             try:
                 return await self._measure(stage)
             except Refusal as refusal:  # a peer has failed meanwhile
@@ -428,7 +426,7 @@ class Node(RunningNode):
         choice = choose_span(claims, blocks=total, length=length, rng=random.Random(me))
         for _ in range(INTENT_ROUNDS):
             self._take(choice)
-            await self._announce()
+            await self._announcer.announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
             claims, usual = await self._claims.read(moved=True)
             mine = Claim(me, *self.span, usual, settled=False)
@@ -574,15 +572,8 @@ class Node(RunningNode):
         me = dependencies.transport.peer_id
         await keep_located(self._checker.call, hosts, me, dependencies.rng, dependencies.timing)
 
-    async def _keep_announcing(self) -> NoReturn:
-        dependencies = self._dependencies
-        # At once when a relay or a network has changed, or experts have come or gone.
-        await keep_announced(
-            self._announce,
-            lambda: (dependencies.transport.addresses(), self._announced_state),
-            dependencies.rng,
-            dependencies.timing,
-        )
+    def _facts(self) -> tuple[object, ...]:
+        return (self._announced_state,)
 
     @property
     def _announced_state(self) -> "pb.HostState":
@@ -590,54 +581,61 @@ class Node(RunningNode):
         is_short = self._dispatcher is not None and bool(self._dispatcher.links.missing())
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
-    def intent(self, switch: Switch) -> Intent:
-        """The announcement that this node is about to make ``switch``."""
-        transport = self._dependencies.transport
+    def intent(self, switch: Switch) -> Announcer:
+        """Return an announcer of the blocks that this node takes after ``switch``."""
+        dependencies = self._dependencies
 
-        def announcement() -> Announcement:
-            return Announcement(
-                switch.manifest,
-                (switch.start, switch.end),
-                pb.HOST_STATE_CHOOSING,
-                transport.addresses(),
-                step_s=0.0,
-                sessions=0,
-                version=self._hosting.version,
-                public_name=self._hosting.public_name,
-                reach=transport.reach(),
-            )
+        def compose(state: "pb.HostState") -> list[Announcement]:
+            record = pb.HostRecord(manifest=switch.manifest, start=switch.start, end=switch.end, state=state)
+            return [self._announcement(record)]
 
-        return Intent(self._dependencies, announcement)
-
-    async def _announce(self) -> None:
-        announcement = Announcement(
-            self._hosting.manifest,
-            self.span,
-            self._announced_state,
-            self._dependencies.transport.addresses(),
-            step_s=self._step_s,
-            sessions=len(self._host.sessions) if self._host else 0,
-            version=self._hosting.version,
-            public_name=self._hosting.public_name,
-            reach=self._dependencies.transport.reach(),
-            next_span=self.next.span if self.next else None,
-            stays=not self._hosting.may_move,
-            may_switch=self._hosting.others is not None,
-            coordinate=self._own.coordinate,
-            missing_experts=self._dispatcher.links.missing() if self._dispatcher else {},
+        return Announcer(
+            dependencies.directory,
+            dependencies.rng,
+            partial(compose, pb.HOST_STATE_CHOOSING),
+            dependencies.timing.announce_s,
+            facts=dependencies.transport.addresses,
+            check_s=dependencies.timing.address_check_s,
+            ending=partial(compose, pb.HOST_STATE_LEAVING),
         )
-        await self._dependencies.directory.publish(
-            hosts_topic(self._hosting.manifest, self._dependencies.transport.peer_id),
-            announcement.record(self._engine).SerializeToString(),
-            lifetime_s=self._dependencies.timing.record_s,
-        )
+
+    def _announcements(self) -> Iterable[Announcement]:
+        yield self._announcement(self._record())
         if self._expert_service is not None:
             leaving = self._state == pb.HOST_STATE_LEAVING
-            await self._expert_service.announce(
-                self._dependencies.directory,
+            yield self._expert_service.announcement(
                 self._dependencies.transport,
                 pb.HOST_STATE_LEAVING if leaving else pb.HOST_STATE_ONLINE,
                 version=self._hosting.version,
                 public_name=self._hosting.public_name,
                 lifetime_s=self._dependencies.timing.record_s,
             )
+
+    def _announcement(self, record: pb.HostRecord) -> Announcement:
+        record.version, record.public_name = self._hosting.version, self._hosting.public_name
+        return host_announcement(record, self._dependencies.transport, self._dependencies.timing.record_s)
+
+    def _record(self) -> pb.HostRecord:
+        """Return the facts about this node that it announces, without its addresses."""
+        engine, next_span = self._engine, self.next.span if self.next else (0, 0)
+        return pb.HostRecord(
+            manifest=self._hosting.manifest,
+            start=self.span[0],
+            end=self.span[1],
+            state=self._announced_state,
+            step_s=self._step_s,
+            token_s=engine.token_s if engine else 0.0,
+            cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
+            room=engine.room if engine else 0,
+            sessions=len(self._host.sessions) if self._host else 0,
+            precision=engine.stage.precision if engine else "",
+            load=engine.load.at(engine.stopwatch()) if engine else 0.0,
+            next_start=next_span[0],
+            next_end=next_span[1],
+            stays=not self._hosting.may_move,
+            may_switch=self._hosting.others is not None,
+            coordinate=self._own.coordinate.numbers() if self._own.coordinate else (),
+            missing_experts=shortened(format_experts(self._dispatcher.links.missing()))
+            if self._dispatcher
+            else "",
+        )

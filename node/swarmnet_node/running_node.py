@@ -1,12 +1,11 @@
 """The base of nodes that host blocks and of nodes that host experts only: dependencies, services that end with the node, and leaving."""
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from typing import NoReturn
 
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.directory.catalog import CatalogModel, keep_model_announced
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
+from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
@@ -75,10 +74,20 @@ class RunningNode(Ending, ABC):
         """``model``: the one that it hosts, as it is listed in the catalog."""
         super().__init__()
         self._dependencies = dependencies
-        self._model = model
         self._state = pb.HOST_STATE_CHOOSING
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
+        directory, rng, timing = dependencies.directory, dependencies.rng, dependencies.timing
+        self._announcer = Announcer(
+            directory,
+            rng,
+            self._announcements,
+            timing.announce_s,
+            facts=lambda: (dependencies.transport.addresses(), *self._facts()),
+            check_s=timing.address_check_s,
+            ending=self._announcements,
+        )
+        self._listing = model_announcer(directory, rng, model)
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[object]:
@@ -107,23 +116,18 @@ class RunningNode(Ending, ABC):
         """Announce, until cancelled, that the node is paused. Not for a node inside ``running``."""
         self._state = pb.HOST_STATE_PAUSED
         self._log("paused")
-        await self.try_to_announce()
-        await self._keep_announcing()
+        await self._announcer.run()
 
     async def try_to_announce(self) -> None:
         """Announce, unless the directory does not answer."""
-        with contextlib.suppress(SwarmnetError):
-            await self._announce()
-
-    async def _keep_listed(self) -> NoReturn:
-        await keep_model_announced(self._dependencies.directory, self._model)
+        await self._announcer.try_to_announce()
 
     async def _leave(self, grace_s: float) -> None:
         self._state = pb.HOST_STATE_LEAVING
         try:
             async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
                 # Clients and hosts are told at once, and even when the directory is out of reach.
-                leaving.create_task(self.try_to_announce())
+                leaving.create_task(self._announcer.withdraw())
                 leaving.create_task(self._dismiss())
         except TimeoutError:
             pass
@@ -135,9 +139,7 @@ class RunningNode(Ending, ABC):
         await cancel(self._leaving)
         if self._leaving is None:
             self._state = pb.HOST_STATE_LEAVING
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_ANNOUNCEMENT_S):
-                    await self.try_to_announce()
+            await self._announcer.withdraw(LAST_ANNOUNCEMENT_S)
 
     @property
     def _uptime_s(self) -> float:
@@ -148,11 +150,12 @@ class RunningNode(Ending, ABC):
         """Take no new work, and return when no client or host uses the node any more."""
 
     @abstractmethod
-    async def _announce(self) -> None:
-        """Announce the state of the node. Raises ``SwarmnetError`` if the directory does not take it."""
+    def _announcements(self) -> Iterable[Announcement]:
+        """Return what the node announces in its present state."""
 
     @abstractmethod
-    async def _keep_announcing(self) -> NoReturn: ...
+    def _facts(self) -> tuple[object, ...]:
+        """Return what the node announces at once when it changes, as it does its addresses."""
 
     @abstractmethod
     def _log(self, event: str) -> None: ...

@@ -307,7 +307,7 @@ class Supervisor(Ending):
         switch, now = departure.switch, asyncio.get_running_loop().time()
         self._is_loading = True
         announcing = asyncio.create_task(
-            persist("the announcement", departure.intent.keep), name="announce intent"
+            persist("the announcement", departure.intent.run), name="announce intent"
         )
         try:
             hosting = await others.hosting(switch.manifest, departure.weight_bytes, self._limits)

@@ -14,17 +14,16 @@ If the other model cannot be read, or does not fit into the owner's limits, the 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.host_checks import HostChecker, Trial
-from swarmnet_node.hosting.announcement import Announcement, keep_announced
 from swarmnet_node.moving import DRAIN_S, Placed
 from swarmnet_node.running_node import Dependencies
-from swarmnet_protocols.directory.host_announcements import hosts_topic
+from swarmnet_protocols.directory.announcer import Announcer
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
@@ -40,7 +39,6 @@ from swarmnet_protocols.routing.switching import (
     staying,
 )
 from swarmnet_protocols.routing.throughput import Claim
-from swarmnet_protocols.wire import records_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
@@ -66,44 +64,12 @@ class OtherModels(Protocol):
 
 
 @dataclass(frozen=True)
-class Intent:
-    """The announcement of a node that it is about to switch to another model."""
-
-    dependencies: Dependencies
-    announcement: Callable[[], Announcement]
-
-    async def keep(self) -> NoReturn:
-        """Announce it until cancelled."""
-        dependencies = self.dependencies
-        with contextlib.suppress(SwarmnetError):
-            await self._publish(self.announcement())
-        await keep_announced(
-            lambda: self._publish(self.announcement()),
-            dependencies.transport.addresses,
-            dependencies.rng,
-            dependencies.timing,
-        )
-
-    async def withdraw(self) -> None:
-        """Announce that the node will not come."""
-        with contextlib.suppress(SwarmnetError):  # it expires soon
-            await self._publish(replace(self.announcement(), state=pb.HOST_STATE_LEAVING))
-
-    async def _publish(self, announcement: Announcement) -> None:
-        dependencies = self.dependencies
-        await dependencies.directory.publish(
-            hosts_topic(announcement.manifest, dependencies.transport.peer_id),
-            announcement.record(None).SerializeToString(),
-            lifetime_s=dependencies.timing.record_s,
-        )
-
-
-@dataclass(frozen=True)
 class Departure:
     """A switch that a node makes: it ends for it, and its supervisor runs one of the other model."""
 
     switch: Switch
-    intent: Intent
+    intent: Announcer
+    """Announces the blocks of the other model."""
     weight_bytes: int
     """Bytes of the weights of the blocks that it leaves."""
 
@@ -128,7 +94,7 @@ class Switchable(Protocol):
     async def make_trial(self, span: tuple[int, int]) -> Trial:
         """Random inputs of some of these blocks, and their outputs."""
 
-    def intent(self, switch: Switch) -> Intent: ...
+    def intent(self, switch: Switch) -> Announcer: ...
 
     def finish(self, grace_s: float) -> None:
         """End once all sessions are handed over, or after ``grace_s``."""
@@ -221,7 +187,7 @@ class Switcher:
         node = self._node
         _log.info("may switch to %s: %s", switch.name, switch.reason)
         intent = node.intent(switch)
-        keeping = asyncio.create_task(persist("the announcement", intent.keep), name="announce intent")
+        keeping = asyncio.create_task(persist("the announcement", intent.run), name="announce intent")
         try:
             await self._wait()
             if not await self._is_confirmed(switch):

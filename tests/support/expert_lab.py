@@ -151,14 +151,14 @@ class ExpertLab:
                 )
                 service.fault, service.lab, service.row_s = fault, self.lab, row_s
                 await world.transport.serve(EXPERTS, service.handle)
-                await service.announce(
-                    world.directory,
+                announcement = service.announcement(
                     world.transport,
                     pb.HOST_STATE_ONLINE,
                     version="0",
                     public_name="",
                     lifetime_s=3600,
                 )
+                await announcement.publish(world.directory)
                 serving.set_result(service)
                 await asyncio.Future()
 

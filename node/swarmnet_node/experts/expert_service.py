@@ -23,12 +23,12 @@ from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.hosting.slots import Slot, Slots
 from swarmnet_node.owner.control import NodeStatus
-from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
     ExpertBits,
     ExpertHost,
-    announce_experts,
+    expert_announcement,
 )
 from swarmnet_protocols.directory.node_reports import clean, describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
@@ -151,17 +151,16 @@ class ExpertService:
         async with self._changed:
             self._changed.notify_all()
 
-    async def announce(
+    def announcement(
         self,
-        directory: Directory,
         transport: Transport,
         state: "records_pb2.HostState",
         *,
         version: str,
         public_name: str,
         lifetime_s: float,
-    ) -> None:
-        """Announce the experts in ``directory``, at the addresses of ``transport``. Raises ``SwarmnetError`` if it does not take the record."""
+    ) -> Announcement:
+        """Return the announcement of the experts, at the addresses of ``transport``."""
         host = ExpertHost(
             transport.peer_id,
             tuple(transport.addresses()),
@@ -172,8 +171,8 @@ class ExpertService:
             public_name=public_name,
             capacity=self.capacity,
         )
-        await announce_experts(
-            directory, host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
+        return expert_announcement(
+            host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
         )
 
     def report(self, status: NodeStatus, public_name: str) -> report_pb2.NodeReport:

@@ -74,7 +74,7 @@ async def start(
         from swarmnet_node.training.checkpoint import CheckpointStore
         from swarmnet_node.training.events import WorkerReporter
         from swarmnet_node.training.worker import Worker, WorkerDependencies
-        from swarmnet_protocols.directory.catalog import keep_job_announced
+        from swarmnet_protocols.directory.catalog import job_announcer
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
         from swarmnet_protocols.machine.threads import compute_on
         from swarmnet_protocols.net.identity import Identity
@@ -107,9 +107,8 @@ async def start(
         await stack.enter_async_context(
             DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
         )
-        announcing = asyncio.create_task(
-            persist("the catalog", lambda: keep_job_announced(directory, config.job)), name="catalog"
-        )
+        listing = job_announcer(directory, dependencies.rng, config.job)
+        announcing = asyncio.create_task(persist("the catalog", listing.run), name="catalog")
         stack.push_async_callback(cancel, announcing)
         watching = asyncio.create_task(_fail_with_p2pd(transport, worker, stopped), name="p2pd")
         stack.push_async_callback(cancel, watching)

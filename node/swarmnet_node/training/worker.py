@@ -15,10 +15,9 @@ The protocols between workers are in ``swarmnet_protocols.training``; all comput
 """
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,7 @@ from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.models import Progress
@@ -41,7 +41,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, join
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.job_records import WorkerInfo, publish_job, publish_worker
+from swarmnet_protocols.training.job_records import WorkerInfo, job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import Job, open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
@@ -176,9 +176,9 @@ class Worker:
                     "parameters": self._replica.trainer.parameter_count,
                 }
             )
-            announcing = asyncio.create_task(
-                persist("the announcement", self._keep_announcing), name="announce"
-            )
+            dependencies = self._dependencies
+            announcer = Announcer(dependencies.directory, dependencies.rng, self._announcements, ANNOUNCE_S)
+            announcing = asyncio.create_task(persist("the announcement", announcer.run), name="announce")
             try:
                 await race(self._failed.wait(), self._run_rounds())
                 if self._failure is not None:
@@ -471,14 +471,11 @@ class Worker:
 
     # ---- helpers ----------------------------------------------------------------------------------------
 
-    async def _keep_announcing(self) -> None:
-        while True:
-            addresses = tuple(self._transport.addresses())
-            info = WorkerInfo(self._transport.peer_id, addresses, self.round, self._state)
-            with contextlib.suppress(SwarmnetError):  # records outlive a missed announcement
-                await publish_worker(self._dependencies.directory, self.job_id, info)
-                await publish_job(self._dependencies.directory, self._sealed)
-            await asyncio.sleep(ANNOUNCE_S * self._dependencies.rng.uniform(0.8, 1.0))
+    def _announcements(self) -> Iterable[Announcement]:
+        addresses = tuple(self._transport.addresses())
+        info = WorkerInfo(self._transport.peer_id, addresses, self.round, self._state)
+        yield worker_announcement(self.job_id, info)
+        yield job_announcement(self._sealed)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

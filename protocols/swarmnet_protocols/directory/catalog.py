@@ -3,17 +3,15 @@
 All entries are under one topic, which has room for some thousands. So a peer announces what it hosts only while a sample shows that few others do.
 """
 
-import asyncio
-import contextlib
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.wire import records_pb2 as pb
 
@@ -45,29 +43,29 @@ class Catalog:
     """Ids, 64 hexadecimal digits."""
 
 
-async def keep_model_announced(directory: Directory, model: CatalogModel) -> NoReturn:
-    """Announce a model until cancelled."""
+def model_announcer(directory: Directory, rng: random.Random, model: CatalogModel) -> Announcer:
+    """Return an announcer of a model that this peer hosts."""
     entry = pb.CatalogModel(manifest=model.manifest, name=model.name[-MAX_NAME_CHARS:], blocks=model.blocks)
-    await _keep_announced(directory, pb.CatalogRecord(model=entry))
+    return _announcer(directory, rng, pb.CatalogRecord(model=entry))
 
 
-async def keep_job_announced(directory: Directory, job_id: str) -> NoReturn:
-    """Announce a job until cancelled."""
+def job_announcer(directory: Directory, rng: random.Random, job_id: str) -> Announcer:
+    """Return an announcer of a job that this peer trains."""
     entry = pb.CatalogJob(id=bytes.fromhex(job_id))
-    await _keep_announced(directory, pb.CatalogRecord(job=entry))
+    return _announcer(directory, rng, pb.CatalogRecord(job=entry))
 
 
-async def _keep_announced(directory: Directory, record: pb.CatalogRecord) -> NoReturn:
-    body = record.SerializeToString()
-    while True:
-        with contextlib.suppress(SwarmnetError):  # the entry outlives a missed announcement
-            sample = await directory.sample([TOPIC], SAMPLE)
-            # Entries that end before all peers have looked again do not count.
-            least = directory.clock() + ANNOUNCE_S
-            lasting = [each.body for each in sample if each.expires_at > least]
-            if not is_enough(lasting, body, is_full=len(sample) >= SAMPLE):
-                await directory.publish(TOPIC, body, lifetime_s=LIFETIME_S)
-        await asyncio.sleep(ANNOUNCE_S)
+def _announcer(directory: Directory, rng: random.Random, record: pb.CatalogRecord) -> Announcer:
+    entry = Announcement(TOPIC, record.SerializeToString(), LIFETIME_S)
+
+    async def is_needed() -> bool:
+        sample = await directory.sample([TOPIC], SAMPLE)
+        # Entries that end before all peers have looked again do not count.
+        least = directory.clock() + ANNOUNCE_S
+        lasting = [each.body for each in sample if each.expires_at > least]
+        return not is_enough(lasting, entry.body, is_full=len(sample) >= SAMPLE)
+
+    return Announcer(directory, rng, lambda: [entry], ANNOUNCE_S, is_needed=is_needed)
 
 
 def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:

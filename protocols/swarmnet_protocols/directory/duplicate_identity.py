@@ -10,15 +10,15 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES, listed
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist
@@ -78,12 +78,12 @@ class Duplicate:
         """The last announcement of a running duplicate; None if there is none."""
         return self._last if now < self._heard_at + REMEMBERED_S else None
 
-    def pause_s(self, now: float, rng: Random) -> float:
-        """Seconds until the next look and announcement."""
+    def every_s(self, now: float, rng: Random) -> float:
+        """Seconds, at most, until the next look and announcement."""
         if now < self._suspected_until:
             # Randomised: of two processes in step, one would only ever see its own announcements.
-            return rng.uniform(0.4, 1.0) * self._period_s / SUSPECTED_FACTOR
-        return rng.uniform(0.8, 1.0) * self._period_s
+            return rng.uniform(0.5, 1.0) * self._period_s / SUSPECTED_FACTOR
+        return self._period_s
 
 
 def topic_of(peer: PeerId) -> str:
@@ -109,6 +109,10 @@ class DuplicateWatch:
         self._timing = timing
         self._process = rng.randbytes(PROCESS_BYTES)
         self._duplicate = Duplicate(self._process, timing.identity_announce_s, self._now())
+        self._was_found = False
+        self._announcer = Announcer(
+            directory, rng, self._announcements, timing.identity_announce_s, is_needed=self._look
+        )
 
     @classmethod
     @asynccontextmanager
@@ -126,7 +130,7 @@ class DuplicateWatch:
         """
         watch = cls(transport, directory, rng, timing, changed)
         watching = asyncio.create_task(
-            persist("the watch for duplicates", watch._keep), name="duplicate-watch"
+            persist("the watch for duplicates", watch._announcer.run), name="duplicate-watch"
         )
         try:
             yield watch
@@ -146,22 +150,20 @@ class DuplicateWatch:
             "if you know of none, the key was stolen: stop this node too"
         )
 
-    async def _keep(self) -> NoReturn:
-        was_found = False
-        while True:
-            with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
-                await self._look()
-            warning = self.warning()
-            if warning and not was_found:
-                _log.warning("%s", warning)
-            if was_found != bool(warning):
-                self._changed(warning)
-            was_found = bool(warning)
-            with contextlib.suppress(SwarmnetError):
-                await self._announce()
-            await asyncio.sleep(self._duplicate.pause_s(self._now(), self._rng))
+    async def _look(self) -> bool:
+        """Look for a duplicate before each announcement, which is needed in any case."""
+        with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
+            await self._read()
+        warning = self.warning()
+        if warning and not self._was_found:
+            _log.warning("%s", warning)
+        if self._was_found != bool(warning):
+            self._changed(warning)
+        self._was_found = bool(warning)
+        self._announcer.every_s = self._duplicate.every_s(self._now(), self._rng)
+        return True
 
-    async def _look(self) -> None:
+    async def _read(self) -> None:
         peer = self._transport.peer_id
         for record in await self._directory.lookup(topic_of(peer)):
             if peer_id_of(record.signer) == peer:  # any member may publish under the topic
@@ -172,13 +174,10 @@ class DuplicateWatch:
                     )
                     self._duplicate.look(found, self._now())
 
-    async def _announce(self) -> None:
+    def _announcements(self) -> Iterable[Announcement]:
         body = pb.ProcessRecord(process=self._process, addresses=listed(self._transport.addresses()))
-        await self._directory.publish(
-            topic_of(self._transport.peer_id),
-            body.SerializeToString(),
-            lifetime_s=3 * self._timing.identity_announce_s,
-        )
+        lifetime_s = 3 * self._timing.identity_announce_s
+        yield Announcement(topic_of(self._transport.peer_id), body.SerializeToString(), lifetime_s)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

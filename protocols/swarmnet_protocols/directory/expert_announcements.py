@@ -15,6 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.host_announcements import (
     MAX_ADDRESSES,
     MAX_STEP_S,
@@ -120,16 +121,15 @@ def experts_topic(manifest: bytes) -> str:
     return f"experts/{manifest.hex()}"
 
 
-async def announce_experts(
-    directory: Directory,
+def expert_announcement(
     host: ExpertHost,
     manifest: bytes,
     *,
     state: "pb.HostState",
     version: str,
     lifetime_s: float,
-) -> None:
-    """Announce this peer, which is ``host``, for ``lifetime_s``. Raises ``SwarmnetError`` if the directory does not take it."""
+) -> Announcement:
+    """Return the announcement of this peer, which is ``host``."""
     record = pb.ExpertsRecord(
         manifest=manifest,
         state=state,
@@ -145,7 +145,7 @@ async def announce_experts(
         row_s=host.row_s,
         capacity=host.capacity,
     )
-    await directory.publish(experts_topic(manifest), record.SerializeToString(), lifetime_s=lifetime_s)
+    return Announcement(experts_topic(manifest), record.SerializeToString(), lifetime_s)
 
 
 def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:

@@ -1,4 +1,12 @@
-"""Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible."""
+"""Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible.
+
+Clients read them to build chains, and joining nodes to choose their blocks. A node announces each of its states:
+
+1. ``choosing``: the blocks that it intends to take, so that nodes which join at the same time take others.
+2. ``joining``: the blocks that it is loading.
+3. ``online``: clients may open sessions.
+4. ``leaving`` and ``paused``: clients must not choose this host.
+"""
 
 import hashlib
 import math
@@ -11,9 +19,10 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.records import Record, open_valid
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import PeerId, Reach, ReachKind, Transport
 from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import read_coordinate
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -27,6 +36,8 @@ PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
 """Precisions that a host may announce."""
 MISSING_EXPERTS = re.compile(r"[0-9,:;-]{1,127}…?")
 """Lists of experts that a host may announce."""
+MAX_EXPERTS_CHARS = 100
+"""Most characters of the missing experts in an announcement; more are cut."""
 PROTOCOL = 2
 """Version of session.proto that this release implements."""
 SHARDS = 16
@@ -51,6 +62,31 @@ def listed(addresses: Sequence[str]) -> list[str]:
         if sum(map(len, kept)) + len(address) <= MAX_ADDRESSES_BYTES:
             kept.append(address)
     return kept
+
+
+def host_announcement(record: pb.HostRecord, transport: Transport, lifetime_s: float) -> Announcement:
+    """Return the announcement of this peer as the host that ``record`` describes, at the addresses of ``transport``."""
+    record.protocol = PROTOCOL
+    # Readers take the first addresses. Loopback ones are of use to peers on the same machine only.
+    record.addresses[:] = listed(sorted(transport.addresses(), key=_is_loopback))
+    record.nat = _nat(transport.reach())
+    topic = hosts_topic(record.manifest, transport.peer_id)
+    return Announcement(topic, record.SerializeToString(), lifetime_s)
+
+
+def _is_loopback(address: str) -> bool:
+    return "/127." in address or "/::1/" in address
+
+
+def _nat(reach: Reach) -> pb.Nat:
+    if reach.kind in (ReachKind.OPEN, ReachKind.FORWARDED):
+        return pb.NAT_NONE
+    return {"cone": pb.NAT_CONE, "symmetric": pb.NAT_SYMMETRIC}.get(reach.nat, pb.NAT_UNKNOWN)
+
+
+def shortened(experts: str) -> str:
+    """Return a list of experts, cut to as much as fits into an announcement."""
+    return experts if len(experts) <= MAX_EXPERTS_CHARS else experts[:MAX_EXPERTS_CHARS] + "…"
 
 
 def hosts_topic(manifest: bytes, peer: PeerId) -> str:

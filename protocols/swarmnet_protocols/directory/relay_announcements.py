@@ -10,11 +10,11 @@ import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import SwarmnetError
@@ -44,25 +44,28 @@ async def _unknown(_address: str) -> bool:
     return False
 
 
-async def keep_relay_announced(
+def relay_announcer(
     directory: Directory,
-    addresses: Callable[[], Sequence[str]],
     rng: random.Random,
+    addresses: Callable[[], Sequence[str]],
     answers: Callable[[str], Awaitable[bool]] = _unknown,
-) -> NoReturn:
-    """Announce this peer as a relay until cancelled, whenever it has ``addresses`` and there are
-    not ``ENOUGH`` relays.
+) -> Announcer:
+    """Return an announcer of this peer as a relay: it announces while the peer has ``addresses``
+    and there are not ``ENOUGH`` other relays.
 
     ``answers`` calls the peer at a multiaddr, and returns whether it answers; without it, this peer
     is never silent.
     """
-    while True:
+
+    def compose() -> Iterable[Announcement]:
         if direct := [each for each in addresses() if relay_of(each) is None]:
-            with contextlib.suppress(SwarmnetError):  # the record outlives a missed announcement
-                if not await _are_enough(directory, rng, answers):
-                    record = pb.RelayRecord(addresses=direct[:MAX_ADDRESSES])
-                    await directory.publish(TOPIC, record.SerializeToString(), lifetime_s=LIFETIME_S)
-        await asyncio.sleep(ANNOUNCE_S * rng.uniform(0.8, 1.0))
+            record = pb.RelayRecord(addresses=direct[:MAX_ADDRESSES])
+            yield Announcement(TOPIC, record.SerializeToString(), LIFETIME_S)
+
+    async def is_needed() -> bool:
+        return not await _are_enough(directory, rng, answers)
+
+    return Announcer(directory, rng, compose, ANNOUNCE_S, is_needed=is_needed)
 
 
 async def _are_enough(

@@ -16,14 +16,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeGuard, TypeVar
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES
 from swarmnet_protocols.errors import (
@@ -134,7 +135,7 @@ class Admissions:
                 now = membership.clock()
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
-                loops.append(partial(admissions._announce_issuer, issuer.key))
+                loops.append(admissions._issuer_announcer(issuer.key).run)
             await transport.serve(ADMISSION, admissions._answer)
             running = [asyncio.create_task(persist("admission", each), name="admission") for each in loops]
             try:
@@ -228,14 +229,13 @@ class Admissions:
         # Untrusted keys come last: such an issuer may be one that only a newer swarm file names, or no issuer at all.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
-    async def _announce_issuer(self, key: Signer) -> None:
-        while True:
+    def _issuer_announcer(self, key: Signer) -> Announcer:
+        def compose() -> Iterable[Announcement]:
             body = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
-            with contextlib.suppress(SwarmnetError):
-                await self._directory.publish(
-                    ISSUERS_TOPIC, seal(_ISSUER_KIND, body, key), lifetime_s=10 * self._timing.record_s
-                )
-            await asyncio.sleep(3 * self._timing.record_s)
+            sealed = seal(_ISSUER_KIND, body, key)
+            yield Announcement(ISSUERS_TOPIC, sealed, lifetime_s=10 * self._timing.record_s)
+
+        return Announcer(self._directory, random.Random(), compose, 3 * self._timing.record_s)
 
     # ---- this peer's swarm file and certificate ----------------------------------------------------------
 

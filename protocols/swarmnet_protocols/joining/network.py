@@ -164,7 +164,7 @@ async def connect(
     network may answer instead, and a client needs one of both.
     """
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
-    from swarmnet_protocols.directory.relay_announcements import RelayFinder, keep_relay_announced
+    from swarmnet_protocols.directory.relay_announcements import RelayFinder, relay_announcer
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.joining.local_network import LocalNetwork
@@ -245,15 +245,13 @@ async def connect(
         finder = RelayFinder(directory, random.Random(), lambda: reachability.relays_held)
         reachability.more_relays = finder.find
         if not client_mode:
-            announcing = persist(
-                "the announcement as a relay",
-                lambda: keep_relay_announced(
-                    directory,
-                    lambda: routed.addresses() if relay.relays else (),
-                    random.Random(),
-                    reachability.answers,
-                ),
+            announcer = relay_announcer(
+                directory,
+                random.Random(),
+                lambda: routed.addresses() if relay.relays else (),
+                reachability.answers,
             )
+            announcing = persist("the announcement as a relay", announcer.run)
             stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))
         if network.mdns:
             await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))

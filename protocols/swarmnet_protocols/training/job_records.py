@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.host_announcements import listed
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
@@ -39,15 +40,15 @@ class WorkerInfo:
         return Candidate(self.peer, self.addresses)
 
 
-async def publish_job(directory: Directory, sealed: bytes) -> None:
-    """Publish a sealed job under its id, for a day. Raises ``ConfigError`` if it is larger than ``MAX_PUBLISHED_BYTES``."""
+def job_announcement(sealed: bytes) -> Announcement:
+    """Return the announcement of a sealed job under its id, for a day. Raises ``ConfigError`` if it is larger than ``MAX_PUBLISHED_BYTES``."""
     if len(sealed) > MAX_PUBLISHED_BYTES:
         raise ConfigError(
             f"the job has {len(sealed)} bytes, {MAX_PUBLISHED_BYTES} fit a record",
             hint="shorten its model config",
         )
     record = pb.JobRecord(sealed=sealed).SerializeToString()
-    await directory.publish(_job_topic(open_job(sealed).id), record, lifetime_s=JOB_LIFETIME_S)
+    return Announcement(_job_topic(open_job(sealed).id), record, JOB_LIFETIME_S)
 
 
 async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]:
@@ -72,8 +73,8 @@ async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]
     )
 
 
-async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) -> None:
-    """Publish this worker's record for ``WORKER_LIFETIME_S``."""
+def worker_announcement(job_id: str, info: WorkerInfo) -> Announcement:
+    """Return the announcement of a worker, for ``WORKER_LIFETIME_S``."""
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
         round=info.round,
@@ -81,8 +82,7 @@ async def publish_worker(directory: Directory, job_id: str, info: WorkerInfo) ->
         addresses=listed(info.addresses),
         protocol=PROTOCOL,
     )
-    topic = f"train/{job_id}"
-    await directory.publish(topic, record.SerializeToString(), lifetime_s=WORKER_LIFETIME_S)
+    return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
 
 
 async def find_workers(directory: Directory, job_id: str) -> list[WorkerInfo]:

@@ -109,10 +109,10 @@ def create(
 
 
 async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.job_records import publish_job
+    from swarmnet_protocols.training.job_records import job_announcement
 
     async with connect(network, client_mode=True) as (_, directory):
-        await publish_job(directory, sealed)
+        await job_announcement(sealed).publish(directory)
 
 
 @app.command("join")

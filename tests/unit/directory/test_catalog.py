@@ -14,7 +14,7 @@ from swarmnet_protocols.directory.catalog import (
     TOPIC,
     CatalogModel,
     is_enough,
-    keep_model_announced,
+    model_announcer,
     read_catalog,
 )
 from swarmnet_protocols.machine.aio import cancel
@@ -43,7 +43,7 @@ def test_few_of_many_hosts_announce_and_no_model_is_ever_missing(
         async def host(number: int) -> None:
             await asyncio.sleep(rng.uniform(0, ANNOUNCE_S) if number >= models else 0.0)
             directory = MemoryDirectory(board, peer(f"host{number}"), SWARM)
-            await keep_model_announced(directory, model(number % models))
+            await model_announcer(directory, rng, model(number % models)).run()
 
         async with network.transport(peer("looker").peer_id):
             online = [network.transport(peer(f"host{number}").peer_id) for number in range(60)]

@@ -79,7 +79,7 @@ def run(scenario: Callable[[Machines], Awaitable[None]]) -> None:
 
 
 async def live(watch: DuplicateWatch, seconds: float) -> None:
-    keeping = asyncio.create_task(watch._keep())
+    keeping = asyncio.create_task(watch._announcer.run())
     done, _ = await asyncio.wait({keeping}, timeout=seconds)
     assert not done
     keeping.cancel()
@@ -100,7 +100,7 @@ def test_two_machines_with_one_key_find_each_other_and_say_what_to_do(
         assert len(caplog.records) == 2
         await live(one, REMEMBERED_S + TWO_LOOKS_S)  # alone again
         assert not one.warning()
-        assert [bool(told) for told in machines.told] == [True, True, True, False]
+        assert [bool(told) for told in machines.told] == [True, True, False]
 
     run(scenario)
 

@@ -15,7 +15,7 @@ from swarmnet_protocols.directory.relay_announcements import (
     TOPIC,
     RelayFinder,
     choose,
-    keep_relay_announced,
+    relay_announcer,
 )
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -70,15 +70,15 @@ def test_a_relay_is_silent_only_where_enough_others_answer(
 
     async def scenario() -> None:
         directory = Announcements(records)
-        keeping = keep_relay_announced(
+        announcer = relay_announcer(
             directory,  # type: ignore[arg-type]
-            lambda: ("/ip4/27.0.0.1/tcp/1/p2p/12D3KooW",),
             random.Random(0),
+            lambda: ("/ip4/27.0.0.1/tcp/1/p2p/12D3KooW",),
             answers,
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(10.0):
-                await keeping
+                await announcer.run()
         assert bool(directory.published) is announces
         assert len(called) <= relay_announcements.CHECKED
 

@@ -5,7 +5,7 @@ import random
 from swarmnet_node.training.known_workers import MAX_EXCLUDED, KnownWorkers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.training.job_records import WorkerInfo, publish_worker
+from swarmnet_protocols.training.job_records import WorkerInfo, worker_announcement
 from swarmnet_protocols.training.rosters import Candidate
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import MemoryNetwork
@@ -35,9 +35,8 @@ def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
         workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
         assert names(workers.voters()) == {LIAR.peer_id, "a", "b"}
         workers.exclude([LIAR.peer_id])
-        await publish_worker(
-            MemoryDirectory(board, LIAR, bytes(32)), JOB, WorkerInfo(LIAR.peer_id, (), 900, bytes(32))
-        )
+        lie = worker_announcement(JOB, WorkerInfo(LIAR.peer_id, (), 900, bytes(32)))
+        await lie.publish(MemoryDirectory(board, LIAR, bytes(32)))
         await workers.refresh(now=True)
         workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
         assert names(workers.voters()) == names(workers.alive()) == {"a", "b"}

@@ -39,7 +39,7 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.job_records import _job_topic, publish_job
+from swarmnet_protocols.training.job_records import _job_topic, job_announcement
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.wire import workers_pb2
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
@@ -223,7 +223,7 @@ def test_a_job_from_the_swarm_is_stored(tmp_path: Path) -> None:
         async with memory_directory() as directory:
             with pytest.raises(Unreachable):
                 await fetch_job(tmp_path, directory, job_id)
-            await publish_job(directory, sealed)
+            await job_announcement(sealed).publish(directory)
             assert await fetch_job(tmp_path, directory, job_id) == sealed
         async with memory_directory() as another_swarm:
             assert await fetch_job(tmp_path, another_swarm, job_id) == sealed

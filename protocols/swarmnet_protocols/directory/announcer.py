@@ -1,0 +1,112 @@
+"""The announcer: keeps what a peer announces in the directory, where every record expires.
+
+Each thing that a peer announces has an ``Announcer``: its blocks, its experts, its models, its job,
+its process, itself as a relay or an issuer. The life of one:
+
+1. ``run`` announces at the start, then every ``every_s``, and at once when ``facts`` change.
+   It skips announcements that readers do not need.
+2. A failed announcement is tried again soon, and then less and less often. The record of the last
+   one outlives a few failures.
+3. ``withdraw`` announces the end, so that readers need not wait until the record expires.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import SwarmnetError
+
+RETRY_S = 1.0
+"""Seconds until the first retry of a failed announcement; the pause doubles with each failure, up
+to the usual period. Shorter, and a directory that recovers is flooded; longer, and a newcomer whose
+first announcement failed stays unknown."""
+
+
+class Announcement(NamedTuple):
+    """A record that this peer publishes."""
+
+    topic: str
+    body: bytes
+    lifetime_s: float
+
+    async def publish(self, directory: Directory) -> None:
+        """Raises ``SwarmnetError`` if the directory does not take the record."""
+        await directory.publish(self.topic, self.body, lifetime_s=self.lifetime_s)
+
+
+Compose = Callable[[], Iterable[Announcement]]
+"""Returns what to announce at this moment; nothing while there is nothing to announce."""
+
+
+async def _always() -> bool:
+    return True
+
+
+@dataclass
+class Announcer:
+    """Announces what ``compose`` returns, again and again."""
+
+    directory: Directory
+    rng: random.Random
+    compose: Compose
+    every_s: float
+    """Seconds between two announcements, at most. May change at any time."""
+    facts: Callable[[], object] = lambda: None
+    """Returns what is announced at once when it changes."""
+    check_s: float = math.inf
+    """Seconds between two looks at ``facts``."""
+    is_needed: Callable[[], Awaitable[bool]] = _always
+    """Asked before each announcement whether readers need it."""
+    ending: Compose = lambda: ()
+    """Returns what ``withdraw`` announces."""
+    _announced: object = field(default=None, init=False)
+    """The facts at the last announcement."""
+    _due: float = field(default=-math.inf, init=False)
+    """When to announce next, on the clock of the loop."""
+    _retry_s: float = field(default=RETRY_S, init=False)
+
+    async def run(self) -> NoReturn:
+        """Announce until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            left_s = self._due - clock()
+            if left_s > 0 and self.facts() == self._announced:
+                await asyncio.sleep(min(left_s, self.check_s))
+            else:
+                await self.try_to_announce()
+
+    async def try_to_announce(self) -> None:
+        """Announce at once. If the directory does not answer, ``run`` tries again."""
+        with contextlib.suppress(SwarmnetError):
+            await self.announce()
+
+    async def announce(self) -> None:
+        """Announce at once. Raises ``SwarmnetError`` if the directory does not take the records."""
+        self._announced = self.facts()
+        try:
+            announcements = list(self.compose())
+            if announcements and await self.is_needed():
+                for each in announcements:
+                    await each.publish(self.directory)
+        except SwarmnetError:
+            self._pause(min(self._retry_s, self.every_s))
+            self._retry_s = min(2 * self._retry_s, self.every_s)
+            raise
+        self._pause(self.every_s)
+        self._retry_s = RETRY_S
+
+    def _pause(self, pause_s: float) -> None:
+        # Randomised, so that peers which started together do not announce together for ever.
+        self._due = asyncio.get_running_loop().time() + pause_s * self.rng.uniform(0.8, 1.0)
+
+    async def withdraw(self, within_s: float | None = None) -> None:
+        """Announce the end, within a time or not at all: the records expire soon."""
+        with contextlib.suppress(SwarmnetError, TimeoutError):
+            async with asyncio.timeout(within_s):
+                for each in self.ending():
+                    await each.publish(self.directory)
