@@ -344,6 +344,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
         def __init__(self, chain: Any, steps: int) -> None:
             self._chain, self._left = chain, steps
             self.report, self.before_replays = chain.report, chain.before_replays
+            self.lengths = chain.lengths
 
         async def forward(self, *step: Any) -> Any:
             self._left -= 1

@@ -11,7 +11,7 @@ host's successor has computed the kept caches again.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,8 +127,6 @@ class RunningSequence:
     has_begun: bool = False
     """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
-    is_given_up: bool = False
-    """Whether some hosts have KV caches that ``held`` no longer counts."""
 
     def shared(self, request: Request) -> int:
         """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
@@ -159,16 +157,15 @@ class RunningSequence:
         if not rewrite:
             self.held.extend(ids)  # in place: a long answer would be copied with each token
         self.start += len(ids)
-        self.is_given_up = self.is_given_up and source == self.number
         return row, ids
 
-    def give_up(self) -> None:
-        """Hosts may have no KV caches of this sequence."""
-        self.held, self.owner, self.is_given_up = [0], "", True
+    def forget(self) -> None:
+        """Count no KV caches as held, except the one position that ``drop`` leaves."""
+        self.held, self.owner = [0], ""
 
     def drop(self) -> tuple[Row, list[int]]:
         """A row that frees the KV caches: one position that means nothing remains."""
-        self.held, self.owner, self.is_given_up = [0], "", False
+        self.forget()
         return Row(self.number, 0, 1, 0, FRESH, rewrite=True), [0]
 
 
@@ -233,12 +230,18 @@ def find_origin(
 
 
 def to_drop(
-    sequences: Sequence[RunningSequence], coming: int, most: int, used_now: Set[int] = frozenset()
+    sequences: Sequence[RunningSequence],
+    lengths: Mapping[int, int],
+    coming: int,
+    most: int,
+    used_now: Set[int] = frozenset(),
 ) -> list[RunningSequence]:
-    """The free sequences whose KV caches are dropped: those that were given up, and those unused for
-    longest, so that ``coming`` more positions fit into ``most``.
+    """Return the free sequences whose KV caches the next step drops.
 
-    Those in ``used_now`` are not dropped: an answer starts from them. Less than all may be enough; all may be too few.
+    These are the sequences that the group or the chain has given up, whose positions in the chain
+    (``lengths``) differ from the positions they hold. To fit ``coming`` more positions into
+    ``most``, the sequences unused for longest follow, except those in ``used_now``, from which an
+    answer starts. All of them may be too few.
     """
     over = coming + sum(len(sequence.held) for sequence in sequences) - most
     dropped = []
@@ -248,7 +251,8 @@ def to_drop(
         if sequence.answer is None and len(sequence.held) > 1 and sequence.number not in used_now:
             dropped.append(sequence)
             over -= len(sequence.held) - 1
-    return [*dropped, *(each for each in sequences if each.answer is None and each.is_given_up)]
+    free = (each for each in sequences if each.answer is None and each not in dropped)
+    return [*dropped, *(each for each in free if lengths.get(each.number, 0) != len(each.held))]
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -424,7 +428,7 @@ class SequenceGroup:
         rows, ids, asking = [], [], []
         coming = sum(part.count + len(part.draft) + _taken(part) for part in parts)
         used_now = {part.origin.number for part in parts if part.origin is not None}
-        for sequence in to_drop(self._sequences, coming, self._kept, used_now):
+        for sequence in to_drop(self._sequences, chain.lengths, coming, self._kept, used_now):
             row, sent = sequence.drop()
             rows.append(row)
             ids.extend(sent)
@@ -472,7 +476,7 @@ class SequenceGroup:
             if each.answer is None and each.held and not self._origins[each.number]
         ]
         for sequence in idle:
-            sequence.give_up()
+            sequence.forget()
         return {sequence.number for sequence in idle}
 
     def _release(self, sequence: RunningSequence) -> None:

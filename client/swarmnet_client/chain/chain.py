@@ -10,7 +10,7 @@ not notice, except by the time it takes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
@@ -86,9 +86,9 @@ class Chain:
             await chain._supervisor.close()
 
     @property
-    def lengths(self) -> dict[int, int]:
+    def lengths(self) -> Mapping[int, int]:
         """Positions in the KV caches of the chain, by sequence."""
-        return dict(self._in_flight.outbox.log.lengths)
+        return self._in_flight.outbox.log.lengths
 
     def before_replays(self, give_up_idle: Callable[[], Set[int]]) -> None:
         """Call ``give_up_idle`` whenever a hop has to be replaced. It returns the numbers of the
@@ -125,7 +125,7 @@ class Chain:
 
         Tokens of an answer go on: hosts with more room may come while the chain looks for them.
         """
-        lengths = self.lengths | {row.sequence: row.end for row in rows}
+        lengths = {**self.lengths, **{row.sequence: row.end for row in rows}}
         positions = sum(lengths.values()) + self._spec.prefix_positions * len(lengths)
         blocks = 0, self._spec.blocks
         if positions > self._swarm.room(blocks) and any(row.count > row.outputs for row in rows):

@@ -214,19 +214,20 @@ class ActivationLog:
             self._compact(step)
 
     def keep(self, sequences: Set[int]) -> None:
-        """Forget all sequences but these and those of pending steps. A fresh hop is not sent them.
+        """Forget all sequences except ``sequences`` and those of pending steps. A fresh hop does not get them.
 
-        One is always left, the shortest: its replay tells a fresh hop the number of the last step.
+        One compacted sequence, the shortest, always stays: its replay tells a fresh hop the number
+        of the last compacted step.
         """
-        needed = {
+        kept = sequences | {
             each for _, step in self._pending for row in step.rows for each in (row.sequence, row.source)
         }
-        if not self._lengths.keys() & (needed | sequences):
-            needed |= {*sorted(self._lengths, key=self._lengths.__getitem__)[:1]}
-        for number in self._lengths.keys() - needed - sequences:
+        buffers = self._buffers or {}
+        if not buffers.keys() & kept:
+            kept |= {*sorted(buffers, key=lambda number: buffers[number].length)[:1]}
+        for number in self._lengths.keys() - kept:
             del self._lengths[number]
-            if self._buffers is not None:
-                self._buffers.pop(number, None)
+            buffers.pop(number, None)
         self._count_compacted()
         self._resize_reservation()
 
