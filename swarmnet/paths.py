@@ -37,7 +37,7 @@ def _of_user(find: Callable[..., Path]) -> Path:
         return find(_APP, appauthor=False)
     except RuntimeError as error:
         raise ConfigError(
-            "this user has no home folder", hint="set HOME, or give --data-dir DIR and --cache-dir DIR"
+            "this user has no home directory", hint="set HOME, or give --data-dir DIR and --cache-dir DIR"
         ) from error
 
 

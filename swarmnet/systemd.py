@@ -172,7 +172,7 @@ def _require_systemd() -> None:
     if shutil.which("systemctl") is None:
         raise ConfigError(
             "there is no systemd on this machine",
-            hint="start swarmnet with what starts other programs here; --dry-run shows the command",
+            hint="start swarmnet as you start other programs here; --dry-run shows the command",
         )
 
 

@@ -486,11 +486,11 @@ def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_bl
         raise ConfigError(f"{model} has no routed experts", hint="leave out --experts")
     if text == "auto" and has_blocks:
         raise ConfigError(
-            "a node with blocks does not choose experts", hint="name its own ones: --experts all:0-7, or none"
+            "a node with blocks cannot choose experts by itself", hint="name them: --experts all:0-7, or none"
         )
     if text == "none" and not has_blocks:
         raise ConfigError(
-            "a node without blocks and experts hosts nothing", hint="name some: --experts all:0-7"
+            "a node without blocks or experts hosts nothing", hint="name some: --experts all:0-7"
         )
     named = {} if text in ("auto", "none") else parse_experts(text, counts)
     return {block: named.get(block, frozenset()) for block in counts} if has_blocks else named
@@ -503,7 +503,7 @@ def check_quantizable(model: "LocalModel") -> None:
     if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
         raise ConfigError(
             f"the weights of {model.name} are quantised already: {model.precision}",
-            hint="leave out --dtype: they are used as they are",
+            hint="leave out --dtype",
         )
 
 

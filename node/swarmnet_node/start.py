@@ -78,7 +78,7 @@ async def start(
         if loaded.cache is not None and config.expert_memory_bytes is None:
             total = sum(map(len, loaded.cache.own.values()))
             notice(
-                f"--max-ram holds {loaded.cache.capacity} of {total} experts: the others are read from disk when they are needed"
+                f"--max-ram holds {loaded.cache.capacity} of {total} experts: it reads the others from disk when a token needs them"
             )
         from swarmnet_node.node import Hosting
         from swarmnet_node.owner.machine import OwnersMachine
@@ -125,5 +125,8 @@ async def _fail_with_p2pd(transport: "Transport", node: "Supervisor") -> None:
         node.fail(error)
         return
     node.fail(
-        SwarmnetError("p2pd died: this node cannot be reached", hint="start the node again: swarmnet join")
+        SwarmnetError(
+            "the network process stopped, so nobody reaches this node",
+            hint="start the node again: swarmnet join",
+        )
     )

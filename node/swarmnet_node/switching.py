@@ -191,7 +191,7 @@ class Switcher:
         try:
             await self._wait()
             if not await self._is_confirmed(switch):
-                _log.info("stayed, for others have switched to %s", switch.name)
+                _log.info("stayed: other nodes have switched to %s", switch.name)
                 await cancel(keeping)
                 await intent.withdraw()
                 return

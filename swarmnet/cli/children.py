@@ -50,7 +50,7 @@ class Child:
 
     def failure(self) -> SwarmnetError:
         tail = self.log.read_text(errors="replace")[-_STDERR_TAIL_CHARS:].strip()
-        return SwarmnetError(f"{self.name} ended unexpectedly: {tail or 'it printed nothing'}")
+        return SwarmnetError(f"{self.name} stopped unexpectedly: {tail or 'it printed nothing'}")
 
 
 async def spawn(directory: Path, running: list[Process], name: str, arguments: Sequence[str]) -> Child:

@@ -30,13 +30,13 @@ class Question:
 SHARING = Question(
     "this machine is about to be shared; the node will use",
     "share it?",
-    "change any of it at any time with `swarmnet limits`; `swarmnet pause` gives the memory back",
+    "`swarmnet limits` changes this at any time; `swarmnet pause` frees the memory",
     "sharing",
 )
 TRAINING = Question(
     "this machine is about to train a job that another peer may have written",
     "train it?",
-    "Ctrl-C ends it in good order at any time",
+    "Ctrl-C stops it cleanly at any time",
     "training",
     of_scripts=True,
 )

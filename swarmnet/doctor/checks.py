@@ -165,13 +165,13 @@ def _memory(facts: Facts) -> Finding:
     text = f"{_gib(free)} of memory is free"
     if free < RAM_FAIL_BYTES and not facts.node:
         return Finding(
-            "memory", Level.FAIL, f"{text}: too little for a node", "end other programs, or add memory"
+            "memory", Level.FAIL, f"{text}: too little for a node", "close other programs, or add memory"
         )
     if free < RAM_WARN_BYTES and not facts.node:
         return Finding(
             "memory",
             Level.WARN,
-            f"{text}: enough for a few blocks only",
+            f"{text}: enough for only a few blocks",
             "swarmnet join … --num-blocks 4 --max-cache 256MiB",
         )
     return Finding("memory", Level.OK, text)
@@ -213,7 +213,7 @@ def _open_secret(secret: SecretFile) -> Finding:
     return Finding(
         "keys",
         Level.FAIL,
-        f"other users can read {secret.path}: with a key of this machine they can act in its name",
+        f"other users can read {secret.path}: whoever has this machine's keys can act in its name",
         f"chmod {mode} {path}",
     )
 
@@ -245,7 +245,7 @@ def _swarm(facts: Facts) -> Iterator[Finding]:
     expires = swarm.not_after
     if expires is not None and expires - facts.now < FILE_WARN_S:
         text = f"the swarm file of {swarm.name} expires in {show_duration(expires - facts.now)}: then nodes refuse it"
-        yield Finding("swarm", Level.WARN, text, "get the next swarm file from the person who runs the swarm")
+        yield Finding("swarm", Level.WARN, text, "ask the person who runs the swarm for the next swarm file")
     else:
         yield Finding("swarm", Level.OK, f"the swarm file of {swarm.name} is valid")
     if not swarm.needs_certificate:

@@ -205,7 +205,7 @@ def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequ
         peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
         raise NotAuthorised(
             f"the node of this machine is a member of {file.name}, but this command is another peer, and no member yet",
-            hint=f"give it an invite too: --swarm INVITE. For one that only this peer can use: swarmnet swarm approve {peer}",
+            hint=f"give this command an invite too: --swarm INVITE. An invite that only this peer can use: swarmnet swarm approve {peer}",
         )
     entry = _entry(store_file(data_dir, swarm_file.read(folder)), (), data_dir)
     return replace(entry, known=known.named_too(read_addresses(beside)).named_too(bootstrap))
@@ -350,7 +350,7 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
         )
     if stored.authority and file.authority and not file.authority.continues(stored.authority):
         raise IntegrityError(
-            f"{source} has keys that do not follow from those known before",
+            f"{source} has keys that the keys known before do not vouch for",
             hint="an old key of the authority may be stolen: ask the person who runs the swarm",
         )
 

@@ -336,7 +336,7 @@ def _next_serial(path: Path, now: float) -> int:
         return int(now)
     if old.authority is not None and old.authority.rotations:
         raise ConfigError(
-            f"{path} has had other keys: a new file would be another swarm",
+            f"{path} had other keys: a new file would be another swarm",
             hint="edit it and sign it with `swarmnet swarm sign`",
         )
     return old.serial + 1

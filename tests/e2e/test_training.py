@@ -128,7 +128,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_raises(anna: tuple[str, WorkerProces
     worker.send_signal(signal.SIGKILL, python=False)
     assert worker.wait_for_end() == 1
     error = worker.wait("error")
-    assert "p2pd died" in error["message"]
+    assert "the network process stopped" in error["message"]
     assert "start it again" in error["hint"]
     assert "Traceback" not in worker.log.read_text()
     saved = CheckpointStore(job_folder(worker.data_dir, job)).load_newest(job)

@@ -50,7 +50,7 @@ class LabModels:
 
     async def read(self, manifest: bytes, blocks: int) -> ServedModel:
         if asyncio.get_running_loop().time() < self.outline_at:
-            raise Unreachable("no peer of the swarm gives the model", hint="")
+            raise Unreachable("no peer of the swarm provides the model", hint="")
         found = self._described(self._lab(manifest))
         return replace(found, length=min(found.blocks, blocks))
 

@@ -201,5 +201,7 @@ def explain(error: SwarmnetError) -> SwarmnetError:
             hint="try again later, or start another node: swarmnet join",
         )
     if is_missing_experts(error):
-        return MissingExperts(str(error), hint="host them: swarmnet join SWARM --experts BLOCK:EXPERTS")
+        return MissingExperts(
+            str(error), hint="host the missing ones: swarmnet join SWARM --experts BLOCK:EXPERTS"
+        )
     return Unreachable(f"no host computes: {error}", hint="try again; the swarm may be changing")

@@ -596,8 +596,8 @@ class ChainSupervisor:
         self._swarm.convict(live.hop.peer)
         self._report.wrong.append(live.hop.peer)
         _log.warning(
-            "host %s gave wrong outputs for blocks %d:%d, as two other hosts say: it is replaced and not used again for %g hours. "
-            "What was answered so far may be wrong: ask again",
+            "host %s gave wrong outputs for blocks %d:%d, according to two other hosts. "
+            "It was replaced, and this client avoids it for %g hours. The answer so far may be wrong: ask again",
             live.hop.peer,
             live.hop.start,
             live.hop.end,

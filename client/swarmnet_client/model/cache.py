@@ -170,7 +170,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 return
             if self._length:
                 raise ValueError(
-                    "the adapter has changed since this session began: begin another one"
+                    "the adapter has changed since this session began: start a new one"
                     if not is_same
                     else "a session that began with ids continues with ids, and one that began with embeddings with embeddings"
                 )

@@ -131,7 +131,7 @@ def _part(name: str, module: Any, adapter: str) -> LoraPart:
 
 
 def _lora_refusal(name: str, why: str) -> ConfigError:
-    return ConfigError(f"hosts cannot apply what is in {name}: {why}", hint="use PEFT's plain LoRA")
+    return ConfigError(f"hosts cannot apply {name}: {why}", hint="use PEFT's plain LoRA")
 
 
 def prefix_tensors(cache: Cache, config: Any) -> dict[str, torch.Tensor]:

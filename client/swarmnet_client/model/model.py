@@ -377,7 +377,7 @@ def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor |
         return mask
     if not bool(mask[:, :positions].all()):
         raise ValueError(
-            f"the attention mask must begin with ones for the {positions} positions of the prefix"
+            f"the attention mask must start with ones for the {positions} positions of the prefix"
         )
     return mask[:, positions:]
 

@@ -29,7 +29,7 @@ class RemoteWeight(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         raise ConfigError(
-            "the weights of the blocks are on the swarm's hosts: they cannot be read, copied, changed or merged into",
+            "the blocks' weights are on the swarm's hosts: this machine cannot read, copy, change or merge them",
             hint="use LoRA that does not need them (no DoRA, init_lora_weights=True); merge on the plain model, from a saved "
             "adapter",
         )

@@ -84,7 +84,11 @@ class Runtime:
                     refused = error
                 finally:
                     closed = self._stop.is_set()
-                    what = "this client is closed" if closed else "p2pd died: this client reaches no peer"
+                    what = (
+                        "this client is closed"
+                        if closed
+                        else "the network process stopped, so this client reaches no peer"
+                    )
                     hint = "connect again, with from_pretrained() or the same command"
                     self._over.set_exception(refused or SwarmnetError(what, hint=hint))
         except BaseException as error:

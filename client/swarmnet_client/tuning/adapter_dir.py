@@ -31,17 +31,17 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG_FILE).is_file() and (directory / CHECKPOINT_FILE).is_file():
         raise ConfigError(
             f"the run in {directory} is not done",
-            hint="give its `swarmnet tune` command again: it resumes the run",
+            hint="repeat its `swarmnet tune` command to resume the run",
         )
     if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is no adapter: it has no {CONFIG_FILE}", hint=_HINT)
+        raise ConfigError(f"{directory} is not an adapter: it has no {CONFIG_FILE}", hint=_HINT)
     if not (directory / WEIGHTS_FILE).is_file():
         if (directory / _PICKLE).exists():
             raise ConfigError(
-                f"{directory} has its weights as a pickle only, which could run any program",
+                f"{directory} has its weights only as a pickle, which could run any program",
                 hint="ask its author for safetensors: PEFT's save_pretrained(safe_serialization=True)",
             )
-        raise ConfigError(f"{directory} is no adapter: it has no {WEIGHTS_FILE}", hint=_HINT)
+        raise ConfigError(f"{directory} is not an adapter: it has no {WEIGHTS_FILE}", hint=_HINT)
     _check_hashes(directory)
     config = _read_json(directory / CONFIG_FILE, _MAX_CONFIG_BYTES)
     if not isinstance(config.get("peft_type"), str):
@@ -64,7 +64,7 @@ def check_made_for(directory: Path, manifest: bytes) -> None:
     if summary.get("manifest") != manifest.hex():
         raise ConfigError(
             f"the adapter in {directory} is for another model: {summary.get('model')}",
-            hint="name that model, or remove tune.json if you know that the two are the same",
+            hint="name that model, or remove tune.json if you know that both are the same",
         )
 
 
@@ -80,7 +80,7 @@ def _check_hashes(directory: Path) -> None:
     if hashes is not None and hashes != hashes_of(directory):
         raise IntegrityError(
             f"the adapter in {directory} does not have the hashes in its {SUMMARY_FILE}",
-            hint=f"get it again; if it was trained further since, remove {SUMMARY_FILE}",
+            hint=f"get it again; if you trained it further, remove {SUMMARY_FILE}",
         )
 
 

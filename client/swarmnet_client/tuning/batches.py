@@ -132,7 +132,7 @@ def classes(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str,
     names = tuple(sorted({row.label for row in train}))
     if len(names) < 2:
         raise ConfigError(
-            "a classifier needs rows with two labels at least", hint="add rows of another label"
+            "a classifier needs rows with at least two labels", hint="add rows of another label"
         )
     if len(names) > MAX_LABELS:
         raise ConfigError(

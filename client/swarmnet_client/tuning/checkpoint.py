@@ -90,4 +90,4 @@ def _hash_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _damaged(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is no checkpoint of a run", hint="begin the run anew: --force")
+    return IntegrityError(f"{path} is not a checkpoint of a run", hint="start over with --force")

@@ -39,7 +39,7 @@ def locked(path: Path) -> Iterator[None]:
             lock(descriptor)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another run is at work in {path}", hint="wait for it, or choose another --out"
+                f"another run is running in {path}", hint="wait for it, or choose another --out"
             ) from error
         yield
     finally:
@@ -70,11 +70,11 @@ class RunDir:
             self._check_same(self.unfinished.about)
         elif held & {SUMMARY_FILE, CONFIG_FILE, WEIGHTS_FILE}:
             raise ConfigError(
-                f"{path} has the adapter of a run that is done",
+                f"{path} has the adapter of a finished run",
                 hint="choose another --out, or replace it: --force",
             )
         elif held:
-            raise ConfigError(f"{path} has other files in it", hint="choose a new directory for --out")
+            raise ConfigError(f"{path} holds other files", hint="choose a new directory for --out")
 
     def save(self, tuner: Tuner) -> Path:
         """Write a checkpoint of ``tuner``; returns its path. Raises ``OutOfResources`` when the disk is full."""
@@ -95,6 +95,6 @@ class RunDir:
             then, now = ([which.get(name) for name in differ] for which in (about, self._about))
             changes = (f"{name} was {a!r} and is {b!r}" for name, a, b in zip(differ, then, now, strict=True))
             raise ConfigError(
-                f"{self.path} has a run that is not done, with other settings: {'; '.join(changes)}",
-                hint="give the same again to go on with it, or another --out, or begin anew: --force",
+                f"{self.path} has an unfinished run with other options: {'; '.join(changes)}",
+                hint="repeat those options to continue, choose another --out, or start over with --force",
             )

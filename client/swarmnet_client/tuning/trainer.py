@@ -109,7 +109,9 @@ class Tuner:
                 expected |= {f"optimizer/{name}/{key}": like for key, like in moments.items()}
         given = {name: value.shape for name, value in checkpoint.tensors.items() if name != HISTORY}
         if given != {name: value.shape for name, value in expected.items()}:
-            raise ConfigError("the checkpoint is of a run with other parameters", hint="use another --out")
+            raise ConfigError(
+                "the checkpoint belongs to a run with other parameters", hint="use another --out"
+            )
         states: dict[int, dict[str, torch.Tensor]] = {}
         for index, (name, parameter) in enumerate(self._parameters.items()):
             with torch.no_grad():

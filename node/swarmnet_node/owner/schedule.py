@@ -66,7 +66,7 @@ def _window(text: str) -> Window:
 def _minute(text: str) -> int:
     hours, minutes = map(int, text.split(":"))
     if minutes >= 60 or hours * 60 + minutes > DAY_MINUTES:
-        raise ValueError(f"{text} is no time of a day")
+        raise ValueError(f"{text} is not a time of day")
     return hours * 60 + minutes
 
 

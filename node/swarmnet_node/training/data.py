@@ -138,7 +138,7 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
                 "data",
                 "hub" if data.path is None else "path",
                 f"is wrong: its {part} part has {len(sequences.tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
-                hint=f"give more data ({_least_tokens(data)} tokens suffice), or shorter sequences",
+                hint=f"add data ({_least_tokens(data)} tokens suffice), or shorter sequences",
             )
     return Corpus(train, validation, tokenizer.vocab_size, digest, size_bytes)
 

@@ -126,7 +126,7 @@ async def _fail_with_p2pd(transport: "Transport", worker: "Worker", stopped: thr
     stopped.set()
     worker.fail(
         SwarmnetError(
-            "p2pd died: this worker cannot reach its peers",
+            "the network process stopped, so this worker reaches no peer",
             hint="start it again with 'swarmnet train join'; it resumes from its checkpoint",
         )
     )

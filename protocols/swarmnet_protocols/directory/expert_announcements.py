@@ -270,7 +270,7 @@ def _numbers(text: str) -> list[int]:
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise ConfigError(f"{part.strip()!r} is no number or range", hint="write 0-7 or 0,2,5")
+            raise ConfigError(f"{part.strip()!r} is not a number or range", hint="write 0-7 or 0,2,5")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return found
 

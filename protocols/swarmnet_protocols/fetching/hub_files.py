@@ -110,7 +110,7 @@ class HubFiles:
         except failures as error:
             raise Unreachable(
                 f"{name} of {self.repository} is not on this machine and could not be fetched: {error}",
-                hint="check the connection, and start again: the download goes on where it stopped",
+                hint="check the connection, and start again: the download continues where it stopped",
             ) from error
 
 

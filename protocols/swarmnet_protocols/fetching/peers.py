@@ -248,7 +248,7 @@ class SwarmPeers:
         if answers:
             return answers[0]
         raise Unreachable(
-            f"no peer of the swarm gives the model ({'; '.join(causes) or 'no host is known'})",
+            f"no peer of the swarm provides the model ({'; '.join(causes) or 'no host is known'})",
             hint="try again when the hub can be reached, or a host of the model",
         )
 

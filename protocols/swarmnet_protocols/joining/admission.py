@@ -325,7 +325,7 @@ async def request_admission(
         waiting.extend(reply.referral.issuers[:MAX_ADDRESSES])
     raise refusal or Unreachable(
         "no issuer of the swarm can be reached",
-        hint="an issuer has to run: swarmnet join SWARM --issuer authority.key; or try again later",
+        hint="start an issuer (swarmnet join SWARM --issuer authority.key), or try again later",
     )
 
 
@@ -346,7 +346,7 @@ async def _ask_with_retries(
 async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
     _, _, peer = address.rpartition("/p2p/")
     if not peer or peer == transport.peer_id:
-        raise ConfigError(f"{address[:100]!r} is no address of another peer")
+        raise ConfigError(f"{address[:100]!r} is not the address of another peer")
     stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=ASK_S)
     reply, _ = await ask(stream, request, pb.AdmissionReply, within_s=ASK_S)
     return reply

@@ -92,7 +92,7 @@ def pick_devices(names: str) -> list[torch.device]:
     """The devices of names with commas between them: one as ``pick_device``, or several CUDA devices. Raises ``ConfigError``."""
     found = [pick_device(name) for name in names.split(",")]
     if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
-        raise ConfigError(f"{names} are not several GPUs", hint="use for example --device cuda:0,cuda:1")
+        raise ConfigError(f"{names} are not several GPUs", hint="use --device cuda:0,cuda:1, for example")
     return found
 
 

@@ -66,7 +66,7 @@ class IssuedCertificates:
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"{path} cannot be used as a list of members: {error}",
-                hint="restore it from a backup; without it, uses of invites are counted anew",
+                hint="restore it from a backup; without it, uses of invites are counted from zero",
             ) from error
 
     def members(self) -> Sequence[Issued]:

@@ -165,7 +165,7 @@ class Membership:
         """
         certificate = self.open(sealed)
         if certificate is None or certificate.peer != self.peer:
-            raise NotAuthorised("this is no certificate for this peer")
+            raise NotAuthorised("this is not a certificate for this peer")
         self.certificate, self._own = sealed, certificate
         self._notify_listeners()
         if self._folder is not None:

@@ -62,7 +62,9 @@ def remove_model(name: str, cache_dir: Path) -> int:
     ]
     is_whole = repository in dict(_whole_repositories())
     if not folders and not is_whole:
-        raise ConfigError(f"nothing of {name} is on this machine", hint="`swarmnet model ls` lists what is")
+        raise ConfigError(
+            f"no file of {name} is on this machine", hint="`swarmnet model ls` lists what is here here"
+        )
     if any(is_held(folder) for folder in folders):
         raise ConfigError(
             f"{name} is in use on this machine", hint="stop the node or gateway that uses it first"

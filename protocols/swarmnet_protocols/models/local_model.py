@@ -162,7 +162,7 @@ class LocalModel:
         if not partial.verify(progress):
             raise IntegrityError(
                 f"{partial.path} has pieces that do not have their hash",
-                hint="they are fetched again when they are needed",
+                hint="they are downloaded again when needed",
             )
 
     def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:

@@ -142,7 +142,7 @@ def _hub_gguf(
             return Path(paths[0]), None
         if missing := [each for each in part_names(name) if each not in hub.known]:
             raise ConfigError(
-                f"{repository} has no file {missing[0]}", hint="its page on the hub lists its files"
+                f"{repository} has no file {missing[0]}", hint="the model's page on the hub lists its files"
             )
         first, *_ = [_hub_part(hub, each) for each in part_names(name)]  # fetches all headers
         return first, hub

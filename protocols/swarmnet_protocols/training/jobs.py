@@ -84,7 +84,7 @@ class ModelSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> "ModelSection":
         if (self.config is None) == (self.checkpoint is None and self.manifest is None):
-            raise JobError("model", "", "needs one of 'config' and 'checkpoint'")
+            raise JobError("model", "", "needs 'config' or 'checkpoint'")
         if self.config is not None:
             try:
                 json.dumps(self.config, allow_nan=False)
@@ -121,7 +121,7 @@ class DataSection(_Section):
         if self.path is not None and self.hub is not None:
             raise JobError("data", "hub", "and 'path' exclude each other")
         if self.hub is not None and not _PUBLISHED.fullmatch(self.hub):
-            raise JobError("data", "hub", "is no dataset at a fixed revision", hint=_FIX)
+            raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
         return self
 
 
@@ -249,7 +249,7 @@ class Job(_Section):
                 hint=f"use one of these, or a name of the hub: {_FIX}",
             )
         if data.tokenizer == OF_THE_MODEL and not model.is_checkpoint:
-            raise JobError("data", "tokenizer", "is that of the model, which is none with files")
+            raise JobError("data", "tokenizer", "is that of the model, which has no files")
         if model.checkpoint is not None and not is_published(model.checkpoint):
             raise JobError(
                 "model",
@@ -269,7 +269,7 @@ class Job(_Section):
         if self.data.path is None and self.data.hub is None:
             if data is None:
                 raise ConfigError(
-                    "the data of this job are files that its owner distributes separately",
+                    "this job's data are files that its owner distributes separately",
                     hint="give the path of your copy: --data PATH",
                 )
             job = job.model_copy(update={"data": job.data.model_copy(update={"path": str(data)})})
@@ -281,7 +281,7 @@ class Job(_Section):
             job = job.model_copy(update={"model": job.model.model_copy(update={"checkpoint": str(model)})})
         elif self.model.is_checkpoint and self.model.checkpoint is None:
             raise ConfigError(
-                "the model of this job is a set of files that its owner distributes separately",
+                "this job's model is files that its owner distributes separately",
                 hint="give the path of your copy: --model PATH",
             )
         if job.data.tokenizer == OF_THE_MODEL:
@@ -374,7 +374,7 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
     try:
         job = _validate(document)
         if job.data.path is None and job.data.hub is None:
-            raise JobError("data", "", "needs one of 'path' and 'hub'")
+            raise JobError("data", "", "needs 'path' or 'hub'")
         job.check()
     except JobError as error:
         raise _located(error, text, source) from error

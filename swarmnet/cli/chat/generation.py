@@ -85,7 +85,7 @@ class Screen:
             note(f"host {peer} gave wrong outputs and was replaced: this answer may be wrong, ask again")
         if len(answer.precisions) > 1:
             named = " and ".join(each or "unknown" for each in answer.precisions)
-            note(f"hosts of different precision computed this answer: {named}")
+            note(f"hosts with different number formats computed this answer: {named}")
         hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
         trips = f", {answer.tokens_per_trip:.1f} a trip" if answer.trips < len(answer.token_ids) else ""
         speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"

@@ -34,7 +34,7 @@ class Keyboard:
         except KeyboardInterrupt:
             if not self.is_terminal:
                 raise
-        note("\nCtrl-C once more, Ctrl-D or /quit leaves")
+        note("\nCtrl-C again, Ctrl-D or /quit leaves")
         return self._message()
 
     def _message(self) -> str | None:

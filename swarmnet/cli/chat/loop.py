@@ -137,7 +137,7 @@ class Chat:
         prompt, dropped = self.conversation.prompt(self.sampling.max_new_tokens)
         if dropped:
             note(
-                f"the model reads {self.conversation.context} tokens at most; forgotten: the oldest {counted(dropped, 'turn')}"
+                f"the model reads {self.conversation.context} tokens at most, so it forgot the oldest {counted(dropped, 'turn')}"
             )
         return generate(
             self._model,
@@ -161,7 +161,7 @@ class Chat:
     def _greet(self) -> None:
         note(f'/help lists the commands; {QUOTES} begins and ends a message of several lines; "/quit" leaves')
         if self.conversation.is_plain:
-            note("no chat template is used: the model just continues the text that you type")
+            note("no chat template: the model continues the text that you type")
 
     def _obey(self, text: str) -> None:
         name, _, argument = text.strip().partition(" ")
@@ -212,7 +212,7 @@ class Chat:
 
     def _show_route(self) -> None:
         if not self._route:
-            raise typer.BadParameter("nothing was answered yet")
+            raise typer.BadParameter("there is no answer yet")
         for hop in self._route:
             note(f"{hop.start:3}:{hop.end:<3} {hop.peer_id}")
 
@@ -240,7 +240,7 @@ class Chat:
 
     def _last(self) -> Turn:
         if not self.conversation.turns:
-            raise typer.BadParameter("nothing was said yet")
+            raise typer.BadParameter("there is no message yet")
         return self.conversation.turns[-1]
 
     def _as_json(self) -> str:
@@ -279,7 +279,7 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
     else:
         check_at_least_zero(number, option=name)
     if name == "max_new_tokens" and not number:
-        raise typer.BadParameter("an answer needs a token at least", param_hint=f"'{name}'")
+        raise typer.BadParameter("max_tokens must be at least 1", param_hint=f"'{name}'")
     return dataclasses.replace(sampling, **{name: number})
 
 

@@ -84,7 +84,9 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
         await race(stop.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: this peer cannot be reached", hint="start it again")
+            raise SwarmnetError(
+                "the network process stopped, so nobody reaches this peer", hint="start it again"
+            )
 
 
 def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:

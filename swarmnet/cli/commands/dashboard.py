@@ -118,7 +118,9 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
         await race(stop.wait(), transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: this dashboard reaches no peer", hint=_RESTART)
+            raise SwarmnetError(
+                "the network process stopped, so this dashboard reaches no peer", hint=_RESTART
+            )
     say({"event": "stopped"}, "stopped", as_json=as_json)
 
 

@@ -263,7 +263,9 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         await race(stop.wait(), swarm.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError("p2pd died: this gateway reaches no peer", hint="start it again")
+            raise SwarmnetError(
+                "the network process stopped, so this gateway reaches no peer", hint="start it again"
+            )
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
         say({"event": "draining"}, draining, as_json=serving.as_json)
         try:

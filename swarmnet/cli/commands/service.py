@@ -90,7 +90,7 @@ def _check(command: list[str]) -> None:
 
     if command[0] not in RUN_FOR_LONG:
         raise typer.BadParameter(
-            f"{command[0]!r} does not run for long: give one of {', '.join(RUN_FOR_LONG)}",
+            f"{command[0]!r} is not a service: give one of {', '.join(RUN_FOR_LONG)}",
             param_hint="'COMMAND'",
         )
     check_arguments(command)

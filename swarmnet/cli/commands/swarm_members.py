@@ -98,7 +98,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         try:
             _spread(swarm, file, signer, bootstrap)
         except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
-            note(f"it is off the list of the revoked, but {error}: {error.hint}")
+            note(f"it is no longer revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
         _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
         return
@@ -139,14 +139,14 @@ def revoke(
             from swarmnet.swarm_file import writer as swarm_writer
 
             file = swarm_writer.disallow(swarm, peer, now=now)
-            note(f"it is off the list of members: give the file out again, serial {file.serial}")
+            note(f"it is no longer on the list of members: distribute the file again, serial {file.serial}")
     serial = _sign_list(swarm, file, signer, revoked)
     told = _spread(swarm, file, signer, bootstrap)
     if as_json:
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
     print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
-    note("they tell all peers that they are connected to, which tell the others")
+    note("they tell the peers they are connected to, and those tell the others")
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
@@ -161,7 +161,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     if not told:
         raise Unreachable(
             "no peer of the swarm could be told of the new list",
-            hint="the list is kept: run this again when a peer of the file's bootstrap list is there, or add --bootstrap ADDR",
+            hint="the list is stored: repeat this when a bootstrap peer of the file is online, or add --bootstrap ADDR",
         )
     return told
 
@@ -229,7 +229,7 @@ def _print_invite(
     note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
         where = " outside the local network of a node" if file.mdns else ""
-        note(f"it holds no address: the newcomer{where} has to add --bootstrap ADDR")
+        note(f"it holds no address, so the newcomer{where} has to add --bootstrap ADDR")
 
 
 def _listed(file: SwarmFile) -> list[dict[str, object]]:

@@ -103,9 +103,9 @@ def create(
         return
     print_text(made.id)
     if not is_published:
-        note("kept on this machine; a worker that starts from the same --data-dir publishes it")
+        note("stored on this machine; a worker with the same --data-dir publishes it")
     here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
-    note(f"train it here with: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
+    note(f"train it here: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
 
 
 async def _publish(network: Network, sealed: bytes) -> None:

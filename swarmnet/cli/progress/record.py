@@ -120,10 +120,10 @@ def read_status(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
-            f"{path} is not a status", hint="remove it; the worker writes it anew"
+            f"{path} is not a status", hint="remove it; the worker writes a new one"
         ) from error
     if not isinstance(status, dict):
-        raise IntegrityError(f"{path} is not a status", hint="remove it; the worker writes it anew")
+        raise IntegrityError(f"{path} is not a status", hint="remove it; the worker writes a new one")
     return status
 
 

@@ -39,7 +39,7 @@ def test_a_demo_whose_gateway_ends_says_so_and_stops(
     monkeypatch.setattr(sys, "executable", str(program))
     assert execute(["demo", "--nodes", "2", "--keep", "--json"]) == 1
     error = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "gateway ended unexpectedly: no memory" in error["message"]
+    assert "gateway stopped unexpectedly: no memory" in error["message"]
     nodes = [int(path.name) for path in started.iterdir()]
     assert len(nodes) == 2
     assert not any(psutil.pid_exists(node) for node in nodes)

@@ -77,7 +77,7 @@ def test_a_swarm_in_one_local_network_needs_no_bootstrap_peer() -> None:
         ({"installed": {**HEALTHY.installed, "torch": "odd"}}, "torch", "fail", "pip install 'torch"),
         ({"compiler": ""}, "compiler", "warn", "apt install gcc"),
         ({"device": facts.Device("RTX", usable=False)}, "device", "warn", "pip install"),
-        ({"memory": facts.Memory(GIB // 4), "node": ""}, "memory", "fail", "end other programs"),
+        ({"memory": facts.Memory(GIB // 4), "node": ""}, "memory", "fail", "close other programs"),
         ({"node_warning": "another process is on the network"}, "node", "warn", "swarmnet finish"),
         ({"memory": facts.Memory(16 * GIB, GIB), "node": ""}, "memory", "warn", "--num-blocks"),
         ({"disks": [facts.Disk("models", Path("/c d"), GIB // 4)]}, "disk", "fail", "du -sh '/c d'"),

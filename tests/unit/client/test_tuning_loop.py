@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_refused(place: Path, dataset: Dataset, tmp_path
         from safetensors.torch import save_file
 
         save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(IntegrityError, match="no checkpoint"):
+    with pytest.raises(IntegrityError, match="not a checkpoint"):
         TuneCheckpoint.load(path)
 
 

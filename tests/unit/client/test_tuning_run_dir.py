@@ -44,7 +44,7 @@ def test_a_run_resumes_from_its_checkpoint_until_it_is_done(tmp_path: Path) -> N
     again.finish(Tuned(), {"losses": [1.0]})
     left = ["adapter_config.json", "adapter_model.safetensors", SUMMARY_FILE]
     assert sorted(file.name for file in out.iterdir()) == left
-    with pytest.raises(ConfigError, match="is done"):
+    with pytest.raises(ConfigError, match="finished run"):
         RunDir(out, ABOUT, force=False)
     assert RunDir(out, ABOUT, force=True).unfinished is None
 
@@ -60,7 +60,7 @@ def test_a_run_with_other_settings_or_data_is_not_resumed(tmp_path: Path, change
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(ConfigError, match="another run is at work"), locked(tmp_path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another run is running"), locked(tmp_path):
         pass
     with locked(tmp_path):
         assert list(tmp_path.iterdir()) == []
@@ -75,18 +75,18 @@ def test_files_of_a_crashed_process_are_ignored(tmp_path: Path) -> None:
 
 def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="other files"):
+    with pytest.raises(ConfigError, match="holds other files"):
         RunDir(tmp_path, ABOUT, force=False)
     with pytest.raises(ConfigError, match="cannot use"):
         RunDir(tmp_path / "thesis.txt", ABOUT, force=False)
     with pytest.raises(ConfigError, match="cannot use"), locked(tmp_path / "thesis.txt"):
         pass
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"\x80\x04}q\x00.")
-    with pytest.raises(IntegrityError, match="no checkpoint"):
+    with pytest.raises(IntegrityError, match="not a checkpoint"):
         RunDir(tmp_path, ABOUT, force=False)
     (tmp_path / CHECKPOINT_FILE).unlink()
     (tmp_path / CHECKPOINT_FILE).mkdir()
-    with pytest.raises(IntegrityError, match="no checkpoint"):
+    with pytest.raises(IntegrityError, match="not a checkpoint"):
         RunDir(tmp_path, ABOUT, force=False)
 
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_without_its_curves_is_damaged(tmp_path: Path, history: tor
     TuneCheckpoint(3, ABOUT, {"a": torch.zeros(1)} | ({} if history is None else {HISTORY: history})).save(
         path
     )
-    with pytest.raises(IntegrityError, match="no checkpoint"):
+    with pytest.raises(IntegrityError, match="not a checkpoint"):
         TuneCheckpoint.load(path)
 
 

@@ -224,4 +224,4 @@ def test_what_is_added_is_named(tmp_path: Path) -> None:
         change.apply(changed)
         with pytest.raises(ConfigError, match=re.escape(change.label.removeprefix("with "))) as caught:
             answer(changed.write(tmp_path / f"{number}.gguf"), tmp_path / f"cache-{number}")
-        assert caught.value.hint == "use the model in Hugging Face layout"
+        assert caught.value.hint == "use the model's Hugging Face layout"

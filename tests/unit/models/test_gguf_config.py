@@ -151,7 +151,7 @@ def test_a_window_is_that_of_the_file_not_of_the_class(tmp_path: Path) -> None:
 def test_a_key_that_is_not_known_is_refused_by_name(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as caught:
         config_of(tmp_path, "llama", **{key: 2})
-    assert caught.value.hint == "use the model in Hugging Face layout"
+    assert caught.value.hint == "use the model's Hugging Face layout"
 
 
 MORE = {

@@ -24,7 +24,7 @@ from tests.support.gguf_families import FILES
 from tests.support.gguf_writing import write
 
 CPU = torch.device("cpu")
-HINT = "use the model in Hugging Face layout"
+HINT = "use the model's Hugging Face layout"
 
 
 @pytest.fixture

@@ -98,5 +98,5 @@ def test_the_files_of_a_model_are_listed_and_removed(hub: ModelHub, tables: Path
         partial.release()
     assert remove_model(NAME, cache) >= 0.9 * stored.present_bytes
     assert stored_models(cache) == []
-    with pytest.raises(ConfigError, match="nothing of"):
+    with pytest.raises(ConfigError, match="no file of"):
         remove_model(NAME, cache)

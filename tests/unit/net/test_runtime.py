@@ -31,7 +31,7 @@ def test_a_client_whose_transport_dies_raises_at_once_and_says_what_to_do(refere
 
         network.observers.append(die)
         for _ in range(2):
-            with pytest.raises(SwarmnetError, match="p2pd died") as caught:
+            with pytest.raises(SwarmnetError, match="the network process stopped") as caught:
                 greedy(tiny.model, [PROMPT], 4)
             assert "connect again" in caught.value.hint
             assert type(caught.value) is SwarmnetError

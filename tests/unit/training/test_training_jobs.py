@@ -63,8 +63,14 @@ def test_a_template_of_no_method_names_those_there_are() -> None:
         ('# codec = "int8"', 'codec = "int7"', "codec", "int7", ""),
         ('model_type = "llama"', "", "[model.config]", "model_type", ""),
         ("hidden_size = 128", "hidden_size = nan", "[model.config]", "finite", ""),
-        ("[model.config]", "[model]\ncheckpoint = 'x'\n[model.config]", "[model]", "one of", ""),
-        ('path = "python-stdlib"', "", "[data]", "one of 'path' and 'hub'", ""),
+        (
+            "[model.config]",
+            "[model]\ncheckpoint = 'x'\n[model.config]",
+            "[model]",
+            "needs 'config' or 'checkpoint'",
+            "",
+        ),
+        ('path = "python-stdlib"', "", "[data]", "needs 'path' or 'hub'", ""),
         ("sequence_length = 256", "", "[data]", "'sequence_length' in \\[data\\] is missing", ""),
     ],
 )

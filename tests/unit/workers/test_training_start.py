@@ -190,7 +190,7 @@ def test_a_worker_whose_p2pd_dies_saves_and_raises(tmp_path: Path, monkeypatch: 
     async def scenario() -> None:
         async with worker.run() as running:
             worker.network.crash(OWNER.peer_id)
-            with pytest.raises(SwarmnetError, match="p2pd died") as caught:
+            with pytest.raises(SwarmnetError, match="the network process stopped") as caught:
                 await running
         assert "swarmnet train join" in caught.value.hint
 

@@ -14,7 +14,7 @@ HEAD_BYTES = 64
 """Bytes from which ``misfit_of`` knows a file."""
 _AGAIN = "download it again"
 _OTHER = "choose another file of the model, such as Q4_K_M or Q8_0"
-_LAYOUT = "use the model in Hugging Face layout"
+_LAYOUT = "use the model's Hugging Face layout"
 _OWN_FILE = "give the model's own file: the hub has it in the same repository"
 _DAMAGED: tuple[tuple[str, str, str], ...] = (
     (r"$", "is empty", _AGAIN),

@@ -53,7 +53,7 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
     unknown name, and ``ValueError`` unless there is one positive, finite weight for each contribution.
     """
     if weights.shape != contributions.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
-        raise ValueError("there must be one positive weight for each contribution")
+        raise ValueError("each contribution needs one positive weight")
     match name:
         case "mean":
             return weighted_mean(contributions, weights)

@@ -235,6 +235,6 @@ def row_of(architecture: str) -> Architecture:
     """Return the row of an architecture. Raises ``ConfigError`` if there is none."""
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"models of the architecture {architecture[:100]!r} are not read from gguf", hint=HINT
+            f"models of the architecture {architecture[:100]!r} are not supported in gguf", hint=HINT
         )
     return ARCHITECTURES[architecture]

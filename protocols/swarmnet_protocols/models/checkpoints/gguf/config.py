@@ -183,9 +183,7 @@ def check_keys(config: "PretrainedConfig", header: Header) -> None:
         elif suffix not in _EXPECTED:
             raise ConfigError(f"the file has the key {key[:200]!r}, which is not read", hint=HINT)
         elif not _agrees(own[suffix], _EXPECTED[suffix](config)):
-            raise ConfigError(
-                f"the file has {key} = {str(value)[:100]}, which is not read rightly", hint=HINT
-            )
+            raise ConfigError(f"the file has {key} = {str(value)[:100]}, which is not supported", hint=HINT)
 
 
 def _agrees(value: Any, expected: Any) -> bool:

@@ -161,7 +161,7 @@ class GgufCheckpoint:
         except (*CONFIG_FAULTS, StrictDataclassError) as error:
             raise ConfigError(
                 f"{self.path}: the config of {self._architecture or 'this'} cannot be read from gguf: {error}",
-                hint="use the model in Hugging Face layout",
+                hint="use the model's Hugging Face layout",
             ) from error
 
     def _numbers(self, name: str) -> list[float]:
@@ -198,7 +198,7 @@ class GgufCheckpoint:
         if unused := next((name for name in names if name not in used), None):
             raise ConfigError(
                 f"{self.path} has the tensor {unused[:200]!r}, which {type(model).__name__} of transformers does not use",
-                hint="use the model in Hugging Face layout",
+                hint="use the model's Hugging Face layout",
             )
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -233,7 +233,7 @@ class GgufCheckpoint:
         # The tokenizer is saved by native code, whose error for a full disk cannot be told from others.
         if shutil.disk_usage(self._metadata_dir).free < METADATA_BYTES:
             raise OutOfResources(
-                f"{self._metadata_dir} has too little free space for the config and tokenizer of {self.path.name}",
+                f"{self._metadata_dir} has too little free space for the config and the tokenizer of {self.path.name}",
                 hint="free some space, or choose another --cache-dir",
             )
         with tempfile.TemporaryDirectory(dir=self._metadata_dir, prefix=".new-") as scratch:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-HINT = "use the model in Hugging Face layout"
+HINT = "use the model's Hugging Face layout"
 _AHEAD = re.compile(r"blk\.(\d{1,9})\.nextn\.eh_proj\.weight")
 
 

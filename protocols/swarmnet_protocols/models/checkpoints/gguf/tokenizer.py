@@ -31,7 +31,7 @@ _CONTROL_NAMES = (ENDS - {"</s>"}) | {
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text before
 it is split."""
-_HINT = "use the model in Hugging Face layout"
+_HINT = "use the model's Hugging Face layout"
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
 _NEVER_IN_UTF8 = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
@@ -45,11 +45,10 @@ def check_tokenizer(fields: Mapping[str, Any]) -> None:
     if kind is None:
         raise ConfigError("it has no tokenizer", hint=_HINT)
     if kind not in _KINDS:
-        raise ConfigError(f"tokenizers of the kind {str(kind)[:100]!r} are not read", hint=_HINT)
+        raise ConfigError(f"tokenizers of kind {str(kind)[:100]!r} are not read", hint=_HINT)
     if kind == "gpt2" and (splitting or "default") not in SPLITTINGS:
         raise ConfigError(
-            "its tokenizer splits words in a way that is not read:"
-            f" tokenizer.ggml.pre is {str(splitting)[:100]!r}",
+            f"its tokenizer splits words in an unknown way: tokenizer.ggml.pre is {str(splitting)[:100]!r}",
             hint=_HINT,
         )
 
@@ -70,7 +69,7 @@ def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "
         fields["tokens"] = _distinct(fields["tokens"], rows)
         return _built(fields, settings)
     except CONFIG_FAULTS as error:
-        raise ConfigError(f"{path} has no tokenizer that is read from gguf: {error}", hint=_HINT) from error
+        raise ConfigError(f"{path} has no tokenizer that gguf support reads: {error}", hint=_HINT) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", hint=_HINT) from error
 
