@@ -486,7 +486,7 @@ def record(bench: str, options: Sequence[str]) -> None:
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     print(printed, end="")
     about = {
-        "command": " ".join([bench, *options]),
+        "command": " ".join([bench, *map(without_path, options)]),
         "machine": machine(),
         "commit": git("rev-parse", "--short", "HEAD"),
         "date": datetime.now(UTC).date().isoformat(),
@@ -498,6 +498,12 @@ def record(bench: str, options: Sequence[str]) -> None:
     rows.sort(key=lambda row: order.get(row["measured"], len(order)))
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{bench}.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def without_path(option: str) -> str:
+    """The option with PATH in place of a path, which says nothing to readers on other machines."""
+    name, equals, value = option.rpartition("=")
+    return f"{name}{equals}PATH" if Path(value).expanduser().is_absolute() else option
 
 
 def load(bench: str) -> list[dict[str, Any]]:
@@ -531,9 +537,11 @@ def page() -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python -m tests.bench.results write` from [results/](results/); do not edit. Each line is the latest run of one",
-        "measurement: `python -m tests.bench.results record BENCH [options]` replaces it. Machines are shared: ratios within one run say",
-        "more than rates. Why something is as it is, and what was tried, is in [docs/decisions/](../../docs/decisions/).",
+        "`python -m tests.bench.results write` makes this page from [results/](results/); do not edit it.",
+        "Each line is the latest run of one measurement:",
+        "`python -m tests.bench.results record BENCH [options]` replaces it. Machines are shared, so ratios",
+        "within one run say more than rates. [Reports](reports/) tell what was tried, and",
+        "[decisions](../../docs/decisions/) what follows from it.",
     ]
     for section, benches in SECTIONS.items():
         rows = [row for bench in benches for row in load(bench)]

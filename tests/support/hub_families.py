@@ -802,33 +802,37 @@ about them, and memory. The order means nothing."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """# Families of models
 
-This page is made from the tests: `python -m tests.support.family_page` writes it, and `tests/unit/models/test_families.py`
+`python -m tests.support.family_page` writes this page, and `tests/unit/models/test_families.py`
 tests every row.
 
-Each family is tested with a small model of random weights, in float32: as a directory, and as a gguf file. No hub was
-reached. A directory has a `config.json` with the fields of a published one and dimensions scaled down, from memory and
-from transformers, and tensors by the names that transformers' `save_pretrained` writes. A gguf file has the names, keys
-and orders that llama.cpp's converter writes. Which quantised checkpoints are read is another matter
-([models](../protocols/swarmnet_protocols/models/README.md)).
+Each family is tested with a small model of random weights in float32: as a directory in Hugging
+Face layout, and as a gguf file. No hub was reached. A directory has a `config.json` with the fields
+of a published one and smaller dimensions, and tensors by the names that transformers'
+`save_pretrained` writes. A gguf file has the names, keys and orders that llama.cpp's converter
+writes. Which quantised checkpoints are read is on [another
+page](../protocols/swarmnet_protocols/models/README.md).
 
-Another family than these works as a directory if its decoder consists of embeddings, layers and a final norm, and its
-layers keep keys, values and recurrent states in transformers' cache. What does not is refused when its files are read, or
-when a host loads its blocks. A gguf file of an architecture that is not listed is refused: use the directory.
+A family that is not listed works as a directory if its decoder consists of embeddings, layers and a
+final norm, and if its layers keep keys, values and recurrent states in transformers' cache. Any
+other family is refused when its files are read, or when a host loads its blocks. A gguf file of an
+architecture that is not listed is refused: use the directory.
 
-A key, a setting or a tensor that changes answers and is not read is refused by name
-([0101](decisions/0101-gguf-completely-or-refused.md), [0110](decisions/0110-what-transformers-drops.md)).
+If a key, a setting or a tensor changes answers and is not read, the file is refused by its name
+([0101](decisions/0101-gguf-completely-or-refused.md),
+[0110](decisions/0110-what-transformers-drops.md)).
 
 ## Families that work
 
-Of every row this was tested, in each layout, against `generate` of the class that the checkpoint names:
+Every row was tested in each layout against `generate` of the class that the checkpoint names:
 
-- greedy tokens are equal through one, two and three hops, for sequences alone and for several in one batch that enter in
-  chunks;
-- logits after 16, 150 and 1,000 positions differ by less than 2e-5 of their norm;
-- a sequence that is rewound continues as if the rest had never been;
-- the tensors of towers for images and sound are neither in the manifest nor read. Prompts are text: images cannot be given.
+- Greedy tokens are equal through one, two and three hops, for sequences alone and for several in
+  one batch that enter in chunks.
+- Logits after 16, 150 and 1,000 positions differ by less than 2e-5 of their norm.
+- A sequence that is rewound continues as if the rest had never been.
+- Multimodal models run as text-only models: tensors of towers for images and sound are neither in
+  the manifest nor read.
 
-The column gguf has llama.cpp's name of the architecture; where it is empty, use the directory.
+The column gguf has llama.cpp's name of the architecture. Where it is empty, use the directory.
 
 """
 _NOTES = {

@@ -13,7 +13,12 @@ from tests.support.source_code import PACKAGES
 
 ROOT = Path(__file__).parents[3]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted(
+    ROOT / page
+    for page in subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+)
 KINDS = {"run", "background", "python", "not run"}
 
 
@@ -33,7 +38,7 @@ def test_a_port_that_a_guide_asks_was_given_to_a_command_before(guide: Path) -> 
         assert block.kind == "not run" or set(LOCAL_PORT.findall(block.text)) - {"0"} <= given
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -79,7 +84,9 @@ def test_every_bench_is_on_the_page_of_results_and_all_but_those_of_hours_are_ru
 
 
 MOST_WORDS = 1200
-"""Of a guide, which is read in five minutes."""
+"""The words of a guide, which takes five minutes to read."""
+MOST_COLUMNS = 100
+"""The width of prose. Long lines hide long sentences."""
 
 
 def test_guides_are_one_page() -> None:
@@ -87,18 +94,10 @@ def test_guides_are_one_page() -> None:
     assert [guide.stem for guide in GUIDES if len(guide.read_text().split()) > MOST_WORDS] == []
 
 
-PAGES = sorted(
-    page
-    for page in subprocess.run(
-        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_files_that_a_page_names_exist(page: str) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
     """A path begins at the root, or is the end of one. In place of a package's own folder a page may have ``...``."""
-    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", (ROOT / page).read_text())
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", page.read_text())
     packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
     wanted = {path: path.replace("/.../", f"/{packages.get(path.partition('/')[0], '')}/") for path in named}
     files = [
@@ -107,3 +106,12 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
         for path in folder.rglob("*.*")
     ]
     assert [path for path, end in wanted.items() if not any(file.endswith(f"/{end}") for file in files)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_wrapped(page: Path) -> None:
+    """Code, tables, headings, pictures and targets of links may be longer, and so may one word."""
+    prose = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"<!--.*?-->|\]\([^)\s]+\)", "", prose, flags=re.DOTALL)
+    lines = [line for line in prose.split("\n") if not line.lstrip().startswith(("|", "#", "<"))]
+    assert [line for line in lines if len(line) > MOST_COLUMNS and " " in line.strip()] == []

@@ -1,6 +1,6 @@
 """RESULTS.md agrees with the stored measurements, and a bench's output is converted to measurements."""
 
-from tests.bench.results import FOLDER, PAGE, SECTIONS, Headline, key, measure, page
+from tests.bench.results import FOLDER, PAGE, SECTIONS, Headline, key, measure, page, without_path
 
 
 def test_the_page_is_written_from_the_kept_measurements() -> None:
@@ -26,3 +26,14 @@ def test_samples_are_found_in_what_a_bench_prints() -> None:
     assert growth is not None
     assert (growth.n, growth.median, growth.p95) == (1, 2.0, None)
     assert measure(Headline("none", "", "", key("missing")), reports) is None
+
+
+def test_recorded_commands_have_no_path_of_a_machine() -> None:
+    given = ["--rounds", "5", "--llama-cpp", "/opt/llama/bin", "--out=~/runs", "org/name"]
+    kept = [without_path(option) for option in given]
+    assert kept == ["--rounds", "5", "--llama-cpp", "PATH", "--out=PATH", "org/name"]
+    assert [
+        path.name
+        for path in FOLDER.glob("*.json")
+        if '"command": ' in path.read_text() and " /" in path.read_text()
+    ] == []

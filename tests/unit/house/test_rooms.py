@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.room_tables import SMALL, modules, page, rooms, table, told
 from tests.support.source_code import PACKAGES, ROOT, sources
 
 LAYERS: Mapping[str, tuple[str, ...]] = {
@@ -101,10 +100,16 @@ def test_a_cycle_is_found() -> None:
     assert cycle({"a": {"b"}, "b": set()}) == []
 
 
-@pytest.mark.parametrize("room", rooms(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_readme_of_a_room_says_what_its_modules_are(room: Path) -> None:
-    """The rows come from the docstrings of the modules: ``python -m tests.support.room_tables`` writes these tables."""
-    if page(room).exists():
-        assert told(room) == table(room)
-    else:
-        assert len(modules(room)) <= SMALL
+SMALL = 3
+"""A folder with more modules than this needs a README. The page of the folder above covers smaller ones."""
+
+
+@pytest.mark.parametrize(
+    "room", sorted({path.parent for _, path in sources()}), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_folder_of_several_modules_says_where_to_begin(room: Path) -> None:
+    """The README of a package that has a folder of its own is next to the package."""
+    modules = [path for _, path in sources() if path.parent == room and not path.stem.startswith("__")]
+    stands_apart = room in PACKAGES.values() and room.parent != ROOT
+    page = (room.parent if stands_apart else room) / "README.md"
+    assert len(modules) <= SMALL or "**Begin**" in page.read_text() or "## Where to begin" in page.read_text()
