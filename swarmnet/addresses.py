@@ -1,4 +1,4 @@
-"""Network addresses: checks of the addresses that users type, and the file in which a peer keeps its own."""
+"""Network addresses: checks what users type, and keeps a peer's own addresses in a file."""
 
 import asyncio
 import ipaddress

@@ -37,13 +37,19 @@ class AutoSwarmModelForCausalLM:
     ) -> "SwarmModel":
         """A transformers model that runs on the swarm of the file or invite ``swarm``.
 
-        ``bootstrap`` adds addresses of peers to those in the file. ``hosts``: peer ids; only these hosts are used. ``device`` computes
-        embeddings and head. ``data_dir`` keeps this client's identity and certificate in swarms with members. ``standby``: other hosts get
-        what the hosts of a session get, and take over at once when one of these fails; they compute, and read, as much. None: only for long texts, and on hosts without other
-        work. ``wire``: the
-        format in which activations travel: ``auto`` (as hosts compute them), ``float32``, ``bfloat16`` or ``int8`` (a quarter of the bytes,
-        rounded). ``draft``: a small model with the same tokenizer, which runs in this process and proposes the next tokens; answers are the
-        same. ``wait_s``: how long a call waits while all hosts of some blocks are busy, instead of failing at once. Use the model as a context manager, or ``close`` it.
+        Use the model as a context manager, or ``close`` it.
+
+        - ``bootstrap``: addresses of peers, in addition to the addresses in the file.
+        - ``hosts``: peer ids. Only these hosts are used.
+        - ``device``: computes the embeddings and the head.
+        - ``data_dir``: keeps this client's identity and its certificate.
+        - ``standby``: whether a second host computes along with each host of a session and takes
+          over at once if that host fails. None: only for long texts, on idle hosts.
+        - ``wire``: the number format of activations between hosts: ``auto`` (as the hosts compute),
+          ``float32``, ``bfloat16`` or ``int8`` (a quarter of float32's bytes, but rounded).
+        - ``draft``: a small model with the same tokenizer, which runs in this process and proposes
+          the next tokens. Answers stay the same.
+        - ``wait_s``: seconds that a call waits while all hosts of some blocks are busy.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
@@ -70,9 +76,9 @@ class AutoSwarmModelForSequenceClassification:
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
     ) -> "SwarmModel":
-        """The model's ForSequenceClassification of transformers, with a fresh ``score`` where the checkpoint has none.
+        """transformers' ForSequenceClassification of the model. ``score`` is new where the checkpoint has none.
 
-        The other arguments are those of ``AutoSwarmModelForCausalLM.from_pretrained``.
+        The other arguments are as in ``AutoSwarmModelForCausalLM.from_pretrained``.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 

@@ -18,7 +18,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 BURST = 20
 WINDOW_S = 10.0
-"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records as often as they like."""
+"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records as
+often as they like."""
 
 _NOISY = (
     "asyncio",

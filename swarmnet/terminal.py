@@ -6,7 +6,7 @@ _SHOWN = (
     | dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
     | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 )
-"""The control characters of C0, DEL, those of C1, and the characters that change the direction of text."""
+"""The control characters of C0 and C1, DEL, and the characters that change the direction of text."""
 
 
 def shown(text: str) -> str:

@@ -55,7 +55,10 @@ class _Demo:
 
 
 async def show_experts(directory: Path, cache_dir: Path, *, as_json: bool) -> None:
-    """Run the demo in ``directory``, which has a swarm file. Raises ``SwarmnetError`` if the tokens differ from those of one process."""
+    """Run the demo in ``directory``, which has a swarm file.
+
+    Raises ``SwarmnetError`` if one process alone answers with other tokens.
+    """
     Interrupts.catch()
     with progress(quiet=as_json) as report:
         report("computing the answer in one process", 0, 1)

@@ -16,7 +16,7 @@ from swarmnet.terminal import shown
 from swarmnet_protocols.models import Progress
 
 INDENT = 2
-"""Columns by which continuation lines are indented."""
+"""Indent of continuation lines, in columns."""
 MIN_ROOM = 20
 """Least columns for the values of a table; with fewer, values are not folded."""
 

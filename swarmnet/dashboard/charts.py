@@ -70,7 +70,7 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
 
 
 def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
-    """Tokens computed by each peer in ``window``, most first, and the share of it for which the peer was online."""
+    """Tokens that each peer computed in ``window``, most first, and the share of the time it was online."""
     seconds = WINDOWS_S[window]
     return [
         {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
@@ -79,7 +79,7 @@ def contributions(history: History, now_s: float, window: str) -> list[dict[str,
 
 
 def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
-    """Tokens that one peer computed in a day and in a month, and the share of the day for which it was online."""
+    """Tokens that one peer computed in a day and in a month, and the share of the day it was online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
         rows = history.contributions(now_s, seconds, peer)

@@ -59,7 +59,7 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
 
 
 def _missing(entry: Mapping[str, Any]) -> int:
-    """Experts for which hosts wait."""
+    """Experts that hosts wait for."""
     return entry["experts"]["missing"] if entry["experts"] else 0
 
 

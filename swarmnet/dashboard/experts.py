@@ -99,7 +99,7 @@ class ExpertCoverage:
     lacks: set[Cell] = field(default_factory=set)
     """Experts that some host lacks."""
     missing: set[Cell] = field(default_factory=set)
-    """Of these, the ones for which the host waits: no peer within its reach has them."""
+    """Experts that the host waits for, because no peer within its reach has them."""
     sizes: list[int] = field(default_factory=list)
     """Experts of each peer that hosts experts only."""
 
@@ -144,9 +144,10 @@ class ExpertCoverage:
         }
 
     def advice(self, fewest_hosts: int) -> tuple[str, str] | None:
-        """The experts that a newcomer should host, as `join --experts` takes them, and the reason; None if blocks with ``fewest_hosts`` are needed more.
+        """The experts that a newcomer should host, as `join --experts` takes them, and the reason.
 
-        ``fewest_hosts``: hosts of the weakest block, those that wait for experts included.
+        None if the swarm needs blocks more. ``fewest_hosts``: number of hosts of the weakest block,
+        including hosts that wait for experts.
         """
         if not self.lacks:
             return None

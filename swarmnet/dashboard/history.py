@@ -212,7 +212,7 @@ class History:
         return [JobPoint(*row) for row in rows]
 
     def events(self, limit: int, peer: str | None = None) -> list[dict[str, Any]]:
-        """The newest events, newest first; only those of ``peer`` if given."""
+        """The newest events, newest first. With ``peer``: only this peer's events."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT event FROM events WHERE ?1 IS NULL OR peer = ?1 ORDER BY number DESC LIMIT ?2",

@@ -12,7 +12,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import records_pb2, report_pb2
 
 GONE_SHOWN_S = 600.0
-"""Seconds for which a peer that is gone stays on the page."""
+"""Seconds that a peer stays on the page after it left."""
 DELAY_SMOOTHING = 0.3
 """Weight of the newest measurement in the moving average of a delay."""
 
@@ -160,7 +160,7 @@ class PeerTracker:
         self._update(announced=announced, announced_at_s=now_s)
 
     def on_experts(self, record: AnnouncedExperts, manifest: bytes, now_s: float) -> None:
-        """Take the peer's record of experts from the directory: beside that of its blocks, if it hosts some."""
+        """Add the peer's record of experts from the directory. A peer may have a record of blocks too."""
         old, host = self.observation.announced, record.host
         if old is not None and self.hosts_blocks:
             self._update(announced=replace(old, experts=host.experts if host.is_online else {}))

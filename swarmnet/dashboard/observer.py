@@ -258,7 +258,7 @@ class Observer:
             )
 
     async def _look_up_each(self, keys: Iterable[K], look_up: Callable[[K], Awaitable[T]]) -> dict[K, T]:
-        """The result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time, without those that failed."""
+        """The result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time. Failed lookups are left out."""
 
         async def one(key: K) -> tuple[K, T] | None:
             async with self._lookups:

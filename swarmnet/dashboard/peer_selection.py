@@ -3,7 +3,8 @@
 Identities cost nothing, so a flood of them must not displace other peers:
 
 1. Peers that answer come before peers that were only announced.
-2. Among those that answer, the second peer of a subnet comes after the first peer of every other subnet.
+2. Among peers that answer, the second peer of a subnet comes after the first peer of every other
+   subnet.
 3. One slot in ``UNKNOWN_SHARE`` is for peers that have not answered yet.
 4. Ties are broken by a hash with a secret salt, so that no identity can be generated to win them.
 """

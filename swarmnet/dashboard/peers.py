@@ -13,9 +13,10 @@ from swarmnet_protocols.wire import report_pb2
 STALE_S = 20.0
 """Seconds after which a report is too old for rates."""
 START_TOLERANCE_S = 5.0
-"""Seconds by which two computed start times of one run may differ, because each is a clock reading minus an uptime."""
+"""Seconds that two start times of one run may differ. Each is a clock reading minus an uptime."""
 RECORD_AFTER_FAILURE_S = 2.0
-"""Seconds after a failed poll from which on a new record shows that the peer runs, although it cannot be reached."""
+"""Seconds after a failed poll. A record that is newer than this shows that the peer runs, although
+nobody reaches it."""
 CLIENT = "client"
 """The node of the graph that stands for all clients."""
 MAX_EDGES = 1000

@@ -57,7 +57,7 @@ class ServerConfig:
     port: int = 8080
     key: str | None = None
     host_names: tuple[str, ...] = ()
-    """Host names by which browsers reach it, in addition to IP addresses and localhost."""
+    """Host names under which browsers open the page, in addition to IP addresses and localhost."""
 
     def api_keys(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
         """The accepted keys. Raises ``ConfigError`` if there is none and other machines can reach the dashboard."""

@@ -72,7 +72,7 @@ class TokenBytes:
         self._has_bytes = "ByteFallback" in kinds
 
     def of(self, token_id: int, *, begins: bool = False) -> bytes:
-        """Return the bytes of a token within a text, or of the one that ``begins`` a text."""
+        """Return the bytes of a token within a text, or of the first token if it ``begins`` the text."""
         found = self._within(token_id)
         if begins and found[:1] == b" " and not self._decode([token_id]).startswith(" "):
             return found[1:]
@@ -95,7 +95,7 @@ class TokenBytes:
 
 @cache
 def _byte_letters() -> dict[str, bytes]:
-    """Return the byte for which each letter of a byte-level vocabulary stands (GPT-2's ``bytes_to_unicode``)."""
+    """Return the byte that each letter of a byte-level vocabulary encodes (GPT-2's ``bytes_to_unicode``)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): bytes([byte]) for byte in shown}
     others = [byte for byte in range(256) if byte not in shown]

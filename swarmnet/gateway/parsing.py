@@ -17,9 +17,10 @@ from swarmnet.gateway.schemas import StrictModel
 BYTES_PER_TOKEN = 32
 """Most JSON bytes per token of the context. Russian with all letters escaped needs 24."""
 MAX_TOKENS = 1 << 17
-"""Context length in tokens up to which the limits grow. A prompt for a longer context fits if it is not escaped."""
+"""Longest context, in tokens, that the limits allow for. Prompts for longer contexts fit if they are
+not escaped."""
 SPARE_BYTES = 1 << 16
-"""Bytes allowed in addition to those of the context."""
+"""Bytes allowed in addition to the context's bytes."""
 SPARE_VALUES = 1 << 15
 """Values allowed in addition to one for each token of the context."""
 SPARE_QUOTES = 1 << 16

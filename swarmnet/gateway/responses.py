@@ -83,7 +83,7 @@ class CompletionFormatter:
         return found
 
     def _count_chars(self, index: int, token: bytes) -> int:
-        """Add a token's characters to those of a choice; returns how many there were before it."""
+        """Add a token's characters to a choice, and return how many it had before."""
         before = self._chars.get(index, 0)
         self._chars[index] = before + sum(byte & 0xC0 != 0x80 for byte in token)
         return before

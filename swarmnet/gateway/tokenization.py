@@ -12,7 +12,8 @@ from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefu
 CHARS_PER_TOKEN = 64
 """Most characters per position of the context; longer texts are refused before they are tokenized."""
 PIECE_CHARS = 1 << 14
-"""Characters per piece in which the tokens of a long text are first counted, because tokenizing takes about 100 bytes per token."""
+"""Characters per piece when the tokens of a long text are counted. Tokenizing takes about 100 bytes
+of memory per token, so the whole text could take too much."""
 EXTRA_TOKENS = 16
 """Most tokens that a cut between two pieces adds to the count."""
 
@@ -63,7 +64,7 @@ class PromptTokenizer:
         return ids
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether the tokens of the pieces of a long text exceed the context, even without those that the cuts may have added."""
+        """Whether a long text exceeds the context, even without the tokens that cutting it may have added."""
         if len(text) <= PIECE_CHARS:
             return False
         count = 0

@@ -1,4 +1,7 @@
-"""`swarm.toml`, the file by which a swarm is entered: read, verified, written and signed. It holds no secret and may be published."""
+"""Reads, verifies, writes and signs `swarm.toml`, the file that lets peers enter a swarm.
+
+The file holds no secret and may be published.
+"""
 
 from pathlib import Path
 
@@ -12,8 +15,9 @@ FILE_NAME = "swarm.toml"
 def load(path: Path) -> SwarmFile:
     """Read and verify a swarm file, or the ``swarm.toml`` in a directory.
 
-    Raises ``ConfigError`` with the line of an invalid value, ``IncompatibleVersion`` for a newer format, and ``IntegrityError`` for a file
-    that was changed after it was written, or that no authorised key signed.
+    Raises ``ConfigError`` with the line of an invalid value, ``IncompatibleVersion`` for a newer
+    format, and ``IntegrityError`` for a file that was changed after it was written, or that no
+    authorised key signed.
     """
     return parse(read(path), source=str(file_in(path)))
 

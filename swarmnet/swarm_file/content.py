@@ -43,7 +43,7 @@ class Authority:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The public keys, any of which may sign the file: those of the last rotation, else the founders."""
+        """The public keys of the last rotation, or the founders' keys. Any one of them may sign the file."""
         return self.rotations[-1].keys if self.rotations else self.founders
 
     def has_signed_rotations(self, swarm_id: bytes) -> bool:
@@ -59,7 +59,7 @@ class Authority:
         return True
 
     def continues(self, other: "Authority") -> bool:
-        """Whether the keys are those of ``other``, possibly with more rotations."""
+        """Whether the keys equal ``other``, or continue it with more rotations."""
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
     def trusted_keys(self) -> dict[bytes, float]:
@@ -81,7 +81,7 @@ class ListedModel:
     manifest: bytes
     """SHA-256 of the manifest, as ``swarmnet model show`` prints it."""
     pieces: bytes | None = None
-    """The pieces hash of the model, with which newcomers verify weights from any member."""
+    """The pieces hash of the model. Newcomers verify weights from any member with it."""
 
 
 @dataclass(frozen=True)

@@ -119,14 +119,17 @@ class Entry:
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: Path | None = None) -> Entry:
     """The entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
 
-    1. the path of a swarm file. If the authority's key lies beside it, this peer certifies itself;
-    2. an invite, or the path of a file that holds one, because all users of a machine can read command lines. It is redeemed at first use,
-       which stores the certificate and the swarm file in ``data_dir``;
-    3. the name or the id of a swarm that ``data_dir`` has entered before; or ``beside``, the data directory of a node of this
-       machine. The node is another peer: its swarm file and the addresses it knows are copied, its membership is not.
+    1. the path of a swarm file. If the authority's key lies next to it, this peer certifies itself;
+    2. an invite, or the path of a file that holds an invite, because all users of a machine can
+       read command lines. The first use redeems it and stores the certificate and the swarm file in
+       ``data_dir``;
+    3. the name or the id of a swarm that ``data_dir`` has entered before, or that the node with the
+       data directory ``beside`` has entered. That node is another peer: this peer copies its swarm
+       file and the addresses it knows, but not its membership.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or older than the stored one,
-    ``NotAuthorised`` for an invite that is not valid, and ``Unreachable`` if no issuer can be reached to redeem it.
+    Raises ``ConfigError`` or ``IntegrityError`` for a file that is invalid, changed, expired or
+    older than the stored file, ``NotAuthorised`` for an invalid invite, and ``Unreachable`` if no
+    issuer can be reached to redeem it.
     """
     from swarmnet_protocols.membership.invites import is_invite
 
@@ -158,9 +161,10 @@ def client_network(
 ) -> Network:
     """The configuration of a client's connection. A client dials and is not dialled.
 
-    Its identity is in the folder ``client`` of the data directory, because a node may use that of the directory at the same time; in a
-    swarm without an authority it is new each time. ``hosts``: the only hosts to use, in place of those that the swarm file trusts. Raises
-    the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
+    The client's identity is in the folder ``client`` of the data directory, because a node may use
+    the directory's own identity at the same time. In a swarm without an authority the identity is
+    new each time. ``hosts``: the only hosts to use, instead of the hosts that the swarm file trusts.
+    Raises the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
     """
     folder = (data_dir or default_data_dir()) / "client"
     entry = enter(swarm, folder, bootstrap, beside=data_dir or default_data_dir())
@@ -191,7 +195,10 @@ def _distinct(*lists: Iterable[str]) -> tuple[str, ...]:
 
 
 def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
-    """The entry of a second peer of this machine to a swarm that ``beside`` has entered. Raises as :func:`enter`."""
+    """The entry of a second peer on this machine to a swarm that ``beside`` has entered.
+
+    Raises as :func:`enter`.
+    """
     from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
     from swarmnet_protocols.net.identity import Identity
 
@@ -212,7 +219,7 @@ def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequ
 
 
 def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
-    """Certify this peer in all roles if the authority's key is beside the swarm file."""
+    """Certify this peer in all roles if the authority's key lies next to the swarm file."""
     if not key_path.exists():
         return
     from swarmnet_protocols.membership.issuer import IssuerConfig

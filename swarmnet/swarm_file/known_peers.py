@@ -1,7 +1,7 @@
-"""Peers by which a data directory returns to a swarm: a small file in the folder of the swarm.
+"""Peers that let a data directory return to a swarm: a small file in the swarm's folder.
 
-A swarm file may name no address, and those of an invite may be of machines that are gone. So every connection writes down which peers
-answered, and the next one starts from them.
+A swarm file may name no address, and an invite may name machines that are gone. So every connection
+writes down which peers answered, and the next connection starts from them.
 """
 
 import json
@@ -16,7 +16,8 @@ from swarmnet_protocols.machine.files import write_whole
 
 PEERS_NAME = "peers"
 MAX_PEERS = 16
-"""Addresses of each kind that are kept. A few of them still answer after months in which most hosts have come and gone."""
+"""Addresses kept of each kind. Enough that a few still answer after months, when most hosts have come
+and gone."""
 _MAX_BYTES = 64 << 10
 
 
@@ -34,7 +35,7 @@ class KnownPeers:
         return KnownPeers(tuple(dict.fromkeys((*addresses, *self.named)))[:MAX_PEERS], self.seen)
 
     def after(self, answered: Sequence[str]) -> "KnownPeers":
-        """The peers to keep when those at ``answered`` are in the swarm: of the named ones, those that are there."""
+        """The peers to keep when the peers at ``answered`` are in the swarm."""
         there = {_peer(each) for each in answered}
         named = tuple(each for each in self.named if _peer(each) in there)
         return KnownPeers(named or self.named, tuple(dict.fromkeys(answered))[:MAX_PEERS])

@@ -83,7 +83,7 @@ class NewSwarm:
     like: Path | None = None
     """A swarm file whose admission, policy and other tables are copied."""
     models: tuple[ListedModel, ...] = ()
-    """The models that the swarm is for. Empty: those of ``like``, or any."""
+    """The models of the swarm. Empty: the models of ``like``, or any model."""
     backup_keys: tuple[bytes, ...] = ()
     """Public keys that may sign, in addition to the generated one."""
 
@@ -174,11 +174,12 @@ def disallow(path: Path, peer: PeerId, *, now: float) -> SwarmFile:
 
 
 def rotate_key(path: Path, *, now: float, overlap_s: float) -> "tuple[SwarmFile, Identity]":
-    """Replace all authority keys by a new one; the old key file is kept beside it. Returns the swarm file and the new key.
+    """Replace all authority keys with a new one, and return the swarm file and the new key.
 
-    Signatures of the old keys stay valid for ``overlap_s`` seconds, in which members renew their certificates. With 0 the keys count as
-    stolen: their signatures are invalid at once, and each member that they admitted needs a new invite, even if another issuer has renewed
-    its certificate since.
+    The old key file stays next to the new one. Signatures of the old keys stay valid for
+    ``overlap_s`` seconds, so that members can renew their certificates. With 0 the keys count as
+    stolen: their signatures are invalid at once, and every member that they admitted needs a new
+    invite, even if another issuer has renewed its certificate since.
     """
     path = file_in(path)
     file, key_path = load(path), path.parent / KEY_NAME

@@ -43,7 +43,8 @@ MAX_BUFFERED_BODY_BYTES = 24 << 20
 BODY_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
 BODY_PAUSE_S = 10.0
-"""Seconds for which a body may not come. With more, unfinished bodies hold memory for longer; with less, slow links lose requests."""
+"""Longest pause in a body, in seconds. With more, unfinished bodies hold memory for longer; with less,
+slow links lose requests."""
 MIN_BODY_BYTES_PER_S = 16_000.0
 """Least mean rate of a body after ``BODY_PAUSE_S``, in bytes per second."""
 API_CSP = "default-src 'none'; frame-ancestors 'none'"
@@ -84,9 +85,11 @@ def _digest(secret: str) -> bytes:
 class AccessPolicy:
     """Who may use an endpoint.
 
-    ``host_names``: names of the server, in addition to IP addresses and localhost. ``origins``: web origins whose pages may use it, such as
-    ``https://example.org``. ``public_paths``: paths that need no key. ``basic_auth``: a key is also accepted as the password of HTTP Basic
-    authentication, for which browsers prompt.
+    - ``host_names``: names of the server, in addition to IP addresses and localhost.
+    - ``origins``: web origins whose pages may use it, such as ``https://example.org``.
+    - ``public_paths``: paths that need no key.
+    - ``basic_auth``: whether the password of HTTP Basic authentication counts as a key. Browsers
+      prompt for it.
     """
 
     keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
@@ -223,10 +226,11 @@ def key_name(connection: HTTPConnection) -> str:
 
 
 class BodyLimit:
-    """Limits the size of a request body, the time in which it arrives, and the memory of all bodies in progress.
+    """Limits the size of a request body, its arrival time, and the memory of all unfinished bodies.
 
-    Bytes count as they arrive. They are shared like messages of peers (``net/limits/resources.py``): all addresses that use one API key
-    together, and without keys all of one subnet, leave room for other callers.
+    Bytes count as they arrive, and callers share them like messages of peers
+    (``net/limits/resources.py``): all addresses of one API key together, or without keys all of one
+    subnet, leave room for other callers.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

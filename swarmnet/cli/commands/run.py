@@ -254,10 +254,10 @@ def open_model(  # noqa: PLR0913 - options of the command line
     wait_s: float = 0.0,
     only_generates: bool = True,
 ) -> Iterator["SwarmModel"]:
-    """A model on the swarm. Progress is shown on stderr until it is open.
+    """Open a model on the swarm, and show progress on stderr until it is open.
 
-    ``formats``: those of the weights on this machine and of activations on the wire. ``files``: the cache folder, and the most bytes of
-    model parts in it.
+    ``formats``: the number formats of this machine's weights and of activations on the wire.
+    ``files``: the cache folder, and its most bytes of downloaded model files.
     """
     with progress(quiet=quiet) as report:
         report("finding the swarm", 0, None)

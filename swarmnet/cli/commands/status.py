@@ -91,7 +91,7 @@ def _print(node: "NodeStatus") -> None:
 
 
 def _experts(node: "NodeStatus") -> dict[str, str]:
-    """The rows about experts that the node computes for other hosts, and about those that peers compute for it."""
+    """Rows about the experts that the node computes for others, and that peers compute for it."""
     found = {}
     if node.experts:
         rows = f"{counted(node.expert_rows, 'row')}, {counted(node.expert_streams, 'open stream')}"

@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 1024
 MAX_POINTS = 20_000
 """Most points of a history; beyond that, every second one is removed."""
 MAX_PEERS = 256
-"""Most peers in the status; those that contributed last are kept."""
+"""Most peers in the status. The latest contributors stay."""
 
 _TOTALS = ("tokens", "bytes_sent", "bytes_received", "wait_s")
 _NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", "from", "to", *_TOTALS}
@@ -27,7 +27,7 @@ _NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "drop
 class TrainingRecord:
     """Derives a worker's ``status`` from its events, and stores it and a history in ``folder``.
 
-    Totals (tokens, bytes, seconds) continue those of the last worker in ``folder``.
+    Totals (tokens, bytes, seconds) continue where the last worker in ``folder`` stopped.
     """
 
     def __init__(self, folder: Path, job: str, clock: Clock) -> None:
