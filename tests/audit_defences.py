@@ -15,7 +15,8 @@ from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import LiveHop
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.routing.chain_search import Hop, HostInfo
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.host_info import HostInfo
 from tests.defences import Defence, Patch, nothing, replacing, yes
 from tests.properties import test_audit as decisions
 from tests.sim import test_audit, test_handover

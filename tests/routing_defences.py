@@ -8,7 +8,8 @@ from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing, throughput
-from swarmnet_protocols.routing.chain_search import HostInfo, View
+from swarmnet_protocols.routing.chain_search import View
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.rebalancing import Outlook
 from swarmnet_protocols.routing.throughput import Claim
 from tests.defences import Defence, Patch, nothing, replacing

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from swarmnet_node import claims, other_models
+from swarmnet_node import other_models
 from swarmnet_node.other_models import ListedModels
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.routing import switching
 from tests.defences import Defence, nothing, replacing, yes
 from tests.support.weight_swarm import weight_swarm
@@ -62,7 +63,7 @@ SWITCHING = (
     ),
     Defence(
         "a load out of range counts as none",
-        replacing(claims, "load_of", lambda record: record.load),
+        replacing(host_announcements, "load_of", lambda record: record.load),
         lambda _: test_other_models.test_a_load_out_of_range_or_of_one_client_counts_for_less(1.01, 20, 0.0),
     ),
 )

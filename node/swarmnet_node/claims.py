@@ -10,14 +10,13 @@ from swarmnet_node.host_checks import Asked, HostChecker, MakeTrial
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.routing.sightings import ModelClaims, sharing
 from swarmnet_protocols.routing.throughput import Claim
-from swarmnet_protocols.wire import records_pb2 as pb
 
 HOSTS_READ = 512
 """Announcements of other hosts that a node reads to choose its blocks, about."""
-_NOT_SERVING = (pb.HOST_STATE_LEAVING, pb.HOST_STATE_PAUSED)
+_NOT_SERVING = ("leaving", "paused", INCOMPATIBLE)
 
 
 class ClaimReader:
@@ -56,29 +55,12 @@ class ClaimReader:
         host of these blocks [start, end), also in a large swarm. Raises ``SwarmnetError`` if the
         directory does not answer.
         """
-        others = [
-            (each.info, each.body)
-            for each in await self._hosts.refresh(blocks=blocks)
-            if each.info.peer != self._me and each.body.state not in _NOT_SERVING and not each.is_incompatible
-        ]
-        self._infos = {info.peer: info for info, _ in others}
-        claims = []
-        for info, body in others:
-            claim = Claim(
-                info.peer,
-                info.start,
-                info.end,
-                1 / info.block_s if info.step_s > 0 else 0.0,
-                body.state != pb.HOST_STATE_CHOOSING,
-                may_move=not body.stays,
-                may_switch=body.may_switch,
-                load=load_of(body),
-            )
-            if body.next_start < body.next_end <= self._blocks:
-                after = replace(claim, start=body.next_start, end=body.next_end, settled=moved)
-                claims += [after] if moved else [claim, after]
-            else:
-                claims.append(claim)
+        self._infos = {
+            host.peer: host
+            for host in await self._hosts.refresh(blocks=blocks)
+            if host.peer != self._me and host.state not in _NOT_SERVING
+        }
+        claims = [claim for host in self._infos.values() for claim in self._claims_of(host, moved=moved)]
         model = ModelClaims(self._manifest, self._blocks, claims)
         claims = await self._checker.counted(self._infos, model)
         # Nodes that join at the same time and see the same hosts compute the same value.
@@ -86,6 +68,23 @@ class ClaimReader:
         usual = median(measured.values() or [1.0])
         claims = [replace(claim, blocks_per_s=claim.blocks_per_s or usual) for claim in claims]
         return sharing(claims), usual
+
+    def _claims_of(self, host: HostInfo, *, moved: bool) -> list[Claim]:
+        claim = Claim(
+            host.peer,
+            host.start,
+            host.end,
+            1 / host.block_s if host.step_s > 0 else 0.0,
+            host.state != "choosing",
+            may_move=not host.stays,
+            may_switch=host.may_switch,
+            load=host.load,
+        )
+        if host.next_span is None or host.next_span[1] > self._blocks:
+            return [claim]
+        start, end = host.next_span
+        after = replace(claim, start=start, end=end, settled=moved)
+        return [after] if moved else [claim, after]
 
     async def computing(
         self, claims: Sequence[Claim], make: MakeTrial, *, blocks: Collection[int], least: int
@@ -98,10 +97,3 @@ class ClaimReader:
         asked = Asked(self._directory.swarm, self._manifest, frozenset(blocks), least)
         hosts = {claim: self._infos[claim.peer] for claim in claims if claim.peer in self._infos}
         return await self._checker.computing(hosts, asked, make)
-
-
-def load_of(record: pb.HostRecord) -> float:
-    """The load of a host, as it announces it; 0 if that is out of range. At most n / (n + 1) with n
-    open sessions: one client that waits for each of its tokens keeps a host busy, and another host
-    would not make it faster."""
-    return min(record.load, record.sessions / (record.sessions + 1)) if 0 <= record.load <= 1 else 0.0

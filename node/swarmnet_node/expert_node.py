@@ -27,7 +27,7 @@ from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
-from swarmnet_protocols.directory.node_reports import clean
+from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist

@@ -23,8 +23,8 @@ from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
 from swarmnet_protocols.routing.throughput import Claim, holders
 from swarmnet_protocols.session.passes import request_pass

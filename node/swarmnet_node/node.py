@@ -47,8 +47,8 @@ from swarmnet_node.switching import Departure, OtherModels, Switcher
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
-from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
-from swarmnet_protocols.directory.node_reports import clean, describe_experts
+from swarmnet_protocols.directory.host_announcements import HostSample, clean, host_announcement, shortened
+from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist, race

@@ -41,7 +41,7 @@ def hosted_experts(seen: PeerObservation) -> BlockExperts:
     """The experts that a peer computes for other hosts: as it reports them, else as it announced them."""
     if seen.answers and seen.newest is not None:
         return {each.block: _experts_in(each.experts) for each in reported_experts(seen.newest.report)}
-    return seen.announced.experts if seen.announced is not None else {}
+    return seen.experts
 
 
 def rows_computed(report: report_pb2.NodeReport) -> int:

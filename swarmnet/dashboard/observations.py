@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from swarmnet.dashboard.counts import Counts, Totals, is_same_run
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
-from swarmnet_protocols.directory.host_announcements import MAX_STEP_S, Announced
-from swarmnet_protocols.directory.node_reports import MAX_NAME_CHARS, MAX_NUMBER, clean
+from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, clean
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.wire import records_pb2, report_pb2
+from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
+from swarmnet_protocols.wire import report_pb2
 
 GONE_SHOWN_S = 600.0
 """Seconds that a peer stays on the page after it left."""
@@ -30,25 +30,6 @@ class SwarmInfo:
 
 
 @dataclass(frozen=True)
-class AnnouncedHost:
-    """A host's record in the directory. An expert peer hosts no block: its ``end`` is 0."""
-
-    manifest: bytes
-    start: int
-    end: int
-    state: str
-    version: str
-    public_name: str
-    step_s: float
-    sessions: int
-    cache_bytes_free: int
-    is_relayed: bool | None
-    """Whether it announces an address through a relay; None if it announces no address."""
-    experts: BlockExperts = field(default_factory=dict)
-    """The experts that it computes for other hosts."""
-
-
-@dataclass(frozen=True)
 class TimedReport:
     """A node's report, and the Unix time at which it arrived."""
 
@@ -62,7 +43,8 @@ class PeerObservation:
 
     peer: PeerId
     first_seen_s: float
-    announced: AnnouncedHost | None = None
+    announced: HostInfo | None = None
+    """Its newest record in the directory. A peer that hosts experts only has the blocks [0, 0)."""
     announced_at_s: float = 0.0
     """When the newest record was received."""
     newest: TimedReport | None = None
@@ -71,6 +53,8 @@ class PeerObservation:
     delay_s: float | None = None
     failed_at_s: float | None = None
     """When the first poll after the last success failed; None while the peer answers, and before its first poll."""
+    experts: BlockExperts = field(default_factory=dict)
+    """The experts that it announces to compute for other hosts."""
 
     @property
     def answers(self) -> bool:
@@ -137,60 +121,41 @@ class PeerTracker:
         announced = self.observation.announced
         return announced is not None and announced.end > 0
 
-    def on_record(self, record: Announced, now_s: float) -> None:
+    def on_record(self, host: HostInfo, now_s: float) -> None:
         """Take the peer's record from the directory, unless a newer one is known."""
-        old = self.observation.announced
-        if self.hosts_blocks and record.sequence <= self._sequence:
+        if self.hosts_blocks and host.sequence <= self._sequence:
             return
-        self._sequence = record.sequence
-        info, body = record.info, record.body
-        announced = AnnouncedHost(
-            manifest=body.manifest,
-            start=info.start,
-            end=info.end,
-            state=_state_of(record),
-            version=clean(body.version)[:MAX_NAME_CHARS],
-            public_name=clean(body.public_name)[:MAX_NAME_CHARS],
-            step_s=min(info.step_s, MAX_STEP_S),
-            sessions=body.sessions,
-            cache_bytes_free=min(body.cache_bytes_free, MAX_NUMBER),
-            is_relayed=_is_relayed(info.addresses),
-            experts=old.experts if old is not None else {},
-        )
-        self._update(announced=announced, announced_at_s=now_s)
+        self._sequence = host.sequence
+        self._update(announced=host, announced_at_s=now_s)
 
     def on_experts(self, record: AnnouncedExperts, manifest: bytes, now_s: float) -> None:
         """Add the peer's record of experts from the directory. A peer may have a record of blocks too."""
-        old, host = self.observation.announced, record.host
-        if old is not None and self.hosts_blocks:
-            self._update(announced=replace(old, experts=host.experts if host.is_online else {}))
+        host = record.host
+        if self.hosts_blocks:
+            self._update(experts=host.experts if host.is_online else {})
             return
-        if old is not None and record.sequence <= self._sequence:
+        if self.observation.announced is not None and record.sequence <= self._sequence:
             return
         self._sequence = record.sequence
-        announced = AnnouncedHost(
-            manifest=manifest,
-            start=0,
-            end=0,
-            state="online" if host.is_online else "leaving" if host.is_compatible else "incompatible",
-            version="",
-            public_name=clean(host.public_name)[:MAX_NAME_CHARS],
+        announced = HostInfo(
+            host.peer,
+            0,
+            0,
             step_s=0.0,
-            sessions=0,
-            cache_bytes_free=0,
-            is_relayed=_is_relayed(host.addresses),
-            experts=host.experts,
+            addresses=host.addresses,
+            state="online" if host.is_online else "leaving" if host.is_compatible else INCOMPATIBLE,
+            manifest=manifest,
+            public_name=clean(host.public_name)[:MAX_NAME_CHARS],
         )
-        self._update(announced=announced, announced_at_s=now_s)
+        self._update(announced=announced, announced_at_s=now_s, experts=host.experts)
 
     def on_experts_absent(self) -> None:
         """The directory has no record of experts of the peer."""
-        if (old := self.observation.announced) is not None:
-            self._update(announced=replace(old, experts={}) if self.hosts_blocks else None)
+        self._update(announced=self.observation.announced if self.hosts_blocks else None, experts={})
 
     def on_record_absent(self) -> None:
         """The directory has no record of the peer."""
-        self._update(announced=None)
+        self._update(announced=None, experts={})
 
     def on_report(self, report: report_pb2.NodeReport, now_s: float, totals: Totals) -> None:
         """Take a report, and add the increase since the report before to ``totals``."""
@@ -227,15 +192,3 @@ class PeerTracker:
 
     def _update(self, **fields: object) -> None:
         self.observation = replace(self.observation, **fields)  # type: ignore[arg-type]
-
-
-def _is_relayed(addresses: Sequence[str]) -> bool | None:
-    return any("/p2p-circuit" in each for each in addresses) if addresses else None
-
-
-def _state_of(record: Announced) -> str:
-    if record.is_incompatible:
-        return "incompatible"
-    if record.body.state not in records_pb2.HostState.values():
-        return "joining"
-    return records_pb2.HostState.Name(record.body.state).removeprefix("HOST_STATE_").lower()

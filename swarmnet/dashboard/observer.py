@@ -29,7 +29,7 @@ from swarmnet.dashboard.peer_selection import PollCandidate, select_peers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
 from swarmnet_protocols.directory.expert_announcements import ExpertSample
-from swarmnet_protocols.directory.host_announcements import Announced, HostSample
+from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.directory.node_reports import ask, check
 from swarmnet_protocols.errors import (
     PeerUnreachable,
@@ -42,6 +42,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import WorkerInfo, find_job, find_workers
 from swarmnet_protocols.wire import report_pb2
@@ -217,9 +218,9 @@ class Observer:
             for manifest in self._listed
         }
         records = await self._look_up_each(self._listed, lambda manifest: self._hosts[manifest].refresh())
-        newest: dict[PeerId, Announced] = {}
+        newest: dict[PeerId, HostInfo] = {}
         for each in (each for found in records.values() for each in found):
-            peer = each.info.peer
+            peer = each.peer
             if peer not in newest or newest[peer].sequence < each.sequence:
                 newest[peer] = each
         self._experts = {
@@ -236,7 +237,7 @@ class Observer:
         self._select(
             workers
             | {peer: each.host.addresses for peer, (each, _) in experts.items()}
-            | {peer: each.info.addresses for peer, each in newest.items()}
+            | {peer: each.addresses for peer, each in newest.items()}
         )
         for peer, tracker in self._trackers.items():
             is_listed = tracker.manifest in self._listed

@@ -5,9 +5,10 @@ from typing import Any
 
 from swarmnet.dashboard.counts import MAX_PER_SECOND
 from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
-from swarmnet.dashboard.observations import GONE_SHOWN_S, AnnouncedHost, PeerObservation, TimedReport
+from swarmnet.dashboard.observations import GONE_SHOWN_S, PeerObservation, TimedReport
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.multiaddr import PEER_ID
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
 
 STALE_S = 20.0
@@ -127,17 +128,17 @@ def _last_seen_s(seen: PeerObservation) -> float:
     return max(seen.first_seen_s, seen.announced_at_s, seen.newest.at_s if seen.newest else 0.0)
 
 
-def _announced(announced: AnnouncedHost) -> dict[str, Any]:
-    relayed = {None: "unknown", True: "relayed", False: "direct"}
+def _announced(host: HostInfo) -> dict[str, Any]:
+    is_relayed = any("/p2p-circuit" in each for each in host.addresses)
     return {
-        "name": announced.public_name or None,
-        "version": announced.version,
-        "model": announced.manifest.hex(),
-        "blocks": [announced.start, announced.end] if announced.end else None,
-        "step_s": announced.step_s or None,
-        "connection": relayed[announced.is_relayed],
-        "cache_bytes_free": announced.cache_bytes_free,
-        "sessions": announced.sessions,
+        "name": host.public_name or None,
+        "version": host.version,
+        "model": host.manifest.hex(),
+        "blocks": [host.start, host.end] if host.end else None,
+        "step_s": host.step_s or None,
+        "connection": ("relayed" if is_relayed else "direct") if host.addresses else "unknown",
+        "cache_bytes_free": host.cache_bytes_free,
+        "sessions": host.sessions,
     }
 
 

@@ -12,7 +12,7 @@ from swarmnet.dashboard.experts import ExpertCoverage
 from swarmnet.dashboard.models import model_entry
 from swarmnet.dashboard.observations import JobObservation, PeerObservation, Snapshot
 from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry, rate_of, state_of
-from swarmnet_protocols.directory.node_reports import MAX_NUMBER
+from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 

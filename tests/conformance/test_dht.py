@@ -248,7 +248,7 @@ def test_a_peer_and_a_client_sample_the_hosts_of_a_model_and_those_of_some_block
         async with join(tmp_path / "sampling", bootstrap, client_mode=True, rules=rules_of(peers)) as client:
             for reader in (peers[4], client):
                 sample = HostSample(reader.directory, MANIFEST, random.Random(0))
-                found = {each.info.peer: each.info.start for each in await sample.refresh()}
+                found = {each.peer: each.start for each in await sample.refresh()}
                 assert found == {peer.identity.peer_id: number for number, peer in enumerate(peers)}
                 topics = {hosts_topic(MANIFEST, peer.identity.peer_id) for peer in peers}
                 some = await reader.directory.sample(topics, 16, blocks=(2, 3))

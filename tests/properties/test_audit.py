@@ -15,7 +15,8 @@ from swarmnet_client.audit.verdict import STATES, Verdict, agree, differences, j
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, Scope
-from swarmnet_protocols.routing.chain_search import Hop, HostInfo
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step

@@ -19,13 +19,13 @@ from swarmnet_protocols.routing.chain_search import (
     PRECISION_S,
     REPLACED_S,
     Hop,
-    HostInfo,
     View,
     credible,
     find_chain,
     pair_of,
 )
 from swarmnet_protocols.routing.coordinates import DIMENSIONS, MAX_ERROR, MIN_HEIGHT_S, Coordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 
 T = TypeVar("T")
 BLOCKS = 4

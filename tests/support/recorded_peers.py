@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from swarmnet.dashboard.observations import AnnouncedHost, JobObservation, PeerObservation, TimedReport
+from swarmnet.dashboard.observations import JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check, describe_experts
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
 
 SCRIPTS = (
@@ -90,16 +91,16 @@ class Host:
 
     def observation(self, began_s: float, now_s: float, delay_s: float) -> PeerObservation:
         """The observation of the host by an observer that started at ``began_s``."""
-        announced = AnnouncedHost(
-            self.model.manifest,
+        announced = HostInfo(
+            self.peer,
             *self.span,
+            step_s=0.002,
+            addresses=("/p2p-circuit",) if self.relayed else ("/ip4/203.0.113.5/tcp/4001",),
             state=self.state,
+            manifest=self.model.manifest,
             version=self.version,
             public_name=self.name,
-            step_s=0.002,
             sessions=self.sessions,
-            cache_bytes_free=0,
-            is_relayed=self.relayed,
         )
         return PeerObservation(
             self.peer,

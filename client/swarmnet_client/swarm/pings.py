@@ -12,8 +12,8 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import PING
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import Coordinate, OwnCoordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.pings import PingStream, ping
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb

@@ -47,7 +47,6 @@ from swarmnet_protocols.net import (
 from swarmnet_protocols.routing.chain_search import (
     Bans,
     Hop,
-    HostInfo,
     View,
     credible,
     failed_links,
@@ -55,6 +54,7 @@ from swarmnet_protocols.routing.chain_search import (
     pair_of,
     uncovered,
 )
+from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.timing import Timing
 
@@ -207,11 +207,11 @@ class Swarm:
                 self._rooms.clear()
                 now, allowed = self._now(), self._trust.hosts
                 self._hosts = {
-                    each.info.peer: each.info
+                    each.peer: each
                     for each in found
-                    if each.info.online
-                    and (not allowed or each.info.peer in allowed)
-                    and not self._exclusions.is_convicted(each.info.peer, now)
+                    if each.online
+                    and (not allowed or each.peer in allowed)
+                    and not self._exclusions.is_convicted(each.peer, now)
                 }
             if self.check_clock is not None and not self._hosts:
                 self._clock_advice = await self.check_clock()
@@ -273,15 +273,15 @@ class Swarm:
         if wait_s is not None:
             return HostsBusy(missing, wait_s)
         hint = "" if self._hosts else self._clock_advice
-        if not uncovered([each.info for each in self._announced.known if each.is_incompatible], missing[0]):
+        if not uncovered([each for each in self._announced.known if each.state == INCOMPATIBLE], missing[0]):
             hint = "hosts of these blocks run another version of swarmnet: install the version that they run"
         trusted = self._trust.hosts
         waiting = (
             each.missing_experts
             for each in self._announced.known
             if each.missing_experts
-            and (not trusted or each.info.peer in trusted)
-            and any(each.info.start < end and start < each.info.end for start, end in missing)
+            and (not trusted or each.peer in trusted)
+            and any(each.start < end and start < each.end for start, end in missing)
         )
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 

@@ -30,7 +30,8 @@ from swarmnet_protocols.directory.expert_announcements import (
     ExpertHost,
     expert_announcement,
 )
-from swarmnet_protocols.directory.node_reports import clean, describe_experts
+from swarmnet_protocols.directory.host_announcements import clean
+from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.models.public_names import name_for_peers

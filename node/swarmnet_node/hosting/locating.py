@@ -6,10 +6,10 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
-from swarmnet_protocols.directory.host_announcements import Announced, HostSample
+from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import HostInfo
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing
 
 NEIGHBOURS = 16
@@ -41,9 +41,9 @@ async def keep_located(
                 neighbours.remove(host)
 
 
-def _drawn(before: list[HostInfo], found: list[Announced], own: PeerId, rng: random.Random) -> list[HostInfo]:
+def _drawn(before: list[HostInfo], found: list[HostInfo], own: PeerId, rng: random.Random) -> list[HostInfo]:
     """``NEIGHBOURS`` hosts that are online: those of ``before``, and others drawn at random."""
-    online = {each.info.peer: each.info for each in found if each.info.online and each.info.peer != own}
+    online = {host.peer: host for host in found if host.online and host.peer != own}
     kept = [online.pop(host.peer) for host in before if host.peer in online]
     others = list(online.values())
     return kept + rng.sample(others, min(len(others), NEIGHBOURS - len(kept)))

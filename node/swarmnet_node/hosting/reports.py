@@ -21,7 +21,7 @@ from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
-from swarmnet_protocols.directory.node_reports import clean
+from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Reach, Stream

@@ -14,7 +14,6 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -23,8 +22,8 @@ from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.records import Record, open_valid
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import PeerId, Reach, ReachKind, Transport
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import read_coordinate
+from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
@@ -52,7 +51,15 @@ MAX_KNOWN = 1024
 """Announcements that are kept, those read last."""
 REDRAW_S = 60.0
 """Seconds after which other shards are read first."""
+MAX_TEXT_CHARS = 128
+MAX_NAME_CHARS = 64
+"""Most characters of the public name of a peer."""
+MAX_NUMBER = 1 << 53
+"""Largest number that peers tell. Above it a double, as JSON readers use it, skips integers."""
 _TOPIC = "hosts/"
+_STATES = {
+    number: name.removeprefix("HOST_STATE_").lower() for name, number in pb.HostState.items() if number
+}
 
 
 def listed(addresses: Sequence[str]) -> list[str]:
@@ -98,29 +105,6 @@ def _shard_topic(manifest: bytes, shard: int) -> str:
     return f"{_TOPIC}{manifest.hex()}/{shard:x}"
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A host's announcement, as it was read."""
-
-    info: HostInfo
-    body: pb.HostRecord
-    sequence: int
-    """Grows with every announcement of the host."""
-    expires_at: float
-    """Unix time."""
-
-    @property
-    def is_incompatible(self) -> bool:
-        """Whether the host speaks another version of the protocol, so that this peer cannot use it."""
-        return self.body.protocol != PROTOCOL
-
-    @property
-    def missing_experts(self) -> str:
-        """The routed experts for which the host waits, as ``block:experts``, with ``…`` if there are more; empty: none."""
-        text = self.body.missing_experts
-        return text if MISSING_EXPERTS.fullmatch(text) else ""
-
-
 class HostSample:
     """Announcements of a model's hosts that this peer has read: all of them in a small swarm, a random sample in a large one.
 
@@ -137,19 +121,19 @@ class HostSample:
         self._manifest = manifest
         self._rng = rng
         self._wanted = wanted
-        self._known: dict[PeerId, Announced] = {}
+        self._known: dict[PeerId, HostInfo] = {}
         self._order: list[int] = []
         """The shards in the order in which they are read."""
         self._until = -math.inf
 
     @property
-    def known(self) -> list[Announced]:
+    def known(self) -> list[HostInfo]:
         """The newest announcement of each known host that has not expired, in the order of peer ids."""
         now = self._directory.clock()
         self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
         return [self._known[peer] for peer in sorted(self._known)]
 
-    async def refresh(self, *, blocks: tuple[int, int] | None = None) -> list[Announced]:
+    async def refresh(self, *, blocks: tuple[int, int] | None = None) -> list[HostInfo]:
         """Read the directory and return ``known``. With ``blocks`` [start, end): read every shard for hosts with one of these blocks.
 
         In a small swarm the first refresh, and always one for certain blocks, asks two peers for each shard, because one may lack records.
@@ -180,46 +164,80 @@ class HostSample:
         for record in records:
             each = read_announcement(record, self._manifest)
             if each is not None:
-                peer = each.info.peer
+                peer = each.peer
                 before = self._known.pop(peer, each)
                 self._known[peer] = each if each.sequence >= before.sequence else before
         while len(self._known) > MAX_KNOWN:  # those that were read longest ago
             del self._known[next(iter(self._known))]
 
 
-def read_announcement(record: Record, manifest: bytes) -> Announced | None:
-    """The announcement in ``record``; None if no host of the model can have made it.
-
-    A host that speaks another version of the protocol is not online for this peer.
-    """
+def read_announcement(record: Record, manifest: bytes) -> HostInfo | None:
+    """The host that ``record`` announces; None if no host of the model can have made it."""
     try:
         body = pb.HostRecord.FromString(record.body)
     except DecodeError:
         return None
-    peer = record.peer_id
+    is_named = record.topic == hosts_topic(manifest, record.peer_id) and body.manifest == manifest
+    return read_host(body, record.peer_id, record) if is_named and body.start < body.end else None
+
+
+def read_host(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -> HostInfo | None:
+    """The host that describes itself in ``body``; None if no host can have made it.
+
+    The facts come from the host alone. Each is bounded here, or left out if it is of no form that a host sends.
+    """
     if not (
-        record.topic == hosts_topic(manifest, peer)
-        and body.manifest == manifest
-        and 0 <= body.start < body.end <= MAX_BLOCKS
+        0 <= body.start <= body.end <= MAX_BLOCKS
         and 0 <= body.step_s <= MAX_STEP_S
         and math.isfinite(body.step_s)
     ):
         return None
-    info = HostInfo(
+    moves = body.next_start < body.next_end <= MAX_BLOCKS
+    return HostInfo(
         peer=peer,
         start=body.start,
         end=body.end,
         step_s=body.step_s,
         addresses=tuple(body.addresses[:MAX_ADDRESSES]),
-        online=body.state == pb.HOST_STATE_ONLINE and body.protocol == PROTOCOL,
+        state=state_name(body.state) if body.protocol == PROTOCOL else INCOMPATIBLE,
+        manifest=body.manifest,
         is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
         is_symmetric=body.nat == pb.NAT_SYMMETRIC,
         precision=body.precision if PRECISION.fullmatch(body.precision) else "",
         coordinate=read_coordinate(body.coordinate),
-        record=record.sealed,
         room=body.room or math.inf,
+        version=clean(body.version)[:MAX_NAME_CHARS],
+        public_name=clean(body.public_name)[:MAX_NAME_CHARS],
+        sessions=body.sessions,
+        cache_bytes_free=min(body.cache_bytes_free, MAX_NUMBER),
+        next_span=(body.next_start, body.next_end) if moves else None,
+        stays=body.stays,
+        may_switch=body.may_switch,
+        load=load_of(body),
+        missing_experts=body.missing_experts if MISSING_EXPERTS.fullmatch(body.missing_experts) else "",
+        sequence=record.sequence if record else 0,
+        expires_at=record.expires_at if record else math.inf,
+        record=record.sealed if record else b"",
     )
-    return Announced(info, body, record.sequence, record.expires_at)
+
+
+def state_name(state: int) -> str:
+    """The name of a host's state; ``joining`` for states that this release does not know."""
+    return _STATES.get(state, "joining")
+
+
+def load_of(body: pb.HostRecord) -> float:
+    """The load of a host, as it announces it; 0 if that is out of range.
+
+    At most n / (n + 1) with n open sessions: one client that waits for each of its tokens keeps a host busy, and
+    another host would not make it faster.
+    """
+    return min(body.load, body.sessions / (body.sessions + 1)) if 0 <= body.load <= 1 else 0.0
+
+
+def clean(text: str) -> str:
+    """The printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
+    return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
 
 
 def announced_blocks(sealed: bytes) -> tuple[int, int]:
@@ -235,7 +253,7 @@ def announced_blocks(sealed: bytes) -> tuple[int, int]:
 async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:
     """Hosts of a model that are online: all, or a random sample in a large swarm."""
     found = await HostSample(directory, manifest, random.SystemRandom()).refresh()
-    return [each.info for each in found if each.info.online]
+    return [each for each in found if each.online]
 
 
 def signed_addresses(

@@ -11,6 +11,7 @@ from swarmnet_protocols.directory.expert_announcements import (
     from_bits,
     to_bits,
 )
+from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, MAX_NUMBER, MAX_TEXT_CHARS
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Stream
@@ -23,11 +24,6 @@ MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_EXPERT_PEERS = 64
 """Most peers that compute experts of one host."""
-MAX_TEXT_CHARS = 128
-MAX_NAME_CHARS = 64
-"""Most characters of the public name of a peer."""
-MAX_NUMBER = 1 << 53
-"""Largest number in a report. Above it a double, as JSON readers use it, skips integers."""
 HOST_STATES = frozenset({"choosing", "joining", "online", "leaving", "paused"})
 _PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
 
@@ -35,11 +31,6 @@ _PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
 def is_peer_id(text: str) -> bool:
     """Whether ``text`` has the form of a peer id."""
     return _PEER.fullmatch(text) is not None
-
-
-def clean(text: str) -> str:
-    """The printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
-    return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
 
 
 def experts_of(blocks: Iterable[pb.BlockExperts]) -> BlockExperts:

@@ -38,6 +38,7 @@ from typing import NamedTuple
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.coordinates import Coordinate, distance
+from swarmnet_protocols.routing.host_info import HostInfo
 
 UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
@@ -82,38 +83,6 @@ BAN_S = 15.0
 """Seconds for which a host is avoided after its first failure."""
 BAN_MAX_S = 240.0
 """Longest ban in seconds, after repeated failures."""
-
-
-@dataclass(frozen=True)
-class HostInfo:
-    """An announcement of a host: blocks [start, end), and ``step_s``, seconds for one token through all of them."""
-
-    peer: PeerId
-    start: int
-    end: int
-    step_s: float
-    addresses: tuple[str, ...] = ()
-    online: bool = True
-    is_open: bool = True
-    """Whether other peers can dial it, as far as is known."""
-    is_symmetric: bool = False
-    """Whether it is behind a router through which no hole is punched."""
-    precision: str = ""
-    """The precision in which it computes, as in ``HostRecord``; empty if unknown."""
-    coordinate: Coordinate | None = field(default=None, compare=False)
-    """Its network coordinate, as announced; None if unknown."""
-    record: bytes = field(default=b"", compare=False, repr=False)
-    """The sealed announcement."""
-    room: float = field(default=math.inf, compare=False)
-    """Positions of one client for which it has KV caches of all its blocks, as announced; infinite
-    if unknown."""
-    is_hop: bool = False
-    """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not
-    stay."""
-
-    @property
-    def block_s(self) -> float:
-        return self.step_s / (self.end - self.start)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from swarmnet_client.swarm.swarm import (
     shortest_wait_s,
 )
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import HostInfo, pair_of
+from swarmnet_protocols.routing.chain_search import pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing
 from tests.support.memory_network import LinkProfile, MemoryNetwork
 

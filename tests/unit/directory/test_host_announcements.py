@@ -9,15 +9,14 @@ from swarmnet_protocols.directory.host_announcements import (
     MAX_ADDRESSES,
     PROTOCOL,
     SHARDS,
-    Announced,
     hosts_topic,
     read_announcement,
 )
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import Coordinate
+from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 SWARM, MANIFEST = bytes(32), bytes(range(32))
@@ -37,14 +36,9 @@ def announcement(**changes: Any) -> bytes:
     return pb.HostRecord(**fields | changes).SerializeToString()
 
 
-def read_whole(body: bytes) -> Announced | None:
+def read(body: bytes) -> HostInfo | None:
     topic = hosts_topic(MANIFEST, SIGNER.peer_id)
     return read_announcement(Record(SWARM, topic, SIGNER.public_key, 1, 2e9, body), MANIFEST)
-
-
-def read(body: bytes) -> HostInfo | None:
-    found = read_whole(body)
-    return found.info if found is not None else None
 
 
 def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None:
@@ -79,10 +73,10 @@ def test_an_announcement_under_the_topic_of_another_shard_is_left_out() -> None:
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
 def test_a_host_with_another_version_of_the_protocol_is_listed_and_not_used(protocol: int) -> None:
-    found = read_whole(announcement(protocol=protocol))
+    found = read(announcement(protocol=protocol))
     assert found is not None
-    assert found.is_incompatible
-    assert not found.info.online
+    assert found.state == INCOMPATIBLE
+    assert not found.online
 
 
 def test_a_coordinate_is_read_if_it_is_plausible() -> None:
@@ -117,7 +111,7 @@ def test_an_announced_precision_that_is_no_name_is_ignored(announced: str, read_
 )
 def test_missing_experts_that_are_no_list_are_ignored(announced: str, read_as: str) -> None:
     """Clients print them, within a command."""
-    found = read_whole(announcement(missing_experts=announced))
+    found = read(announcement(missing_experts=announced))
     assert found is not None
     assert found.missing_experts == read_as
 

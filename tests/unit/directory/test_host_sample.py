@@ -12,12 +12,12 @@ from swarmnet_protocols.directory.host_announcements import (
     REDRAW_S,
     SHARDS,
     WANTED,
-    Announced,
     HostSample,
     hosts_topic,
 )
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MANIFEST, SWARM, EPOCH = bytes(range(32)), bytes(32), 1_800_000_000.0
@@ -89,7 +89,7 @@ def hosts(number: int) -> list[Record]:
     ]
 
 
-def refresh(sample: HostSample, blocks: tuple[int, int] | None = None) -> list[Announced]:
+def refresh(sample: HostSample, blocks: tuple[int, int] | None = None) -> list[HostInfo]:
     return asyncio.run(sample.refresh(blocks=blocks))
 
 
@@ -112,7 +112,7 @@ def test_each_host_has_the_same_chance_to_be_read_whatever_its_peer_id() -> None
     """3000 hosts, 200 readers of 96: each host is read by 6.4 on average, and by 24 with a chance of one in a million."""
     shelves = Shelves(hosts(3000))
     reads = Counter(
-        each.info.peer
+        each.peer
         for seed in range(200)
         for each in refresh(HostSample(shelves, MANIFEST, random.Random(seed)))
     )
@@ -126,7 +126,7 @@ def test_one_of_a_few_hosts_of_a_block_is_found_in_a_large_swarm() -> None:
     sample = HostSample(shelves, MANIFEST, random.Random(0))
     refresh(sample)
     shelves.read_records = 0
-    assert rare.peer_id in {each.info.peer for each in refresh(sample, (78, 79))}
+    assert rare.peer_id in {each.peer for each in refresh(sample, (78, 79))}
     assert shelves.read_records == 1
 
 
@@ -134,11 +134,11 @@ def test_a_host_is_known_by_its_newest_announcement_until_that_expires() -> None
     signer = Identity.from_seed(b"0")
     shelves = Shelves([announcement(signer, 0, 10)])
     sample = HostSample(shelves, MANIFEST, random.Random(0))
-    assert [each.info.start for each in refresh(sample)] == [0]
+    assert [each.start for each in refresh(sample)] == [0]
     shelves.put(announcement(signer, 20, 30, sequence=2))
-    assert [each.info.start for each in refresh(sample)] == [20]
+    assert [each.start for each in refresh(sample)] == [20]
     shelves.put(announcement(signer, 0, 10))
-    assert [each.info.start for each in refresh(sample)] == [20], "a replica has the older one"
+    assert [each.start for each in refresh(sample)] == [20], "a replica has the older one"
     shelves.now += 46.0
     assert sample.known == []
 

@@ -15,8 +15,8 @@ from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.chain_search import HostInfo
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import ModelClaims
 from swarmnet_protocols.routing.throughput import Claim, holders
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor

@@ -15,13 +15,12 @@ from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenT
 from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.expert_announcements import MAX_EXPERT_BLOCKS, MAX_EXPERTS
+from swarmnet_protocols.directory.host_announcements import MAX_NUMBER, clean
 from swarmnet_protocols.directory.node_reports import (
     MAX_EXPERT_PEERS,
     MAX_FLOWS,
-    MAX_NUMBER,
     ask,
     check,
-    clean,
     describe_experts,
     experts_of,
     rows_of,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node import claims
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.node import Hosting
 from swarmnet_node.other_models import ListedModels, ModelReader, listed, other_models
 from swarmnet_node.owner.limits import Limits
+from swarmnet_protocols.directory.host_announcements import load_of
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -151,7 +151,7 @@ def test_another_model_under_a_listed_name_is_not_taken(group: Group) -> None:
 def test_a_load_out_of_range_or_of_one_client_counts_for_less(
     load: float, sessions: int, counts: float
 ) -> None:
-    assert claims.load_of(pb.HostRecord(load=load, sessions=sessions)) == pytest.approx(counts)
+    assert load_of(pb.HostRecord(load=load, sessions=sessions)) == pytest.approx(counts)
 
 
 @pytest.mark.parametrize("option", [{"keep_model": True}, {"stay": True}, {"blocks": (0, 3)}])

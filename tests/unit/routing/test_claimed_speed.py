@@ -10,7 +10,8 @@ import pytest
 from swarmnet_client.swarm.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Hop, HostInfo, View, credible, find_chain
+from swarmnet_protocols.routing.chain_search import Hop, View, credible, find_chain
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
 
 MOST_OF_A_TRUTHFUL_HOST = 1.2

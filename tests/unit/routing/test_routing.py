@@ -14,7 +14,6 @@ from swarmnet_protocols.routing.chain_search import (
     UNKNOWN_DELAY_S,
     Bans,
     Hop,
-    HostInfo,
     View,
     _shortlist,
     credible,
@@ -22,6 +21,7 @@ from swarmnet_protocols.routing.chain_search import (
     pair_of,
 )
 from swarmnet_protocols.routing.coordinates import Coordinate
+from swarmnet_protocols.routing.host_info import HostInfo
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 
@@ -37,7 +37,7 @@ def test_a_host_may_be_entered_and_left_in_mid_span() -> None:
 
 
 def test_blocks_without_a_host_are_named_in_the_error() -> None:
-    hosts = [HostInfo(A, 1, 2, 0.1), HostInfo(B, 3, 4, 0.1), HostInfo(C, 0, 9, 0.1, online=False)]
+    hosts = [HostInfo(A, 1, 2, 0.1), HostInfo(B, 3, 4, 0.1), HostInfo(C, 0, 9, 0.1, state="leaving")]
     with pytest.raises(NoRoute) as caught:
         chain(View(hosts), (0, 6))
     assert caught.value.missing == ((0, 1), (2, 3), (4, 6))

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.observations import AnnouncedHost, PeerObservation, Snapshot, SwarmInfo, TimedReport
+from swarmnet.dashboard.observations import PeerObservation, Snapshot, SwarmInfo, TimedReport
 from swarmnet.dashboard.state import State, derive
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import check, describe_experts
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
 
 MODEL = CatalogModel(bytes(32), "org/name", 4)
@@ -158,12 +159,14 @@ def test_a_trunk_is_shown_with_what_peers_compute_for_it() -> None:
 
 
 def test_an_expert_peer_that_was_only_announced_counts_and_one_that_is_gone_does_not() -> None:
-    record = AnnouncedHost(MODEL.manifest, 0, 0, "online", "", "", 0.0, 0, 0, None, experts({2: {0}}))
-    announced = PeerObservation(peer("a"), NOW_S, announced=record, announced_at_s=NOW_S)
+    record = HostInfo(peer("a"), 0, 0, 0.0, manifest=MODEL.manifest)
+    announced = PeerObservation(
+        peer("a"), NOW_S, announced=record, announced_at_s=NOW_S, experts=experts({2: {0}})
+    )
     found = state(announced)
     assert found.body["peers"][peer("a")]["role"] == "experts"
     assert model_of(found)["experts"]["replicas"] == {"2": "1"}
-    assert model_of(state(replace(announced, announced=None)))["experts"] is None
+    assert model_of(state(replace(announced, announced=None, experts={})))["experts"] is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from swarmnet.dashboard.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
 from swarmnet.dashboard.models import advice, quantiles, replicas_of
 from swarmnet.dashboard.observations import (
-    AnnouncedHost,
     JobObservation,
     PeerObservation,
     Snapshot,
@@ -18,9 +17,10 @@ from swarmnet.dashboard.observations import (
 )
 from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.node_reports import MAX_NUMBER
+from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
 from tests.support.merge_patches import merged, without_nulls
 from tests.support.recorded_swarm import RecordedSwarm
@@ -53,8 +53,8 @@ def seen(name: str, span: tuple[int, int] = (0, 12), at_s: float = NOW_S, **fiel
     return replace(PeerObservation(peer(name), NOW_S, newest=TimedReport(report(span), at_s)), **fields)
 
 
-def announcement(state: str = "online") -> AnnouncedHost:
-    return AnnouncedHost(MODEL.manifest, 0, 12, state, "0.1.0", "", 0.1, 0, 0, None)
+def announcement(state: str = "online") -> HostInfo:
+    return HostInfo(peer("host"), 0, 12, 0.1, state=state, manifest=MODEL.manifest, version="0.1.0")
 
 
 def snapshot(
