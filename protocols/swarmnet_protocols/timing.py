@@ -1,4 +1,5 @@
-"""Every timeout and period of the protocols between peers, with the relations between them that must hold."""
+"""Every timeout and period of the protocols between peers, with the relations between them that
+must hold."""
 
 from dataclasses import dataclass
 
@@ -9,8 +10,9 @@ from swarmnet_protocols.errors import ConfigError
 class Timing:
     """Timeouts and periods, in seconds. Two peers need not agree on them.
 
-    A stopped hop or a cut path is detected after ``silence_s`` and replaced within 3 s of the fault: the silence, the wait for the
-    next check (at most ``heartbeat_s / 2``), and opening a stream, which may itself meet a dead peer.
+    A stopped hop or a cut path is detected after ``silence_s`` and replaced within 3 s of the
+    fault: the silence, the wait for the next check (at most ``heartbeat_s / 2``), and opening a
+    stream, which may itself meet a dead peer.
 
     Raises ``ConfigError`` for values that contradict each other.
     """
@@ -18,7 +20,8 @@ class Timing:
     heartbeat_s: float = 0.4
     """Period of heartbeats on a session or link."""
     silence_s: float = 2.0
-    """A peer that sent nothing for this long, not even a heartbeat, counts as failed; up to ``MAX_EXTENSION`` times as long while its heartbeats are late."""
+    """A peer that sent nothing for this long, not even a heartbeat, counts as failed; up to
+    ``MAX_EXTENSION`` times as long while its heartbeats are late."""
     open_s: float = 2.5
     """Timeout for dialling a peer and opening a stream."""
     alive_s: float = 0.5
@@ -26,7 +29,8 @@ class Timing:
     reply_s: float = 5.0
     """Timeout for the reply to a request."""
     first_message_s: float = 5.0
-    """Timeout for the first message on an incoming stream. Peers with other streams or reservations have ``chunk_s``."""
+    """Timeout for the first message on an incoming stream. Peers with other streams or reservations
+    have ``chunk_s``."""
     handshake_s: float = 5.0
     """Timeout of the membership handshake, dialling included. Callers may give it less."""
     link_wait_s: float = 5.0
@@ -34,11 +38,14 @@ class Timing:
     client_silence_s: float = 30.0
     """A host ends the session of a client that was silent for this long."""
     first_step_s: float = 300.0
-    """A host ends a session without a first step after this. The client opens another one when it has a step."""
+    """A host ends a session without a first step after this. The client opens another one when it
+    has a step."""
     stall_s: float = 60.0
-    """A hop that has its input, sends heartbeats and computes nothing for this long counts as failed."""
+    """A hop that has its input, sends heartbeats and computes nothing for this long counts as
+    failed."""
     pass_wait_s: float = 2.5
-    """Longest time that decode steps of sessions go before a waiting training pass; the next pass waits as long again."""
+    """Longest time that decode steps of sessions go before a waiting training pass; the next pass
+    waits as long again."""
     recover_s: float = 12.0
     """How long a client looks for hosts of missing blocks before it gives up."""
     refresh_s: float = 5.0
@@ -46,28 +53,33 @@ class Timing:
     ping_s: float = 1.0
     """Period of a client's pings to the hosts it knows."""
     pong_s: float = 1.0
-    """A host that takes longer to answer a ping is chosen only if there is no other."""
+    """A host that takes longer to answer a ping is chosen only if no other host has its blocks."""
     record_s: float = 45.0
     """Lifetime of a host's announcement in the directory."""
     announce_s: float = 15.0
     """Period of a host's announcements."""
     address_check_s: float = 1.0
-    """Period at which a host compares its addresses with those that it announced. A change is announced at once."""
+    """Seconds between two checks of a host's own addresses. A change is announced at once."""
     identity_announce_s: float = 60.0
-    """Period of presence records. A second process with the same key is found after at most one and a half."""
+    """Period of presence records. A second process with the same key is found after at most one and
+    a half."""
     chunk_s: float = 30.0
-    """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any message, over the slowest link worth using.
+    """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any
+    message, over the slowest link worth using.
 
-    Also for the first message on a stream of a peer with other streams here, whose machine may be busy.
+    Also for the first message on a stream of a peer with other streams here, whose machine may be
+    busy.
     """
     graph_s: float = 120.0
     """How long a host keeps the autograd graph of a forward pass for its backward pass."""
     matchmaking_heartbeat_s: float = 2.0
-    """Period of the leader's heartbeats to followers. Longer than ``heartbeat_s``: followers wait long, and each gets every heartbeat."""
+    """Period of the leader's heartbeats to followers. Longer than ``heartbeat_s``: followers wait
+    long, and each gets every heartbeat."""
     matchmaking_silence_s: float = 8.0
     """A leader that sent nothing for this long, not even a heartbeat, counts as failed."""
     matchmaking_poll_s: float = 10.0
-    """Longest pause between two checks on workers missing from a round. The first pauses are shorter: most failed workers are known by then."""
+    """Longest pause between two checks on workers missing from a round. The first pauses are
+    shorter: most failed workers are known by then."""
     locate_s: float = 10.0
     """Period at which a host pings another one, to correct its network coordinate."""
     intent_s: float = 1.0

@@ -1,4 +1,4 @@
-"""The client adapter: the LoRA pairs and the prefix that PEFT puts into a model's blocks, in the form in which hosts apply them."""
+"""The client adapter: converts PEFT's LoRA pairs and prefix to the form that hosts apply."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,12 +23,14 @@ class LoraPart:
 
 
 Pairs = dict[str, list[LoraPart]]
-"""The parts of the active adapters by the name "{block}.{module path in the block}"; no list is empty."""
+"""The parts of the active adapters by the name "{block}.{module path in the block}"; no list is
+empty."""
 
 
 @dataclass(frozen=True)
 class ClientAdapter:
-    """Parameters that hosts apply to this client's tokens. ``prefix`` is as ``prefix_tensors`` returns it, or empty."""
+    """Parameters that hosts apply to this client's tokens. ``prefix`` is as ``prefix_tensors``
+    returns it, or empty."""
 
     pairs: Pairs = field(default_factory=dict)
     prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -40,7 +42,8 @@ class ClientAdapter:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Changes with the LoRA parameters and, except for changes by fused optimizers, with their values."""
+        """Changes with the LoRA parameters and, except for changes by fused optimizers, with their
+        values."""
         return tuple(
             (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
             for name, parts in self.pairs.items()
@@ -69,7 +72,8 @@ class ClientAdapter:
         return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters as tensors of an adapter, float32 on the CPU, with their autograd graph."""
+        """The parameters as tensors of an adapter, float32 on the CPU, with their autograd
+        graph."""
         tensors = dict(self.prefix)
         for name, parts in self.pairs.items():
             down = torch.cat([part.down for part in parts])
@@ -89,7 +93,8 @@ class ClientAdapter:
 
 
 def active_pairs(layers: Iterable[Placeholder]) -> Pairs:
-    """The pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts cannot apply."""
+    """The pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts cannot
+    apply."""
     pairs: Pairs = {}
     for block, layer in enumerate(layers):
         if not isinstance(layer, Placeholder) or layer.block != block:
@@ -135,7 +140,8 @@ def _lora_refusal(name: str, why: str) -> ConfigError:
 
 
 def prefix_tensors(cache: Cache, config: Any) -> dict[str, torch.Tensor]:
-    """The keys and values [key heads, n, head size] of every block, float32 on the CPU, part of the cache's graph.
+    """The keys and values [key heads, n, head size] of every block, float32 on the CPU, part of the
+    cache's graph.
 
     Raises ``ConfigError`` for a cache that is not the same prefix for every row and every block.
     """

@@ -1,4 +1,5 @@
-"""A draft model: a small model in this process that proposes the next tokens of a large one on the swarm (Leviathan et al. 2023, section 2)."""
+"""A draft model: a small model in this process that proposes the next tokens of a large one on the
+swarm (Leviathan et al. 2023, section 2)."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,12 @@ _SMOOTHING = 0.2
 
 
 class DraftModel:
-    """A causal model of transformers in this process, with the tokenizer of the model that it drafts for."""
+    """A causal model of transformers in this process, with the tokenizer of the model that it
+    drafts for."""
 
     def __init__(self, model: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock``, in seconds, times its tokens. Raises ``ConfigError`` for a model with recurrent states, which cannot go back behind a wrong token."""
+        """``clock``, in seconds, times its tokens. Raises ``ConfigError`` for a model with
+        recurrent states, which cannot go back behind a wrong token."""
         if model._is_stateful:
             raise ConfigError(
                 "a model with recurrent states cannot draft", hint="--draft takes one with attention only"
@@ -35,7 +38,8 @@ class DraftModel:
 
     @classmethod
     def load(cls, target: LocalModel, options: LoadOptions) -> "DraftModel":
-        """The model ``options.draft``, to draft for ``target``. Raises ``ConfigError`` if their tokens differ, and what ``resolve`` raises."""
+        """The model ``options.draft``, to draft for ``target``. Raises ``ConfigError`` if their
+        tokens differ, and what ``resolve`` raises."""
         local = resolve(options.draft, cache_dir=target.cache_dir)
         if local.tokenizer().get_vocab() != target.tokenizer().get_vocab():
             raise ConfigError(
@@ -94,20 +98,22 @@ class DraftModelSequence:
             yield coming[0], float(probability)
 
     def _read_ahead(self) -> None:
-        """Read what is too much for a draft in the background, except the last token, which gives the first of a draft."""
+        """Read what is too much for a draft in the background, except the last token, which gives
+        the first of a draft."""
         if len(self._ids) - len(self._held) > FEW:
             self._rewind()
             self._read = self._reading.submit(self._forward, self._ids[len(self._held) : -1])
 
     def _rewind(self) -> None:
-        """Forget what the KV cache holds beyond the sequence, and at least its last token: its logits are wanted."""
+        """Forget what the KV cache holds beyond the sequence, and at least its last token: its
+        logits are wanted."""
         same = common_prefix(self._held, self._ids[:-1])
         self._cache.crop(same - len(self._held))
         del self._held[same:]
 
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int]) -> torch.Tensor:
-        """Probabilities [V] of the token after ``ids``, which follow those that are held."""
+        """Probabilities [V] of the token after ``ids``, which continue the ids in the cache."""
         output = self._model(
             input_ids=torch.tensor([ids], device=self._model.device),
             past_key_values=self._cache,

@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IMPLEMENTATION = "swarmnet_remote"
-"""Name of an attention implementation for which transformers builds no mask: hosts know which positions attend to which."""
+"""Name of an attention implementation without a mask. Hosts know which positions attend to which,
+so transformers need not build one."""
 _WIRES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options for loading a checkpoint. ``labels``: the number of classes for a classifier; None for the CausalLM.
+    """Options for loading a checkpoint.
 
-    ``standby``: each hop of the chains has a standby, where other hosts have its blocks. ``wire``: the element type in which activations
-    travel, as in ``ChainSpec``; ``wait_s`` as there. ``draft``: the name of a small model that drafts; empty: none. ``packed``: quantised embeddings and lm_head stay as the checkpoint stores them. They cannot be trained or
-    adapted.
+    - ``labels``: number of classes of a classifier; None for the CausalLM.
+    - ``standby``, ``wire``, ``wait_s``: as in ``ChainSpec``.
+    - ``draft``: name of a small model that drafts tokens; empty for none.
+    - ``packed``: whether quantised embeddings and lm_head stay as the checkpoint stores them.
+      Packed weights cannot be trained or adapted.
     """
 
     dtype: torch.dtype
@@ -56,7 +59,8 @@ class LoadOptions:
         only_generates: bool = False,
         wire: str = "auto",
     ) -> "LoadOptions":
-        """From command-line options. ``only_generates``: nothing is trained. Raises ``ConfigError`` for an unknown device or precision."""
+        """From command-line options. ``only_generates``: nothing is trained. Raises ``ConfigError``
+        for an unknown device or precision."""
         if wire not in _WIRES:
             raise ConfigError(f"{wire!r} is not a wire format", hint=f"use one of {', '.join(_WIRES)}")
         place = pick_device(device)
@@ -71,9 +75,11 @@ def memory_notice(local: LocalModel, options: LoadOptions) -> str:
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
-    """An instance of the architecture's class with placeholders for its blocks, and a packed ``lm_head`` where possible.
+    """An instance of the architecture's class with placeholders for its blocks, and a packed
+    ``lm_head`` where possible.
 
-    Its ``forward`` takes ``swarm_call``, a function from embedded inputs [B, n, D] to the outputs of the last block.
+    Its ``forward`` takes ``swarm_call``, a function from embedded inputs [B, n, D] to the outputs
+    of the last block.
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_local_layers(
@@ -136,7 +142,8 @@ class LocalLayers:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether caches can go back to any position: a recurrent state is computed again from a snapshot."""
+        """Whether caches can go back to any position: a recurrent state is computed again from a
+        snapshot."""
         return not self._model._is_stateful
 
     @torch.inference_mode()

@@ -1,14 +1,17 @@
 """A transformers model whose blocks run on hosts.
 
-It is the architecture's own CausalLM, with embeddings, norm and head from the checkpoint and placeholders as layers. So ``generate()`` with its
-samplers, beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits and the loss are transformers' own code.
+It is the architecture's own CausalLM, with embeddings, norm and head from the checkpoint and
+placeholders as layers. So ``generate()`` with its samplers, beams, streamers and stopping criteria,
+the scaling of embeddings, soft caps on logits and the loss are transformers' own code.
 
 A forward goes through these steps:
 
-1. ``forward`` of the swarm class reads the attention mask and finds the client's adapter, then calls the architecture's own ``forward``.
-2. That embeds the inputs and calls the layers. The placeholder of block 0 calls :class:`_Call`; the others return their inputs.
-3. :class:`_Call` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if gradients are wanted, whole sequences through passes
-   (:func:`run_blocks`).
+1. ``forward`` of the swarm class reads the attention mask and finds the client's adapter, then
+   calls the architecture's own ``forward``.
+2. That embeds the inputs and calls the layers. The placeholder of block 0 calls :class:`_Call`; the
+   others return their inputs.
+3. :class:`_Call` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if gradients are
+   wanted, whole sequences through passes (:func:`run_blocks`).
 4. The architecture applies norm and head to the outputs.
 """
 
@@ -49,8 +52,9 @@ if TYPE_CHECKING:
 class _Call:
     """The computation of the blocks in one forward, called by the placeholder of block 0.
 
-    ``is_alone``: the cache serves this forward only. ``is_training``: a training step, even if no parameter before the head requires
-    gradients. ``head`` is closed when norm and head are computed.
+    ``is_alone``: the cache serves this forward only. ``is_training``: a training step, even if no
+    parameter before the head requires gradients. ``head`` is closed when norm and head are
+    computed.
     """
 
     model: "SwarmModel"
@@ -84,7 +88,7 @@ class _Call:
 
 
 class SwarmModel:
-    """The attributes and methods that a swarm model adds to those of its architecture. Made by ``wrap``."""
+    """The attributes and methods that a swarm model adds to its architecture. Made by ``wrap``."""
 
     tokenizer: Any
     config: Any
@@ -94,7 +98,7 @@ class SwarmModel:
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _step_times: StepTimes
-    """Times of decode steps, from which the length of drafts follows."""
+    """Times of decode steps. They decide how long drafts are."""
     _draft_model: DraftModel | None
     _closing: ExitStack
 
@@ -116,8 +120,9 @@ class SwarmModel:
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
         """Keep the KV caches in the swarm between calls.
 
-        While the context is open, ``generate`` takes whole conversations and does not compute again the beginning that is in the cache.
-        ``max_length``: most positions of a row (default: the model's context).
+        While the context is open, ``generate`` takes whole conversations and does not compute again
+        the beginning that is in the cache. ``max_length``: most positions of a row (default: the
+        model's context).
         """
         if self._session is not None:
             raise ConfigError("sessions do not nest", hint="end the outer session first")
@@ -130,10 +135,11 @@ class SwarmModel:
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[Trace]:
-        """Write the life of every step of the calls in this context to a file, across all hops, when it ends.
+        """Write the life of every step of the calls in this context to a file, across all hops,
+        when it ends.
 
-        Perfetto (ui.perfetto.dev) and chrome://tracing show such files. Sessions that were opened before are not traced. Raises ``OSError`` if the file cannot be
-        written.
+        Perfetto (ui.perfetto.dev) and chrome://tracing show such files. Sessions that were opened
+        before are not traced. Raises ``OSError`` if the file cannot be written.
         """
         trace, spec = Trace(), self.blocks.spec
         self.blocks.spec = dataclasses.replace(spec, trace=trace)
@@ -164,7 +170,8 @@ class SwarmModel:
 
 
 def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
-    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's class.
+    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's
+    class.
 
     The head of a classifier is initialised at random if the checkpoint has none.
     """
@@ -176,7 +183,8 @@ def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmMode
     if model.tokenizer.pad_token_id is None:
         model.tokenizer.pad_token_id = model.tokenizer.eos_token_id
     model.tokenizer.padding_side = "left"
-    if model.config.pad_token_id is None:  # a classifier looks for the last token that is not padding
+    # a classifier looks for the last token that is not padding
+    if model.config.pad_token_id is None:
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
     manifest = local.manifest
@@ -213,10 +221,12 @@ def load(
 ) -> SwarmModel:
     """The model ``name`` on the swarm of ``network``; ``max_disk_bytes`` as for ``resolve``.
 
-    ``notice`` is told, before they are loaded, if embeddings and head take more memory than the file.
+    ``notice`` is told, before they are loaded, if embeddings and head take more memory than the
+    file.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if no bootstrap peer is given or
-    answers, and ``NotAuthorised`` if the swarm does not admit this client.
+    Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if
+    no bootstrap peer is given or answers, and ``NotAuthorised`` if the swarm does not admit this
+    client.
     """
     if not network.bootstrap and not network.mdns:
         raise Unreachable(
@@ -238,7 +248,8 @@ def load(
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:
-    """A subclass of the architecture's class whose ``forward`` and, if it has one, ``generate`` use the swarm."""
+    """A subclass of the architecture's class whose ``forward`` and, if it has one, ``generate`` use
+    the swarm."""
     architecture: Any = base
 
     @functools.wraps(architecture.forward)
@@ -317,8 +328,9 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
 def _generate(architecture: Any) -> Callable[..., Any]:
     """``generate`` of an architecture, with the caches in the swarm.
 
-    It takes one option more: ``speculate``, whether decoding of a single sequence may be speculative. The tokens are the same.
-    Inputs may be on another device than the model; the result is on the model's.
+    It takes one option more: ``speculate``, whether decoding of a single sequence may be
+    speculative. The tokens are the same. Inputs may be on another device than the model; the result
+    is on the model's.
     """
 
     @functools.wraps(architecture.generate)
@@ -359,9 +371,11 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 
 def _stop_at_strings(options: dict[str, Any]) -> None:
-    """Turn ``stop_strings`` and ``tokenizer`` among the options of ``generate`` into a stopping criterion.
+    """Turn ``stop_strings`` and ``tokenizer`` among the options of ``generate`` into a stopping
+    criterion.
 
-    transformers gives no tokenizer to the stopping criteria of a ``custom_generate`` that is a function.
+    transformers gives no tokenizer to the stopping criteria of a ``custom_generate`` that is a
+    function.
     """
     from transformers import StoppingCriteriaList, StopStringCriteria
 
@@ -372,7 +386,8 @@ def _stop_at_strings(options: dict[str, Any]) -> None:
 
 
 def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:
-    """A mask [B, positions + n] for columns behind a prefix: [B, n]. Raises ``ValueError`` when it hides some of the prefix."""
+    """A mask [B, positions + n] for columns behind a prefix: [B, n]. Raises ``ValueError`` when it
+    hides some of the prefix."""
     if mask is None or not positions:
         return mask
     if not bool(mask[:, :positions].all()):
@@ -388,7 +403,8 @@ def _is_prompted(model: Any) -> bool:
 
 
 def _shared(cache: SwarmCache, ids: torch.Tensor | None) -> int:
-    """The number of columns at the beginning of ids [B, n], without the last, that the session holds."""
+    """The number of columns at the beginning of ids [B, n], without the last, that the session
+    holds."""
     if ids is None or cache.tokens is None or len(ids) != len(cache.tokens):
         return 0
     width = min(ids.shape[1] - 1, cache.tokens.shape[1])

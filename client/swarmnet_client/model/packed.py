@@ -1,7 +1,8 @@
-"""A packed lm_head: it reads the same float32 weight from a half or a quarter of the memory, as the checkpoint stores it.
+"""A packed lm_head: it reads the same float32 weight from a half or a quarter of the memory, as the
+checkpoint stores it.
 
-The product of one hidden state and the weight of lm_head is most of what a client computes for a token, and it takes as long as reading
-the weight from memory.
+Multiplying one hidden state by lm_head is most of a client's work for a token. It takes as long as
+reading the weight from memory.
 """
 
 import ctypes
@@ -17,7 +18,8 @@ from swarmnet_protocols.machine import native_code
 SOURCE = Path(__file__).with_name("packed.c")
 BLOCK = 32
 MAX_ROWS = 4
-"""Hidden states at most that are multiplied by the packed weight. With more, arithmetic takes longer than reading, and torch is faster."""
+"""Hidden states at most that are multiplied by the packed weight. With more, arithmetic takes
+longer than reading, and torch is faster."""
 
 
 class _WeightLayout(Structure):
@@ -41,7 +43,8 @@ class Native:
 
     @classmethod
     def load(cls, cache_dir: Path) -> "Native | None":
-        """The code compiled for this machine, kept in ``cache_dir``; None if it cannot be compiled."""
+        """The code compiled for this machine, kept in ``cache_dir``; None if it cannot be
+        compiled."""
         library = native_code.load(SOURCE, cache_dir)
         return None if library is None else cls(library)
 
@@ -58,7 +61,8 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
-        """``weight`` [outputs, inputs], contiguous float32 on the CPU with ``inputs`` a multiple of ``BLOCK``, in packed form.
+        """``weight`` [outputs, inputs], contiguous float32 on the CPU with ``inputs`` a multiple of
+        ``BLOCK``, in packed form.
 
         None if its values need all bits of float32.
         """
@@ -82,7 +86,8 @@ class PackedWeight:
 
 
 class TrackedWeight(nn.Parameter):
-    """A weight that records access to ``data``: through it, values can change while the version that autograd counts stays."""
+    """A weight that records access to ``data``: through it, values can change while the version
+    that autograd counts stays."""
 
     is_touched = False
 
@@ -102,15 +107,16 @@ class PackedHead(nn.Linear):
     """A linear layer that multiplies few rows by a packed weight, until the weight is changed."""
 
     def __init__(self, weight: nn.Parameter, packed: PackedWeight) -> None:
-        """``packed`` has the values of ``weight`` [outputs, inputs], which becomes a ``TrackedWeight`` in every module that has it."""
+        """``packed`` has the values of ``weight`` [outputs, inputs], which becomes a
+        ``TrackedWeight`` in every module that has it."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
         weight.__class__ = TrackedWeight
         self.weight = weight
         self._packed = packed
         self._seen = weight, weight._version
-        """The weight and its version when they were last compared. In a tuple, because a module would register the weight as a parameter
-        once more."""
+        """The weight and its version when they were last compared. In a tuple, because a module
+        would register the weight as a parameter once more."""
 
     @property
     def is_packed(self) -> bool:
@@ -139,10 +145,12 @@ class PackedHead(nn.Linear):
 
 
 def pack_head(model: Any, cache_dir: Path) -> None:
-    """Replace the lm_head of a CausalLM by a ``PackedHead``; the compiled code is kept in ``cache_dir``.
+    """Replace the lm_head of a CausalLM by a ``PackedHead``; the compiled code is kept in
+    ``cache_dir``.
 
-    Nothing is replaced unless lm_head is a plain linear layer in float32 on the CPU, without a bias, whose values can be packed by code
-    that this machine compiles. The dense weight stays: embeddings may share it, and many rows and training use it.
+    Nothing is replaced unless lm_head is a plain linear layer in float32 on the CPU, without a
+    bias, whose values can be packed by code that this machine compiles. The dense weight stays:
+    embeddings may share it, and many rows and training use it.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:

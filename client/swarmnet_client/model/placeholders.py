@@ -1,6 +1,7 @@
 """Placeholders for a model's blocks: names and shapes of their weights, without memory.
 
-The weights are on the hosts. PEFT and other code that looks at names and shapes sees the whole model.
+The weights are on the hosts. PEFT and other code that looks at names and shapes sees the whole
+model.
 """
 
 import math
@@ -16,7 +17,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RemoteWeight(nn.Parameter):
-    """A weight that only hosts have. It stores a single NaN, whatever its shape, so that computing with it shows.
+    """A weight that only hosts have. It stores a single NaN, whatever its shape, so that computing
+    with it shows.
 
     Reading its values, or setting others, raises ``ConfigError``.
     """
@@ -41,18 +43,21 @@ class RemoteWeight(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def applied(self, function: Apply) -> torch.Tensor:
-        """The result of ``function`` (a change of type or device) on this weight, again without memory."""
+        """The result of ``function`` (a change of type or device) on this weight, again without
+        memory."""
         return function(self.detach().as_strided((), ())).expand(self.shape)
 
 
 class Placeholder(nn.Module):
-    """Takes the place of one block. Block 0 passes hidden states to ``swarm_call``, which runs all blocks; the others return them."""
+    """Takes the place of one block. Block 0 passes hidden states to ``swarm_call``, which runs all
+    blocks; the others return them."""
 
     is_tuple = False
-    """Whether the family's layers return a tuple, in which hidden states are the first."""
+    """Whether the family's layers return a tuple that starts with the hidden states."""
 
     def __init__(self, layer: nn.Module, block: int, device: torch.device) -> None:
-        """Takes over the modules and attributes of ``layer``, which is on the meta device, and gives up its tensors."""
+        """Takes over the modules and attributes of ``layer``, which is on the meta device, and
+        gives up its tensors."""
         super().__init__()
         self.__dict__.update(layer.__dict__)
         self.block = block
@@ -80,7 +85,8 @@ class Placeholder(nn.Module):
         return not any(weight.requires_grad for weight in self._weights)
 
     def replaced(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-        """Modules that were put into the block, by PEFT for example: path, module, and the module that was there before."""
+        """Modules that were put into the block, by PEFT for example: path, module, and the module
+        that was there before."""
         for path, now, before in self._native:
             if now != before:
                 for name, module in now.items():
@@ -102,7 +108,8 @@ def stand_ins(layers: nn.ModuleList, device: torch.device) -> nn.ModuleList:
 
 @torch.inference_mode()
 def match_layers(model: Any) -> None:
-    """Let the placeholders of a model return hidden states as the layers of its family do, which is found by trying."""
+    """Let the placeholders of a model return hidden states as the layers of its family do, which is
+    found by trying."""
     stack = model.base_model
     inputs = torch.zeros(1, 2, model.config.hidden_size, dtype=model.dtype, device=model.device)
     try:

@@ -13,18 +13,21 @@ import torch
 from swarmnet_protocols.errors import IntegrityError
 
 NUCLEUS = 512
-"""Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary need not be sorted."""
+"""Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary
+need not be sorted."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters by which the tokens of an answer are chosen.
+    """How the tokens of an answer are chosen.
 
-    ``temperature`` 0 takes the most likely token. ``top_p`` limits the choice to the fewest likeliest tokens that have this probability
-    together. ``top_logprobs``: the number of other tokens whose log probabilities are returned with each token's own; None for none.
-
-    Before that, ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is subtracted from the score of each
-    token in the answer, and ``frequency_penalty`` once for each of its occurrences there. The prompt does not count.
+    1. ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is
+       subtracted from the score of each token that occurs in the answer, and ``frequency_penalty``
+       once for each occurrence. The prompt does not count.
+    2. ``temperature`` 0 takes the most likely token. ``top_p`` limits the choice to the fewest
+       tokens that together have this probability.
+    3. ``top_logprobs``: how many other tokens' log probabilities come with each token's own; None
+       for no log probabilities.
     """
 
     temperature: float = 0.0
@@ -43,7 +46,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """One choice of a token: its rules and its position in the answer. ``counts``: occurrences of each token, if ``sampling`` penalises them."""
+    """One choice of a token: its rules and its position in the answer. ``counts``: occurrences of
+    each token, if ``sampling`` penalises them."""
 
     sampling: Sampling
     position: int
@@ -52,7 +56,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Token:
-    """A chosen token. Log probabilities are natural, of the model's own scores; ``top`` has the likeliest first."""
+    """A chosen token. Log probabilities are natural, of the model's own scores; ``top`` has the
+    likeliest first."""
 
     id: int
     logprob: float | None = None
@@ -82,7 +87,8 @@ def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
 
 def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """The scores with biases and penalties of all rows; the same tensor if there are none."""
-    rows, tokens, values = array("q"), array("q"), array("f")  # torch reads lists fifty times more slowly
+    # torch reads lists fifty times more slowly
+    rows, tokens, values = array("q"), array("q"), array("f")
     for row, draw in enumerate(draws):
         changes = _changes(draw)
         rows.extend([row] * len(changes))

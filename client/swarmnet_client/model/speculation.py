@@ -1,8 +1,11 @@
-"""Speculative decoding: drafts of the next tokens, which the blocks check in one trip around the chain.
+"""Speculative decoding: drafts of the next tokens, which the blocks check in one trip around the
+chain.
 
-A step carries the newest token and a draft, and gives the model's own choice after each of them. The choices are kept up to the first that
-differs from the draft, so the answer is that of plain decoding (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding", with a deterministic draft): one random number is used for each token of the answer, whichever step computed it.
+A step carries the newest token and a draft, and gives the model's own choice after each of them.
+The choices are kept up to the first that differs from the draft, so the answer is that of plain
+decoding (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", with a
+deterministic draft): one random number is used for each token of the answer, whichever step
+computed it.
 
 Pure: no model, no clock, no I/O.
 """
@@ -20,19 +23,22 @@ MAX_MATCH = 16
 MAX_PLACES = 64
 """Most earlier occurrences of a token that are compared. A frequent token has thousands."""
 MIN_GAIN = 1.05
-"""A draft position is sent if it multiplies the expected tokens per second by this at least. A smaller gain is within the noise of measurements."""
+"""A draft position is sent if it multiplies the expected tokens per second by this at least. A
+smaller gain is within the noise of measurements."""
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.9)
-"""Acceptance rates before any draft was checked, for matches of 1, 2-3, 4-7, 8-15 and 16 tokens; and for tokens to which a draft model gives a
-probability up to each of ``_CONFIDENCES``."""
+"""Acceptance rates before any draft was checked: for matches of 1, 2-3, 4-7, 8-15 and 16 tokens,
+then for tokens with a draft model's probability up to each of ``_CONFIDENCES``."""
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 1.0)
 _OF_MODEL = len(_PRIOR_RATES)
-"""Index of the first acceptance rate of a draft model; those of prompt lookup come before it."""
+"""Index of the first acceptance rate of a draft model. Prompt lookup's rates come before it."""
 TRUSTED_MATCH = 4
-"""Matches of so many tokens are continued although there is a draft model: it costs time, and knows no names and numbers of the text."""
+"""Matches of so many tokens are continued although there is a draft model: it costs time, and knows
+no names and numbers of the text."""
 _PRIOR_DRAFTS = 4.0
 """Number of checked tokens that the prior rates count for."""
 _KEPT = 0.95
-"""Weight of a measurement after each later one: the rates of a text and the times of a chain change."""
+"""Weight of a measurement after each later one: the rates of a text and the times of a chain
+change."""
 _PRIOR_COST = 0.05
 """Time of one more position, in times of a whole step, before it was measured."""
 _PRIOR_VARIANCE = 0.25
@@ -51,14 +57,16 @@ def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next. ``match``: tokens before them that equal the end of the sequence."""
+    """Tokens that may come next. ``match``: tokens before them that equal the end of the
+    sequence."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
 
 
 class PromptLookup:
-    """Drafts what followed the last tokens of a sequence when they occurred in it before (Saxena 2023, "Prompt Lookup Decoding")."""
+    """Drafts what followed the last tokens of a sequence when they occurred in it before (Saxena
+    2023, "Prompt Lookup Decoding")."""
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self._ids: list[int] = []
@@ -66,7 +74,8 @@ class PromptLookup:
         self._place: int | None = None
         """Where the match of the last draft ended."""
         self._distance = 0
-        """Tokens from the last match whose continuation was right to the end of the sequence then."""
+        """Tokens from the last match whose continuation was right to the end of the sequence
+        then."""
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
@@ -79,9 +88,11 @@ class PromptLookup:
             self._ids.append(token)
 
     def draft(self, most: int) -> Draft:
-        """At most ``most`` tokens after the longest match. Repeats itself where the match reaches the end.
+        """At most ``most`` tokens after the longest match. Repeats itself where the match reaches
+        the end.
 
-        Among equals it is the one that is nearest to where the text was copied from lately, or else the latest: an edited copy goes on behind the edit.
+        Among equal matches, the nearest to the last copied place wins, or else the latest match: an
+        edited copy continues behind the edit.
         """
         ids = self._ids
         if not ids or most < 1:
@@ -104,7 +115,8 @@ class PromptLookup:
 
 
 class StepTimes:
-    """Seconds of a step as a linear function of its positions, fitted to recent steps of one chain."""
+    """Seconds of a step as a linear function of its positions, fitted to recent steps of one
+    chain."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -114,7 +126,8 @@ class StepTimes:
         self._covariance = 0.0
 
     def add(self, positions: int, seconds: float) -> None:
-        """Count one step. Long pauses count as four mean steps: a failover says nothing of positions."""
+        """Count one step. Long pauses count as four mean steps: a failover says nothing of
+        positions."""
         if self._weight:
             seconds = min(seconds, 4 * self._seconds)
         self._weight = self._weight * _KEPT + 1
@@ -128,7 +141,8 @@ class StepTimes:
 
     @property
     def position_s(self) -> float:
-        """Seconds of one more position. Without variety among recent steps this returns to a guess, so drafts are tried again now and then."""
+        """Seconds of one more position. Without variety among recent steps this returns to a guess,
+        so drafts are tried again now and then."""
         guess = _PRIOR_COST * self._seconds
         return max(0.0, (self._covariance + _PRIOR_VARIANCE * guess) / (self._variance + _PRIOR_VARIANCE))
 
@@ -142,13 +156,15 @@ class DraftSequence(Protocol):
 
     @property
     def token_s(self) -> float:
-        """Seconds of one token of a draft; infinite while the model is still reading the sequence."""
+        """Seconds of one token of a draft; infinite while the model is still reading the
+        sequence."""
 
     def extend(self, ids: Sequence[int]) -> None:
         """Add tokens at the end of the sequence."""
 
     def tokens(self) -> Iterator[tuple[int, float]]:
-        """The most likely continuation: each token with its probability, computed when it is asked for."""
+        """The most likely continuation: each token with its probability, computed when it is asked
+        for."""
 
 
 class Speculator:
@@ -164,7 +180,8 @@ class Speculator:
         """Tokens of the last draft, sent or not, and the index of the acceptance rate of each."""
 
     def draft(self, times: StepTimes, *, positions: int = 1, most: int = MAX_DRAFT) -> tuple[int, ...]:
-        """The tokens to send after the newest one, in a step that has ``positions`` without them; at most ``most``.
+        """The tokens to send after the newest one, in a step that has ``positions`` without them;
+        at most ``most``.
 
         A draft token is worth its time while the expected tokens per second grow.
         """
@@ -196,9 +213,11 @@ class Speculator:
         return tuple(token for token, _ in self._drafted[:length])
 
     def choose(self, chosen: Sequence[int], sent: int) -> int:
-        """Take the model's choices after a draft of ``sent`` tokens, [sent + 1]; returns how many of them are valid.
+        """Take the model's choices after a draft of ``sent`` tokens, [sent + 1]; returns how many
+        of them are valid.
 
-        Those after the first that differs from the draft followed a wrong token. The first draft token is checked even if it was not sent.
+        Those after the first that differs from the draft followed a wrong token. The first draft
+        token is checked even if it was not sent.
         """
         valid = 1
         while valid <= sent and chosen[valid - 1] == self._drafted[valid - 1][0]:
@@ -213,7 +232,7 @@ class Speculator:
         return valid
 
     def _rate(self, bucket: int) -> float:
-        """The expected share of right tokens among those of a bucket."""
+        """The expected share of right tokens in a bucket."""
         return self._accepted[bucket] / self._checked[bucket]
 
 
@@ -223,5 +242,5 @@ def _bucket(match: int) -> int:
 
 
 def _bucket_of_model(probability: float) -> int:
-    """The index of the acceptance rate of tokens to which a draft model gives this probability."""
+    """The index of the acceptance rate for tokens with this probability from a draft model."""
     return _OF_MODEL + sum(probability > each for each in _CONFIDENCES[:-1])

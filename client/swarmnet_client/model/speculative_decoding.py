@@ -1,4 +1,5 @@
-"""The decoding loop of ``generate`` with speculation: transformers' ``_sample`` for one sequence, with several tokens a step."""
+"""The decoding loop of ``generate`` with speculation: transformers' ``_sample`` for one sequence,
+with several tokens a step."""
 
 import time
 from collections.abc import Mapping
@@ -20,12 +21,13 @@ _OTHER_LOOPS = (
     "return_dict_in_generate",
     "synced_gpus",
 )
-"""Options of ``generate`` for which transformers' own loops are used."""
+"""Options of ``generate`` that need transformers' own loops."""
 
 
 @dataclass
 class SpeculativeDecoding:
-    """The decoding loop of one call of ``generate``, given as its ``custom_generate``. ``times`` and ``draft_model`` live as long as the model.
+    """The decoding loop of one call of ``generate``, given as its ``custom_generate``. ``times``
+    and ``draft_model`` live as long as the model.
 
     ``streamer`` is a field because transformers does not pass it to a ``custom_generate``.
     """
@@ -46,8 +48,8 @@ class SpeculativeDecoding:
     ) -> torch.Tensor:
         """Continue the one sequence of ``input_ids`` [1, n]; returns it with its new tokens.
 
-        Logits processors, stopping criteria and random numbers are used once for each token, in the order of ``_sample``, so the
-        tokens are the same.
+        Logits processors, stopping criteria and random numbers are used once for each token, in the
+        order of ``_sample``, so the tokens are the same.
         """
         cache, ids = self.cache, input_ids[0].tolist()
         speculator = Speculator(ids, self.draft_model.sequence(ids) if self.draft_model else None)
@@ -97,7 +99,8 @@ class SpeculativeDecoding:
 
 
 def may_speculate(model: Any, ids: torch.Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether ``generate`` with these options is decoding of one sequence that returns only tokens, with a model whose cache can go back."""
+    """Whether ``generate`` with these options is decoding of one sequence that returns only tokens,
+    with a model whose cache can go back."""
     config = options.get("generation_config") or model.generation_config
 
     def option(name: str) -> Any:
@@ -112,5 +115,6 @@ def may_speculate(model: Any, ids: torch.Tensor | None, options: Mapping[str, An
         and not any(option(name) for name in _OTHER_LOOPS)
         and all((option(name) or 1) == 1 for name in ("num_beams", "num_return_sequences", "guidance_scale"))
         and option("use_cache") is not False
-        and not config.stop_strings  # those of a config need the tokenizer, which this loop does not get
+        # those of a config need the tokenizer, which this loop does not get
+        and not config.stop_strings
     )

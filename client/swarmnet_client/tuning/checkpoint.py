@@ -1,4 +1,5 @@
-"""The checkpoint of a tuning run: parameters, optimizer state and curves in one file, replaced atomically."""
+"""The checkpoint of a tuning run: parameters, optimizer state and curves in one file, replaced
+atomically."""
 
 import hashlib
 import json
@@ -16,7 +17,8 @@ from swarmnet_protocols.errors import IntegrityError, OutOfResources
 from swarmnet_protocols.machine import files
 
 HISTORY = "history"
-"""Name of the tensor [points, 4] with the curves: step, loss, held-out loss and accuracy. NaN: not measured."""
+"""Name of the tensor [points, 4] with the curves: step, loss, held-out loss and accuracy. NaN: not
+measured."""
 POINT_FIELDS = 4
 CHECKPOINT_FILE = "checkpoint.safetensors"
 UNFINISHED = ".unfinished-"
@@ -34,7 +36,8 @@ class TuneCheckpoint:
     tensors: Mapping[str, torch.Tensor]
 
     def save(self, path: Path) -> None:
-        """Replace the file at ``path``. Raises ``OutOfResources`` when the disk is full; the old file then stays."""
+        """Replace the file at ``path``. Raises ``OutOfResources`` when the disk is full; the old
+        file then stays."""
         about = json.dumps({"step": self.step, "about": self.about})
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
         header = {_ABOUT: about, _HASH: _hash_of(about, tensors)}
@@ -43,7 +46,10 @@ class TuneCheckpoint:
 
     @classmethod
     def load(cls, path: Path) -> "TuneCheckpoint | None":
-        """The checkpoint at ``path``; None if there is no file. Raises ``IntegrityError`` for a file that ``save`` did not write."""
+        """The checkpoint at ``path``; None if there is no file.
+
+        Raises ``IntegrityError`` for a file that ``save`` did not write.
+        """
         if not path.exists():
             return None
         try:
@@ -66,7 +72,8 @@ class TuneCheckpoint:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that replaces it when the block ends without an exception, synced to the disk.
+    """A temporary file next to ``path``. It replaces ``path``, synced to the disk, when the block
+    ends without an exception.
 
     Raises ``OutOfResources`` when the disk is full.
     """

@@ -32,9 +32,13 @@ _PROMPTS = {TuneMethod.PROMPT, TuneMethod.DEEP_PROMPT}
 class TuneSettings:
     """The settings of a run. The same settings and data give the same adapter.
 
-    ``steps``: number of batches; None: ``epochs`` passes over all rows. ``held_out``: share of the rows to evaluate on, unless an
-    evaluation file is given. ``warmup``: share of the steps in which the learning rate grows. ``max_length``: most tokens of a row.
-    LoRA uses ``rank``, ``alpha`` and ``target_modules`` (empty: PEFT's choice for the architecture), the prompt methods ``virtual_tokens``.
+    - ``steps``: number of batches; None for ``epochs`` passes over all rows.
+    - ``held_out``: share of the rows to evaluate on, unless there is an evaluation file.
+    - ``warmup``: share of the steps while the learning rate grows.
+    - ``max_length``: most tokens of a row.
+    - ``rank``, ``alpha``, ``target_modules``: for LoRA; no modules means PEFT's choice for the
+      architecture.
+    - ``virtual_tokens``: for the prompt methods.
     """
 
     method: TuneMethod

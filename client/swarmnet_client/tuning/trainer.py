@@ -1,4 +1,5 @@
-"""The training loop: AdamW in plain PyTorch, for any causal language model or classifier of transformers."""
+"""The training loop: AdamW in plain PyTorch, for any causal language model or classifier of
+transformers."""
 
 import math
 import time
@@ -28,7 +29,8 @@ class SwarmUsage:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the curves after ``step`` steps: the loss of the last batch, or of the held-out rows. NaN: not measured."""
+    """A point of the curves after ``step`` steps: the loss of the last batch, or of the held-out
+    rows. NaN: not measured."""
 
     step: int
     loss: float = _UNKNOWN
@@ -39,7 +41,8 @@ class Point:
 class Tuner:
     """Trains those parameters of ``model`` that require gradients, with AdamW.
 
-    ``step`` of ``steps`` are done. ``is_whole`` is False during an update, when ``checkpoint`` would mix two steps.
+    ``step`` of ``steps`` are done. ``is_whole`` is False during an update, when ``checkpoint``
+    would mix two steps.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class Tuner:
         return sum(value.numel() for value in self._parameters.values())
 
     def run(self, *, evaluate_every: int) -> Iterator[dict[str, Any]]:
-        """Train until all steps are done. Yields an event after each step, and after each evaluation.
+        """Train until all steps are done. Yields an event after each step, and after each
+        evaluation.
 
-        Held-out rows are evaluated at the start, every ``evaluate_every`` steps, and at the end. Raises ``SwarmnetError`` if the loss or its
-        gradients are not finite, and what the model raises; the parameters are then those of the last step.
+        Held-out rows are evaluated at the start, every ``evaluate_every`` steps, and at the end.
+        Raises ``SwarmnetError`` if the loss or its gradients are not finite, and what the model
+        raises. The parameters then stay as after the last step.
         """
         while True:
             if self._is_due(evaluate_every):
@@ -80,7 +85,8 @@ class Tuner:
             yield self._learn()
 
     def summary(self) -> dict[str, Any]:
-        """The curves so far: ``losses`` of the steps from 1 on, and ``evaluations`` of held-out rows."""
+        """The curves so far: ``losses`` of the steps from 1 on, and ``evaluations`` of held-out
+        rows."""
         evaluations = []
         for point in self.history:
             if not math.isnan(point.val_loss):
@@ -90,7 +96,8 @@ class Tuner:
         return {"losses": losses, "evaluations": evaluations}
 
     def checkpoint(self, about: Mapping[str, Any]) -> TuneCheckpoint:
-        """A checkpoint of the run. Its tensors are those of the run, which the next step changes: save it at once."""
+        """A checkpoint of the run. Save it at once: it shares the run's tensors, which the next
+        step changes."""
         tensors = {f"parameter/{name}": value for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             for key, state in self._optimizer.state[value].items():
@@ -100,7 +107,8 @@ class Tuner:
         return TuneCheckpoint(self.step, about, tensors)
 
     def restore(self, checkpoint: TuneCheckpoint) -> None:
-        """Resume from ``checkpoint``. Raises ``ConfigError`` if its parameters have other names or shapes."""
+        """Resume from ``checkpoint``. Raises ``ConfigError`` if its parameters have other names or
+        shapes."""
         self._model.train()
         expected = {f"parameter/{name}": value for name, value in self._parameters.items()}
         if checkpoint.step:
@@ -191,7 +199,8 @@ class Tuner:
         return {name: value.to(self._model.device) for name, value in batch.items()}
 
     def _rate_factor(self) -> float:
-        """Factor of the learning rate for the next step: linear warmup, then linear decay to zero."""
+        """Factor of the learning rate for the next step: linear warmup, then linear decay to
+        zero."""
         warmup = math.ceil(self._settings.warmup * self.steps)
         if self.step < warmup:
             return (self.step + 1) / (warmup + 1)

@@ -1,4 +1,5 @@
-"""The wall clock. This is the only module that reads it: code that sets or checks an expiry takes a ``Clock``."""
+"""The wall clock. This is the only module that reads it: code that sets or checks an expiry takes a
+``Clock``."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +13,10 @@ SET_CLOCK = "sudo timedatectl set-ntp true"
 
 
 def clock_advice(behind_s: float) -> str:
-    """Advice for a clock that is ``behind_s`` behind those of peers (negative: ahead); empty within ``MAX_CLOCK_ERROR_S``."""
+    """Advice for a clock that is ``behind_s`` behind the peers' clocks (negative: ahead).
+
+    Empty within ``MAX_CLOCK_ERROR_S``.
+    """
     if abs(behind_s) <= MAX_CLOCK_ERROR_S:
         return ""
     way = "behind" if behind_s > 0 else "ahead of"

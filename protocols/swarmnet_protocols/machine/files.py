@@ -19,9 +19,10 @@ _LOCK_NAME = ".lock"
 
 @contextmanager
 def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool = True) -> Iterator[Path]:
-    """A new file beside ``path`` that replaces it when the context ends without an error.
+    """A new file next to ``path`` that replaces it when the context ends without an error.
 
-    Its name begins with ``prefix`` until then. ``durable``: it survives a loss of power. Raises ``OSError``.
+    Its name begins with ``prefix`` until then. ``durable``: it survives a loss of power. Raises
+    ``OSError``.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # 0600
     os.close(descriptor)
@@ -39,7 +40,8 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Replace the content of ``path`` by ``data`` atomically. Creates its folder. Raises ``OSError``."""
+    """Replace the content of ``path`` by ``data`` atomically. Creates its folder. Raises
+    ``OSError``."""
     make_private(path.parent)
     with replacing(path, mode=mode, durable=durable) as fresh:
         fresh.write_bytes(data)
@@ -54,7 +56,8 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder with mode 0700 in ``parent``, by default the system's temporary directory; removed when the context ends.
+    """A new folder with mode 0700 in ``parent``, by default the system's temporary directory;
+    removed when the context ends.
 
     First removes the scratch folders in ``parent`` whose processes were killed. Raises ``OSError``.
     """
@@ -64,8 +67,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     try:
         fresh = folder / (_LOCK_NAME + ".new")
         with fresh.open("wb") as file:
-            # Renamed only once it is locked: a file of this name without a lock belongs to a process that has ended.
-            with suppress(OSError):  # a file system without locks: the folder stays if the process is killed
+            # Renamed only once it is locked: a file of this name without a lock belongs to a
+            # process that has ended.
+            # a file system without locks: the folder stays if the process is killed
+            with suppress(OSError):
                 lock(file.fileno())
                 fresh.rename(folder / _LOCK_NAME)
             yield folder

@@ -1,7 +1,9 @@
-"""Imports transformers and hivemind without the parts that swarmnet does not use: half the start time of a node and 100 MB.
+"""Imports transformers and hivemind without the parts that swarmnet does not use: half the start
+time of a node and 100 MB.
 
-Their packages import torch's compiler, sympy, scipy, trainers and distributed frameworks. Measurements are in decision record 0011. Only
-for processes of swarmnet itself: the libraries behave as usual afterwards, but import the rest when it is first used.
+Their packages import torch's compiler, sympy, scipy, trainers and distributed frameworks.
+Measurements are in decision record 0011. Only for processes of swarmnet itself: the libraries
+behave as usual afterwards, but import the rest when it is first used.
 """
 
 import gc
@@ -19,13 +21,15 @@ from swarmnet_protocols.errors import ConfigError
 _HIDDEN_PACKAGES = ("scipy", "PIL")
 """Optional dependencies of transformers: for losses of object detectors, and for images."""
 _DEVICE_PACKAGE = "accelerate"
-"""transformers needs this package to place weights on an accelerator. It is hidden on machines without one."""
+"""transformers needs this package to place weights on an accelerator. It is hidden on machines
+without one."""
 
 _COMPILER = "torch._dynamo"
 
 
 class _Package(types.ModuleType):
-    """A package without its ``__init__``. Submodules are imported on access; any other attribute runs the ``__init__``."""
+    """A package without its ``__init__``. Submodules are imported on access; any other attribute
+    runs the ``__init__``."""
 
     _importing = threading.RLock()
     """One thread at a time runs an ``__init__``, so that no other sees half of a package."""
@@ -54,8 +58,8 @@ class _Package(types.ModuleType):
 def prepare_package(name: str, **stand_ins: object) -> None:
     """Let ``import name.x.y`` import that module without the package's ``__init__``.
 
-    ``stand_ins``: attributes of the package that submodules need. Called before the first import. Idempotent. Raises ``ConfigError`` if the
-    package is not installed.
+    ``stand_ins``: attributes of the package that submodules need. Called before the first import.
+    Idempotent. Raises ``ConfigError`` if the package is not installed.
     """
     if name in sys.modules:
         return
@@ -76,10 +80,11 @@ def prepare_package(name: str, **stand_ins: object) -> None:
 def import_transformers() -> None:
     """Import transformers' model code without torch's compiler and distributed package. Idempotent.
 
-    The lazy import tables of transformers, for which it reads thousands of files twice, are made only when an attribute of the package is
-    used that is not a module. torch's compiler can be used afterwards, but without the exceptions that transformers
-    registers in it. All objects that exist at the end are frozen (``gc.freeze``): collecting them would take a fifth of a node's start,
-    and later delay tokens by 0.15 s now and then.
+    transformers reads thousands of files twice to make its lazy import tables. Here it makes them
+    only when somebody uses an attribute of the package that is not a module. torch's compiler works
+    afterwards, but without the exceptions that transformers registers in it. All objects that exist
+    at the end are frozen (``gc.freeze``): collecting them would take a fifth of a node's start, and
+    later delay tokens by 0.15 s now and then.
     """
     if "transformers.modeling_utils" in sys.modules:
         return
@@ -104,7 +109,8 @@ def import_transformers() -> None:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Exclude all objects that exist at the end from garbage collection: 300,000, hardly any of which are ever garbage."""
+    """Exclude all objects that exist at the end from garbage collection. Of 300,000, hardly any
+    ever become garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,8 @@
-"""What differs between Linux, macOS and Windows: files and their locks, limits on open files, ports, signals, event loops, child processes.
+"""What differs between Linux, macOS and Windows: files and their locks, limits on open files,
+ports, signals, event loops, child processes.
 
-Other modules ask here; they import neither ``fcntl`` nor ``resource``, and branch on ``sys.platform`` only for what they alone do.
+Other modules ask here; they import neither ``fcntl`` nor ``resource``, and branch on
+``sys.platform`` only for what they alone do.
 """
 
 import asyncio
@@ -25,9 +27,11 @@ else:
 HAS_UNIX_SOCKETS = sys.platform != "win32"
 """Whether asyncio and gRPC have unix sockets here."""
 LOCK_START = 1 << 30
-"""Where the bytes begin that a lock holds on Windows: behind the end of the file, since no other process may read locked bytes."""
+"""Where the bytes begin that a lock holds on Windows: behind the end of the file, since no other
+process may read locked bytes."""
 LOCK_BYTES = 64
-"""Processes that can share a lock on Windows: each holds one of these bytes, and a process that is alone holds all."""
+"""Processes that can share a lock on Windows: each holds one of these bytes, and a process that is
+alone holds all."""
 FOLDER_LOCK = ".lock"
 _POLL_S = 0.05
 """Period at which a lock is tried on Windows, which has no wait without a limit."""
@@ -44,9 +48,11 @@ else:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file until its close or the end of the process; ``shared``: beside others that share it.
+    """Lock an open file until its close or the end of the process. ``shared``: others may share the
+    lock.
 
-    Raises ``BlockingIOError`` if the lock is held, unless ``wait``, and ``OSError`` on a file system without locks.
+    Raises ``BlockingIOError`` if the lock is held, unless ``wait``, and ``OSError`` on a file
+    system without locks.
     """
     if sys.platform == "win32":
         while not _try_lock_bytes(descriptor, shared):
@@ -61,7 +67,8 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
 if sys.platform == "win32":
 
     def _try_lock_bytes(descriptor: int, shared: bool) -> bool:
-        """Windows' C library locks ranges of bytes, for one process each: a sharer takes any byte, one that is alone takes all."""
+        """Windows' C library locks ranges of bytes, for one process each: a sharer takes any byte,
+        one that is alone takes all."""
         starts = random.sample(range(LOCK_BYTES), LOCK_BYTES) if shared else [0]
         for start in starts:
             os.lseek(descriptor, LOCK_START + start, os.SEEK_SET)
@@ -74,14 +81,19 @@ if sys.platform == "win32":
 
 
 def folder_descriptor(folder: Path) -> int:
-    """A descriptor by which ``folder`` can be locked: of itself, on Windows of the file ``FOLDER_LOCK`` in it. Raises ``OSError``."""
+    """Open a descriptor that can lock ``folder``: the folder's own, on Windows that of
+    ``FOLDER_LOCK`` in it.
+
+    Raises ``OSError``.
+    """
     if sys.platform == "win32":
         return os.open(folder / FOLDER_LOCK, os.O_RDWR | os.O_CREAT)
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk; Windows does so for folders by itself. Raises ``OSError``."""
+    """Flush a file or a folder to the disk; Windows does so for folders by itself. Raises
+    ``OSError``."""
     if sys.platform == "win32":
         if path.is_dir():
             return
@@ -96,14 +108,16 @@ def sync(path: Path) -> None:
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to the user of this process. Windows: True; there, access lists of the folders above decide."""
+    """Whether a file belongs to the user of this process. Windows: True; there, access lists of the
+    folders above decide."""
     if sys.platform == "win32":
         return True
     return status.st_uid == os.geteuid()
 
 
 def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IRWXO) -> int:
-    """The permission bits of a file in ``mask``, by default those of all other users. Windows: 0, since modes say nothing there."""
+    """The permission bits of a file in ``mask``, by default of all other users. 0 on Windows, where
+    modes say nothing."""
     return 0 if sys.platform == "win32" else stat.S_IMODE(status.st_mode) & mask
 
 
@@ -111,9 +125,11 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 
 
 def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
-    """Let a socket listen on a port whose connections have ended a moment ago, but on none at which another socket listens.
+    """Let a socket listen on a port whose connections have just ended, but not where another
+    listens.
 
-    ``is_shared``: sockets of this user for which ``share_port`` was called may have the same port, except on Windows.
+    ``is_shared``: sockets of this user for which ``share_port`` was called may have the same port,
+    except on Windows.
     """
     if sys.platform == "win32":  # SO_REUSEADDR would take the port of another process
         end.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
@@ -134,7 +150,8 @@ def share_port(end: socket.socket) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit on open files of this process and its children to ``count``, as far as the hard limit allows.
+    """Raise the limit on open files of this process and its children to ``count``, as far as the
+    hard limit allows.
 
     Windows limits no sockets, and streams are sockets.
     """
@@ -156,7 +173,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def on_stop_signals(action: Callable[[], object]) -> None:
-    """Call ``action`` on the running loop at SIGINT (Ctrl-C), SIGTERM and, on Windows, Ctrl-Break. Needs the main thread."""
+    """Call ``action`` on the running loop at SIGINT (Ctrl-C), SIGTERM and, on Windows, Ctrl-Break.
+    Needs the main thread."""
     loop = asyncio.get_running_loop()
     if sys.platform == "win32":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK):

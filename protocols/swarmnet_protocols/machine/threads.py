@@ -1,7 +1,8 @@
 """Thread settings of torch: one thread of a process computes on several cores, all others on one.
 
-A second thread with a parallel operation would get an OpenMP pool of its own. libgomp then has more threads than cores, hardly spins between
-operations, and decoding takes nearly twice as long from then on (23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores).
+A second thread with a parallel operation would get its own OpenMP pool. libgomp would then have
+more threads than cores and hardly spin between operations, and decoding would take nearly twice as
+long (23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores).
 """
 
 import asyncio
@@ -11,7 +12,8 @@ import torch
 
 
 def stay_serial() -> int:
-    """Make torch operations of this thread use no other threads. Returns the number they would have used."""
+    """Make torch operations of this thread use no other threads. Returns the number they would have
+    used."""
     threads = (
         torch.get_num_threads()
     )  # also initializes this thread's setting, which would overwrite it later
@@ -20,7 +22,8 @@ def stay_serial() -> int:
 
 
 async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> int:
-    """Make the thread of ``computing`` use ``threads`` cores, by default all; this thread and those of ``serial`` use one.
+    """Let the thread of ``computing`` use ``threads`` cores, by default all; this thread and
+    ``serial``'s use one.
 
     Returns the number of all cores.
     """

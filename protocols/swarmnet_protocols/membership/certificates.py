@@ -1,10 +1,12 @@
-"""Certificates: signed statements that a peer is a member of a swarm, in which roles, and until when.
+"""Certificates: signed statements that a peer is a member of a swarm, in which roles, and until
+when.
 
-A certificate names its peer, and libp2p authenticates that id on every connection: shown by another peer it is refused.
+A certificate names its peer, and libp2p authenticates the peer's id on every connection. So no
+other peer can use the certificate.
 
-A renewal contains the certificate that first admitted its peer, and is valid only while the keys behind that first admission are
-trusted, whichever issuers renewed it since. When a stolen key is removed from the swarm file, every membership that goes back to it
-ends.
+A renewal contains the certificate that first admitted its peer, and is valid only while the keys
+behind that first admission are trusted, whichever issuers renewed it since. When a stolen key is
+removed from the swarm file, every membership that goes back to it ends.
 """
 
 import secrets
@@ -23,7 +25,8 @@ ID_BYTES = 16
 MAX_PEER_CHARS = 128
 MAX_CERTIFICATE_BYTES = 1024
 CLOCK_SKEW_S = 600
-"""Seconds by which a certificate is dated back: the clocks of issuer and verifier may each be five minutes off."""
+"""Seconds that a certificate is dated back. The issuer's and the verifier's clocks may each be five
+minutes off."""
 
 _KIND = b"swarmnet-certificate-1"
 _ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
@@ -44,7 +47,8 @@ class Certificate:
     issuer: bytes
     """Public key that signed it."""
     admitted_by: tuple[bytes, ...] = ()
-    """Keys behind the first admission: of the issuer that admitted the peer, and of the signer of its invite."""
+    """Keys behind the first admission: of the issuer that admitted the peer, and of the signer of
+    its invite."""
     admitted_at: float = 0.0
     """Unix time of the first admission."""
     first: bytes = b""
@@ -75,9 +79,11 @@ class Admittance:
 
 
 def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, lifetime_s: float) -> bytes:
-    """A sealed certificate that begins ``CLOCK_SKEW_S`` before ``now`` and ends ``lifetime_s`` after it.
+    """A sealed certificate that begins ``CLOCK_SKEW_S`` before ``now`` and ends ``lifetime_s``
+    after it.
 
-    Raises ``ValueError`` for a lifetime outside of [``MIN_LIFETIME_S``, ``MAX_LIFETIME_S``], and without a role.
+    Raises ``ValueError`` for a lifetime outside of [``MIN_LIFETIME_S``, ``MAX_LIFETIME_S``], and
+    without a role.
     """
     if not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
         raise ValueError(f"a certificate cannot be valid for {lifetime_s} s")
@@ -100,7 +106,8 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
 def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
     """The certificate in ``data``, checked in all but the peer that shows it.
 
-    Raises ``IntegrityError`` for one that is not in canonical form or not signed by the key it names, and ``NotAuthorised`` as
+    Raises ``IntegrityError`` for one that is not in canonical form or not signed by the key it
+    names, and ``NotAuthorised`` as
     :func:`check_current`.
     """
     certificate = _open(data)
@@ -109,7 +116,8 @@ def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
 
 
 def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None:
-    """Raise ``NotAuthorised`` unless ``certificate`` is of the swarm of ``rules``, signed by trusted keys, and valid at ``now``."""
+    """Raise ``NotAuthorised`` unless ``certificate`` is of the swarm of ``rules``, signed by
+    trusted keys, and valid at ``now``."""
     if certificate.swarm != rules.swarm:
         raise NotAuthorised("the certificate is of another swarm", hint=_ASK_FOR_INVITE)
     if not rules.trusts(certificate.issuer, now):
@@ -133,7 +141,8 @@ def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None
 
 
 def _open(data: bytes) -> Certificate:
-    """The certificate in ``data`` and the one inside it. Signatures and form are checked, not signers and times."""
+    """The certificate in ``data`` and the one inside it. Signatures and form are checked, not
+    signers and times."""
     message, issuer = unseal(_KIND, pb.Certificate, data, max_body_bytes=MAX_CERTIFICATE_BYTES)
     roles = roles_from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
@@ -172,7 +181,8 @@ def roles_to_wire(roles: Iterable[Role]) -> list[str]:
 
 
 def roles_from_wire(numbers: Iterable[int]) -> frozenset[Role]:
-    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as :func:`roles_to_wire` writes them."""
+    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as
+    :func:`roles_to_wire` writes them."""
     listed = list(numbers)
     roles = frozenset(role for role in Role if pb.Role.Value(f"ROLE_{role.name}") in listed)
     if not roles or [pb.Role.Value(name) for name in roles_to_wire(roles)] != listed:

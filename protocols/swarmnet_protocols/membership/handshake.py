@@ -1,24 +1,31 @@
-"""The membership handshake: two peers of a private swarm prove their membership before any other protocol.
+"""The membership handshake: two peers of a private swarm prove their membership before any other
+protocol.
 
 To this peer, every other peer is in one of these states:
 
-1. **Unknown.** Its streams and DHT calls are refused before a byte of them is read, but for handshake and admission streams.
-2. **Pending.** A handshake stream is open and one Hello is missing. Hello contains a certificate, and the serials of the revocation lists
-   that its sender has; the opener sends first. Handshakes of this peer are tasks that all callers of :meth:`Handshakes.ensure` share;
-   those of others take one of the slots of ``Resource.PENDING_HANDSHAKES`` until their Hello is there.
-3. **Admitted.** Its certificate was accepted: streams are opened to it and accepted from it, and tracked in :class:`AdmittedPeer`. The
-   handshake stream stays open. A side sends Hello again when its certificate, rules or revocation lists have changed, and every
-   ``revocation_refresh_s``. A side that lacks a list fetches it under ``REVOCATIONS``.
-4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When one is closed for another, its peer stays
-   admitted, since a stream of it may be on its way; a stream to it needs a new handshake.
-5. **Expelled.** Its certificate has ended or was revoked, or it sent an invalid revocation list: each of its streams is refused with the
-   reason, and a revoked peer gets the list that names it. Then it is unknown.
+1. **Unknown.** This peer refuses the other peer's streams and DHT calls before it reads a byte,
+   except handshake and admission streams.
+2. **Pending.** A handshake stream is open and one Hello is missing. Hello contains a certificate
+   and the serials of the sender's revocation lists; the opener sends first. This peer's own
+   handshakes are tasks that all callers of :meth:`Handshakes.ensure` share. A handshake that
+   another peer opens takes a slot of ``Resource.PENDING_HANDSHAKES`` until its Hello arrives.
+3. **Admitted.** The certificate was accepted. Streams may be opened in both directions, and
+   :class:`AdmittedPeer` tracks them. The handshake stream stays open. A side sends Hello again when
+   its certificate, rules or revocation lists change, and every ``revocation_refresh_s``. A side
+   that lacks a list fetches it under ``REVOCATIONS``.
+4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When
+   one closes to make room, its peer stays admitted, because one of its streams may be on its way. A
+   stream to it needs a new handshake.
+5. **Expelled.** The certificate has ended or was revoked, or the peer sent an invalid revocation
+   list. Each of its streams is refused with the reason, and a revoked peer gets the list that names
+   it. Then it is unknown.
 
-Hello also names the serial of the sender's swarm file. A peer with an older file asks for the newer one in its own Hello before it judges the
-sender, whose certificate may be signed by a key that only the newer file names; the file proves itself. The sender hands it to members only.
+Hello also names the serial of the sender's swarm file. A peer with an older file asks for the newer
+file in its own Hello before it judges the sender: the sender's certificate may be signed by a key
+that only the newer file names. The file proves itself, and only members get it.
 
-An admitted peer in state 3 without a stream is forgotten, and is unknown. libp2p has authenticated both peer ids, and a certificate names its
-peer: shown by another peer, it is refused. A public swarm has no certificates and no handshakes.
+An admitted peer in state 3 without a stream is forgotten and becomes unknown. A public swarm has no
+certificates and no handshakes.
 """
 
 import asyncio
@@ -68,13 +75,16 @@ from swarmnet_protocols.wire.roles import name_roles
 _log = logging.getLogger(__name__)
 
 MAX_STREAMS = 256
-"""Handshake streams kept open. Beyond these one is closed; its two peers repeat the handshake before their next stream."""
+"""Handshake streams kept open. Beyond these one is closed; its two peers repeat the handshake
+before their next stream."""
 MAX_STREAMS_PER_PEER = 4
 """Handshake streams kept open with one peer."""
 MAX_WITHOUT_STREAM = 4096
-"""Peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``: a stream of theirs may be on its way."""
+"""Peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``: a stream of
+theirs may be on its way."""
 HELLO_PAUSE_S = 0.5
-"""Seconds between two messages that are read from one handshake stream. Bounds the signatures checked for one peer."""
+"""Seconds between two messages that are read from one handshake stream. Bounds the signatures
+checked for one peer."""
 
 HandshakeStream = TypedStream[pb.HandshakeMessage, pb.HandshakeMessage]
 
@@ -108,7 +118,8 @@ class AdmittedPeer:
 
 
 class Handshakes:
-    """The handshakes of one peer, and the check that every other stream passes. Made by :meth:`run`."""
+    """The handshakes of one peer, and the check that every other stream passes. Made by
+    :meth:`run`."""
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
         self._transport = transport
@@ -124,9 +135,10 @@ class Handshakes:
         self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         """Handshakes of this peer that are running, by peer and addresses."""
         self._fetching: set[PeerId] = set()
-        """Peers from which revocation lists are being fetched."""
+        """Peers whose revocation lists are being fetched."""
         self._files_asked: OrderedDict[PeerId, int] = OrderedDict()
-        """The serial of the newest swarm file that each peer was asked for, the last peer at the end."""
+        """The serial of the newest swarm file that each peer was asked for, the last peer at the
+        end."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
@@ -134,7 +146,8 @@ class Handshakes:
     async def run(
         cls, transport: Transport, membership: Membership, timing: Timing
     ) -> AsyncIterator["Handshakes"]:
-        """Answer handshakes while the context is open. ``transport`` is the one below :class:`GuardedTransport`."""
+        """Answer handshakes while the context is open. ``transport`` is the one below
+        :class:`GuardedTransport`."""
         handshakes = cls(transport, membership, timing)
         await transport.serve(HANDSHAKE, handshakes._answer)
         await transport.serve(REVOCATIONS, handshakes._serve_revocations)
@@ -153,7 +166,8 @@ class Handshakes:
     # ---- checks before a stream --------------------------------------------------------------------------
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
-        """Raise ``NotAuthorised`` unless ``peer`` is admitted with a role that may open ``protocol``."""
+        """Raise ``NotAuthorised`` unless ``peer`` is admitted with a role that may open
+        ``protocol``."""
         if not self.membership.is_public:
             check_role(self._admitted_peer(peer).member, protocol.roles, protocol)
 
@@ -163,7 +177,8 @@ class Handshakes:
             check_role(self.membership.me, protocol.served_by, protocol)
 
     async def wait_outgoing(self, peer: PeerId) -> None:
-        """Wait for a running handshake that this peer has opened to ``peer``: a stream of ``peer`` may arrive before its Hello is processed."""
+        """Wait for a running handshake that this peer has opened to ``peer``: a stream of ``peer``
+        may arrive before its Hello is processed."""
         outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
         if outgoing and peer not in self._admitted:
             await asyncio.wait(outgoing)
@@ -172,7 +187,8 @@ class Handshakes:
     async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
         """Check an incoming stream, and track it while the context is open.
 
-        Refuses the stream with the reason and raises ``NotAuthorised`` if its opener may not open ``protocol``.
+        Refuses the stream with the reason and raises ``NotAuthorised`` if its opener may not open
+        ``protocol``.
         """
         await self.wait_outgoing(stream.peer)
         try:
@@ -203,10 +219,11 @@ class Handshakes:
     async def ensure(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """Complete a handshake with ``peer``, unless one is open, before a stream under ``protocol``.
+        """Complete a handshake with ``peer``, unless one is open, before a stream under
+        ``protocol``.
 
-        Raises ``NotAuthorised`` with the side that refused and the reason, ``Refused`` when ``peer`` has reached a resource
-        limit, and ``PeerUnreachable`` within ``deadline_s``.
+        Raises ``NotAuthorised`` with the side that refused and the reason, ``Refused`` when
+        ``peer`` has reached a resource limit, and ``PeerUnreachable`` within ``deadline_s``.
         """
         if self.membership.is_public:
             return
@@ -220,7 +237,8 @@ class Handshakes:
         check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
 
     async def wait_revocations_known(self, peer: PeerId) -> None:
-        """Wait until the last Hello of ``peer``, which is admitted, names all revocation lists that this peer has."""
+        """Wait until the last Hello of ``peer``, which is admitted, names all revocation lists that
+        this peer has."""
         admitted = self._admitted_peer(peer)
         while self.membership.revocations.newer_than(admitted.serials):
             admitted.hello_received.clear()
@@ -235,7 +253,8 @@ class Handshakes:
     # ---- the handshake -----------------------------------------------------------------------------------
 
     def _outgoing_handshake(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
-        """The handshake with ``peer`` that is running, or a new one. It continues when its callers are cancelled."""
+        """The handshake with ``peer`` that is running, or a new one. It continues when its callers
+        are cancelled."""
         key = (peer, addresses)
         if key not in self._outgoing:
             task = self._outgoing[key] = self._spawn(self._open(peer, addresses))
@@ -306,7 +325,8 @@ class Handshakes:
         return message.hello
 
     async def _with_newer_file(self, handshake: HandshakeStream, hello: pb.Hello) -> pb.Hello:
-        """``hello``, or the next one after the newer swarm file that its sender has was asked for."""
+        """``hello``, or the next one after the newer swarm file that its sender has was asked
+        for."""
         peer = handshake.stream.peer
         if not self._is_file_wanted(peer, hello):
             return hello
@@ -314,7 +334,8 @@ class Handshakes:
         return await self._receive(handshake)
 
     def _is_file_wanted(self, peer: PeerId, hello: pb.Hello) -> bool:
-        """Whether to ask the sender of ``hello`` for its swarm file: once for each serial, as it may have none."""
+        """Whether to ask the sender of ``hello`` for its swarm file: once for each serial, as it
+        may have none."""
         has_newer = hello.file_serial > max(self.membership.rules.serial, self._files_asked.get(peer, 0))
         if hello.swarm != self.membership.rules.swarm or self.membership.adopt is None or not has_newer:
             return False
@@ -332,7 +353,8 @@ class Handshakes:
         await handshake.send(self._hello())
 
     def _admit(self, peer: PeerId, hello: pb.Hello) -> AdmittedPeer:
-        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` for a peer that is no member."""
+        """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` if it is not a
+        member."""
         if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(hello.certificate)
@@ -366,7 +388,8 @@ class Handshakes:
             self._evict_one_of(list(self._streams)[:-1])
 
     def _evict_one_of(self, streams: Sequence[Stream]) -> None:
-        """Close the oldest handshake stream of a peer with no other stream, or else the oldest. Its peer stays admitted."""
+        """Close the oldest handshake stream of a peer with no other stream, or else the oldest. Its
+        peer stays admitted."""
         stream = next((each for each in streams if not self._streams[each].streams), streams[0])
         self._without_stream[stream.peer] = None
         self._close_stream(self._streams[stream], stream)
@@ -412,13 +435,18 @@ class Handshakes:
             self._close_stream(admitted, stream)
 
     def _on_membership_change(self) -> None:
-        """The certificate of this peer, the rules or the revocation lists have changed: check every admitted peer, and send Hello to those that stay."""
+        """Check every admitted peer after this peer's certificate, the rules or the revocation
+        lists changed.
+
+        Peers that stay admitted get a new Hello.
+        """
         for peer, admitted in list(self._admitted.items()):
             self._recheck(peer, admitted)
         self._send_hellos()
 
     async def _send_hellos_periodically(self) -> None:
-        """Announce the revocation lists again: a peer may have missed an announcement, or failed to fetch a list."""
+        """Announce the revocation lists again: a peer may have missed an announcement, or failed to
+        fetch a list."""
         while True:
             await asyncio.sleep(self.membership.rules.revocation_refresh_s)
             self._send_hellos()
@@ -440,7 +468,8 @@ class Handshakes:
             return
         try:
             member = self.membership.admit(peer, admitted.certificate)
-            if not admitted.member.roles <= member.roles:  # an open stream may need a role that was lost
+            # an open stream may need a role that was lost
+            if not admitted.member.roles <= member.roles:
                 raise NotAuthorised(f"its only remaining roles are {name_roles(member.roles)}")
             admitted.member = member
             self._schedule_check(peer, admitted)
@@ -472,7 +501,8 @@ class Handshakes:
         return Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=self.membership.clock())
 
     async def _send(self, stream: Stream, message: pb.HandshakeMessage, payload: bytes = b"") -> None:
-        """Send ``message``; a stream whose other side does not read is closed, or messages would queue without bound."""
+        """Send ``message``; a stream whose other side does not read is closed, or messages would
+        queue without bound."""
         try:
             await self._typed(stream).send(message, payload)
         except DeadlineExceeded:
@@ -519,7 +549,8 @@ class Handshakes:
                 await lists.send(pb.RevocationsReply(), sealed)
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
-        """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is expelled."""
+        """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is
+        expelled."""
         try:
             stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
             with contextlib.closing(stream):
@@ -529,7 +560,8 @@ class Handshakes:
                 await lists.send(pb.RevocationsRequest(serials=self._serials()))
                 for _ in range(MAX_LISTS):
                     _, sealed = await lists.receive()
-                    with contextlib.suppress(NotAuthorised):  # the signer is in the sender's older swarm file
+                    # the signer is in the sender's older swarm file
+                    with contextlib.suppress(NotAuthorised):
                         self.membership.take_revocations([bytes(sealed)])
         except (IntegrityError, ProtocolViolation) as error:
             self._expel(peer, NotAuthorised(f"it sent an invalid revocation list: {error}"))
@@ -570,23 +602,27 @@ class GuardedStream(StreamWrapper):
 
 
 class GuardedTransport(TransportWrapper):
-    """``transport``, with a handshake before every stream that is opened and a check of every stream that comes in."""
+    """``transport``, with a handshake before every stream that is opened and a check of every
+    stream that comes in."""
 
     def __init__(self, transport: Transport, handshakes: Handshakes) -> None:
         super().__init__(transport)
         self._handshakes = handshakes
 
     async def died(self) -> None:
-        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer has ended."""
+        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer
+        has ended."""
         if self._handshakes.membership.is_public:
             await self._transport.died()
         else:
             await race(self._transport.died(), self._handshakes.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """As promised by ``Transport``; a stream that its opener may not open is refused before a byte of it is read.
+        """As promised by ``Transport``; a stream that its opener may not open is refused before a
+        byte of it is read.
 
-        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other peer would refuse it.
+        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other
+        peer would refuse it.
         """
         self._handshakes.check_serving(protocol)
 
@@ -599,8 +635,8 @@ class GuardedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the other, and ``Refused``
-        when ``peer`` has reached a resource limit.
+        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the
+        other, and ``Refused`` when ``peer`` has reached a resource limit.
         """
         await self._handshakes.ensure(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
@@ -612,6 +648,7 @@ class GuardedTransport(TransportWrapper):
 
 
 def not_admitted(refused: Refused, now: float) -> NotAuthorised:
-    """The error for a peer that does not admit this one, with a hint about the clock if the two clocks differ."""
+    """The error for a peer that does not admit this one, with a hint about the clock if the two
+    clocks differ."""
     advice = clock_advice(refused.unix_time - now) if refused.unix_time else ""
     return NotAuthorised(str(refused), hint=advice or "ask the owner of the swarm for an invite")

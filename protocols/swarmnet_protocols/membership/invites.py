@@ -1,7 +1,8 @@
 """Invites: strings that a newcomer exchanges for its first certificate.
 
-An authority signs a grant, which names the public key of the invite; the string contains the grant and the private key. A newcomer
-signs its own peer id with that private key, so nothing that an issuer or an eavesdropper sees admits another peer.
+An authority signs a grant, which names the public key of the invite; the string contains the grant
+and the private key. A newcomer signs its own peer id with that private key, so nothing that an
+issuer or an eavesdropper sees admits another peer.
 """
 
 import base64
@@ -43,7 +44,8 @@ _PROOF = b"swarmnet-redeem-1"
 
 @dataclass(frozen=True)
 class InviteTerms:
-    """The grant of an invite. ``not_after``: Unix time in seconds; ``peer``: the only peer that may redeem it; None: any."""
+    """The grant of an invite. ``not_after``: Unix time in seconds; ``peer``: the only peer that may
+    redeem it; None: any."""
 
     roles: frozenset[Role]
     not_after: int
@@ -73,7 +75,8 @@ class Invite:
 
 
 def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
-    """An invite with ``terms``, signed by ``key``. The newcomer joins at the first ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``.
+    """An invite with ``terms``, signed by ``key``. The newcomer joins at the first
+    ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``.
 
     Raises ``ValueError`` without a role, and for a number of uses outside of [1, ``MAX_USES``].
     """
@@ -102,8 +105,8 @@ def is_invite(text: str) -> bool:
 def read_invite(text: str, *, now: float) -> Invite:
     """The invite in a pasted string; white space is ignored.
 
-    Raises ``ConfigError`` for one that is incomplete or changed, and ``NotAuthorised`` for one that has expired at
-    ``now``. Its signer is not checked: that needs the swarm file.
+    Raises ``ConfigError`` for one that is incomplete or changed, and ``NotAuthorised`` for one that
+    has expired at ``now``. Its signer is not checked: that needs the swarm file.
     """
     damaged = ConfigError("the invite is damaged", hint="copy all of it again, from swn1 to the end")
     text = "".join(text.split())
@@ -133,16 +136,17 @@ def read_invite(text: str, *, now: float) -> Invite:
 
 
 def redemption(invite: Invite, peer: PeerId) -> pb.Redeem:
-    """The message with which ``peer`` redeems ``invite`` at an issuer."""
+    """The message that lets ``peer`` redeem ``invite`` at an issuer."""
     proof = _key(invite.seed).sign(_proof_bytes(invite.grant.id, peer))
     return pb.Redeem(grant=invite.sealed_grant, proof=proof)
 
 
 def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float) -> Grant:
-    """The grant that ``peer`` redeems, checked in all but its number of uses. ``peer`` is the id that the transport has
-    authenticated.
+    """The grant that ``peer`` redeems, checked in all but its number of uses. ``peer`` is the id
+    that the transport has authenticated.
 
-    Raises ``IntegrityError`` for a damaged request and ``NotAuthorised`` for one that ``peer`` may not make.
+    Raises ``IntegrityError`` for a damaged request and ``NotAuthorised`` for one that ``peer`` may
+    not make.
     """
     grant = _open_grant(request.grant)
     if grant.swarm != rules.swarm:

@@ -1,4 +1,5 @@
-"""An issuer: exchanges invites and expiring certificates for new certificates, and records each on disk."""
+"""An issuer: exchanges invites and expiring certificates for new certificates, and records each on
+disk."""
 
 import contextlib
 import sqlite3
@@ -45,7 +46,8 @@ class Issued:
 
 
 class IssuedCertificates:
-    """Which peers redeemed which invites, in one SQLite file (0600). A method returns once its change is on disk.
+    """Which peers redeemed which invites, in one SQLite file (0600). A method returns once its
+    change is on disk.
 
     Methods raise ``OutOfResources`` when the file cannot be read or written.
     """
@@ -86,7 +88,8 @@ class IssuedCertificates:
         return _read(row) if row else None
 
     def record(self, issued: Issued, *, uses: int | None) -> bool:
-        """Record a certificate. False, and no change, if ``uses`` other peers have redeemed the invite. ``uses`` None: no limit."""
+        """Record a certificate. False, and no change, if ``uses`` other peers have redeemed the
+        invite. ``uses`` None: no limit."""
         with self._transaction("IMMEDIATE"):
             if uses is not None:
                 (used,) = self._connection.execute(
@@ -121,14 +124,16 @@ class IssuedCertificates:
 
 @dataclass(frozen=True)
 class IssuerConfig:
-    """The means of an issuer: a key that the rules trust, the folder of its records, and the swarm file that it hands out."""
+    """The means of an issuer: a key that the rules trust, the folder of its records, and the swarm
+    file that it hands out."""
 
     key: Signer
     folder: Path
     swarm_file: bytes
 
     def certify(self, membership: Membership) -> None:
-        """Give ``membership`` a certificate by this key, in all roles, unless it has one that is not due for renewal."""
+        """Give ``membership`` a certificate by this key, in all roles, unless it has one that is
+        not due for renewal."""
         with contextlib.suppress(NotAuthorised):
             membership.check()
             if not membership.certificate or membership.clock() < (membership.renew_at or 0.0):
@@ -162,16 +167,17 @@ class Issuer:
         self._issued = issued
 
     def redeem(self, request: pb.Redeem, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """A sealed certificate for ``peer``, which is the id that the transport has authenticated.
+        """A sealed certificate for ``peer``, the id that the transport has authenticated.
 
-        A peer that redeems an invite again gets a certificate again, and that is no further use. Raises ``NotAuthorised`` if it may
-        not, and ``IntegrityError`` for a damaged request.
+        A peer that redeems an invite twice gets a certificate twice, which counts as one use.
+        Raises ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
         """
         grant = check_redemption(request, peer, self._rules, revocations, now)
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """The successor of a certificate of ``peer`` that is still valid. Raises ``NotAuthorised`` or ``IntegrityError``."""
+        """The successor of a certificate of ``peer`` that is still valid. Raises ``NotAuthorised``
+        or ``IntegrityError``."""
         certificate = open_certificate(sealed, rules=self._rules, now=now)
         admit(self._rules, certificate, peer, ANY_ROLE, revocations, now)
         renewal = Admittance(peer, certificate.roles, certificate.invite, first=certificate.first or sealed)
@@ -194,7 +200,8 @@ class Issuer:
         return sealed
 
     def _is_fresh(self, sealed: bytes, now: float) -> bool:
-        """Whether a certificate can be returned again: a peer that asks often costs no signature and no write."""
+        """Whether a certificate can be returned again: a peer that asks often costs no signature
+        and no write."""
         try:
             return now < open_certificate(sealed, rules=self._rules, now=now).renew_at
         except NotAuthorised:
@@ -204,7 +211,8 @@ class Issuer:
 def check_redemption(
     request: pb.Redeem, peer: PeerId, rules: Rules, revocations: Revocations, now: float
 ) -> Grant:
-    """The grant that ``peer`` may redeem, unless it is used up. ``peer`` is the id that the transport has authenticated.
+    """The grant that ``peer`` may redeem, unless it is used up. ``peer`` is the id that the
+    transport has authenticated.
 
     Raises ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
     """

@@ -1,4 +1,5 @@
-"""Membership of peers: the decision over any peer, and the membership of this peer with its certificate and revocation lists."""
+"""Membership of peers: the decision over any peer, and the membership of this peer with its
+certificate and revocation lists."""
 
 import asyncio
 import contextlib
@@ -67,7 +68,8 @@ class Membership:
         self.listeners: list[Callable[[], None]] = []
         """Called when the certificate, the rules or the revocations have changed."""
         self.adopt: Callable[[bytes], Rules] | None = None
-        """Stores a newer swarm file and returns its rules. Raises ``ConfigError`` or ``IntegrityError`` for one that is invalid or older."""
+        """Stores a newer swarm file and returns its rules. Raises ``ConfigError`` or
+        ``IntegrityError`` for one that is invalid or older."""
         self.swarm_file: Callable[[], bytes] | None = None
         """Reads the swarm file that the rules come from. Raises ``ConfigError`` when it cannot."""
         self.certificate = b""
@@ -80,7 +82,8 @@ class Membership:
 
     @property
     def is_public(self) -> bool:
-        """Whether every peer is a member and no key can revoke one: then there are no handshakes."""
+        """Whether every peer is a member and no key can revoke one: then there are no
+        handshakes."""
         return self.rules.admission is Admission.OPEN and not self.rules.keys
 
     @property
@@ -90,10 +93,12 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it is none.
+        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it
+        is none.
 
-        A list that revoked this peer before its certificate was issued is outdated: no issuer certifies a revoked peer. Peers that have
-        the newer list admit this one, and hand the list over.
+        A list that revoked this peer before its certificate was issued is outdated: no issuer
+        certifies a revoked peer. Peers that have the newer list admit this one, and hand the list
+        over.
         """
         if self._own is None:
             self._own = self.open(self.certificate)
@@ -126,9 +131,11 @@ class Membership:
             self.listeners.remove(changed.set)
 
     def open(self, sealed: bytes) -> Certificate | None:
-        """The certificate that a peer shows; None for an empty one. Raises ``NotAuthorised`` for an invalid one.
+        """The certificate that a peer shows; None for an empty one. Raises ``NotAuthorised`` for an
+        invalid one.
 
-        Where members need no certificate, an expired or untrusted one counts as none; a damaged one never does.
+        Where members need no certificate, an expired or untrusted one counts as none; a damaged one
+        never does.
         """
         if not sealed:
             return None
@@ -159,9 +166,11 @@ class Membership:
             self._notify_listeners()
 
     def take_certificate(self, sealed: bytes) -> None:
-        """Replace the certificate of this peer. Raises ``NotAuthorised`` for one that is invalid or for another peer.
+        """Replace the certificate of this peer. Raises ``NotAuthorised`` for one that is invalid or
+        for another peer.
 
-        Raises ``OutOfResources`` when it cannot be written; it is used all the same, for the life of the process.
+        Raises ``OutOfResources`` when it cannot be written; it is used all the same, for the life
+        of the process.
         """
         certificate = self.open(sealed)
         if certificate is None or certificate.peer != self.peer:
@@ -178,7 +187,8 @@ class Membership:
                 ) from error
 
     def take_revocations(self, sealed: Iterable[bytes]) -> None:
-        """Take the sealed lists that are newer. Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid."""
+        """Take the sealed lists that are newer. Raises ``IntegrityError`` or ``NotAuthorised`` if
+        one is invalid."""
         old = self.revocations
         updated = old.updated(sealed, rules=self.rules, now=self.clock())
         if updated is old:
@@ -206,7 +216,8 @@ class Membership:
                     folder / CERTIFICATE_NAME, MAX_CERTIFICATE_BYTES + _SEALED_BYTES
                 )
             for signer in self.rules.keys:
-                # The list of a signer that is not trusted is ignored; a damaged one is fetched again.
+                # The list of a signer that is not trusted is ignored; a damaged one is fetched
+                # again.
                 with contextlib.suppress(FileNotFoundError, IntegrityError, NotAuthorised):
                     sealed = _read_file(
                         folder / REVOCATIONS_NAME / signer.hex(), MAX_LIST_BYTES + _SEALED_BYTES
@@ -228,10 +239,13 @@ def admit(
     revocations: Revocations,
     now: float,
 ) -> Member:
-    """``peer`` as a member with at least one of the roles ``needed``. ``peer`` is the id that the transport has authenticated.
+    """``peer`` as a member with at least one of the roles ``needed``.
 
-    ``certificate`` comes from ``open_certificate``. Where members need none, one that is not valid at ``now`` is ignored. Raises
-    ``Revoked`` if a list names it, and ``NotAuthorised`` with the reason if ``peer`` is no member or lacks the roles.
+    ``peer`` is the id that the transport has authenticated.
+
+    ``certificate`` comes from ``open_certificate``. In a swarm where members need none, a
+    certificate that is not valid at ``now`` is ignored. Raises ``Revoked`` if a list names it, and
+    ``NotAuthorised`` with the reason if ``peer`` is not a member or lacks the roles.
     """
     if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
         certificate = None

@@ -1,8 +1,9 @@
 """Revocation lists: peers, certificates and invites that end before they expire.
 
-Every authority and issuer signs its own list. The list with the highest serial of each signer is valid, and an entry of any valid
-list is revoked, so two signers that revoke at the same time do not overwrite each other. An entry leaves the list, when that is next
-signed, once everything it revokes has expired.
+Every authority and issuer signs its own list. Each signer's list with the highest serial is valid,
+and every entry of a valid list is revoked. So two signers that revoke at the same time do not
+overwrite each other. Once everything that an entry revokes has expired, the entry leaves the list
+with the next signature.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,8 +26,9 @@ MAX_ENTRIES = 4096
 MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
 KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
-"""Seconds that an entry stays on a list: an issuer that does not have the list yet may redeem a revoked invite or renew a revoked
-certificate up to its end, and the new certificate lives as long again."""
+"""Seconds that an entry stays on a list. An issuer without the list may renew a revoked
+certificate, or redeem a revoked invite, up to its end, and the new certificate lives as long
+again."""
 
 _KIND = b"swarmnet-revocations-1"
 
@@ -48,14 +50,17 @@ class RevokedIds:
     def adding(
         self, *, peers: frozenset[PeerId] = frozenset(), invites: frozenset[bytes] = frozenset()
     ) -> "RevokedIds":
-        """These entries and the given ones, which are dated anew if they were here."""
+        """These entries and the given entries. A given entry that was here already gets a new
+        date."""
         since = {each: then for each, then in self.since.items() if each not in {*peers, *invites}}
         return RevokedIds(self.peers | peers, self.certificates, self.invites | invites, since)
 
     def still_needed(self, now: float, *, peers_for_ever: bool) -> "RevokedIds":
-        """The entries that stay on the list at ``now``, all dated: an entry without a date was revoked just now.
+        """The entries that stay on the list at ``now``, all dated: an entry without a date was
+        revoked just now.
 
-        ``peers_for_ever``: keep every peer, for a swarm whose members need no certificate that expires.
+        ``peers_for_ever``: keep every peer, for a swarm whose members need no certificate that
+        expires.
         """
         since = {each: self.since.get(each, int(now)) for each in self.in_order()}
         kept = {each for each, then in since.items() if now < then + KEPT_S}
@@ -119,7 +124,8 @@ class Revocations:
         return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
     def pardoning(self, peer: PeerId, since: float) -> "Revocations":
-        """These lists without entries of ``peer`` that are dated, and older than Unix time ``since``."""
+        """These lists without entries of ``peer`` that are dated, and older than Unix time
+        ``since``."""
         return Revocations(
             replace(each, revoked=replace(each.revoked, peers=each.revoked.peers - {peer}))
             if 0 < each.revoked.since.get(peer, 0) < since
@@ -128,7 +134,8 @@ class Revocations:
         )
 
     def find_revocation(self, peer: PeerId, certificate: Certificate | None) -> tuple[str, bytes] | None:
-        """Why ``peer`` with ``certificate`` is revoked, and the sealed list that says so; None if it is not."""
+        """Why ``peer`` with ``certificate`` is revoked, and the sealed list that says so; None if
+        it is not."""
         for each in self._lists.values():
             if peer in each.revoked.peers:
                 return "this peer was revoked", each.sealed
@@ -158,8 +165,9 @@ def sign_list(revoked: RevokedIds, *, serial: int, swarm: bytes, key: Signer) ->
 
 
 def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
-    """The list in ``data``. Raises ``IntegrityError`` for one that is damaged or over the limits, and ``NotAuthorised`` for one of
-    another swarm or of a signer that ``rules`` do not trust at ``now``."""
+    """The list in ``data``. Raises ``IntegrityError`` for one that is damaged or over the limits,
+    and ``NotAuthorised`` for one of another swarm or of a signer that ``rules`` do not trust at
+    ``now``."""
     message, signer = unseal(_KIND, pb.RevocationList, data, max_body_bytes=MAX_LIST_BYTES)
     if message.swarm != rules.swarm:
         raise NotAuthorised("the revocation list is of another swarm")

@@ -1,4 +1,5 @@
-"""The formats of packed weights: those of gguf files, by gguf's numbers, and two that hold the weights of quantised safetensors checkpoints."""
+"""The formats of packed weights: gguf's, by its numbers, and two for quantised safetensors
+checkpoints."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -28,7 +29,8 @@ class Format(IntEnum):
     FP8 = 1000
     """A scale, float32, and 128 codes of E4M3: w = scale * code."""
     INT4 = 1001
-    """A scale, float32, a zero point, uint8, and 64 codes of 4 bits, low digits first: w = scale * (code - zero)."""
+    """A scale, float32, a zero point, uint8, and 64 codes of 4 bits, low digits first: w = scale *
+    (code - zero)."""
 
 
 OWN_FORMATS = frozenset({Format.FP8, Format.INT4})

@@ -1,8 +1,9 @@
 """Routed experts with packed weights, and their computation for every family of transformers.
 
-transformers keeps the experts of a layer in one module, with their weights merged along a first dimension, and lets a registered function
-compute them (``transformers.integrations.moe.ExpertsInterface``); router, shared experts and norms stay the model's own. Here the merged
-weights are replaced by one packed matrix for each expert: for all experts, or for those that this machine holds.
+transformers merges the weights of a layer's experts along a first dimension of one module, and lets
+a registered function compute them (``transformers.integrations.moe.ExpertsInterface``). This module
+replaces the merged weights with one packed matrix for each expert that this machine holds. Router,
+shared experts and norms stay the model's own.
 
 Shapes: T rows of hidden size D, k experts of each row.
 """
@@ -29,19 +30,23 @@ ExpertMatrices = Mapping[int, Matrix]
 
 
 Outputs = Mapping[int, torch.Tensor]
-"""The outputs [n, D] of some experts for their rows, not weighted, by the numbers of the experts."""
+"""The outputs [n, D] of some experts for their rows, not weighted, by the numbers of the
+experts."""
 Elsewhere = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], Callable[[], Outputs]]
-"""Starts the computation of experts on other machines, from hidden states [T, D] and the indexes of the rows of each expert; returns a function
-that waits for the outputs."""
+"""Starts the computation of experts on other machines, from hidden states [T, D] and the indexes of
+the rows of each expert; returns a function that waits for the outputs."""
 
 
 class ExpertsModule(Protocol):
-    """A module of experts in transformers, with the attributes that its decorator ``use_experts_implementation`` sets, and ``elsewhere``."""
+    """A module of experts in transformers, with the attributes that its decorator
+    ``use_experts_implementation`` sets, and ``elsewhere``."""
 
     elsewhere: Elsewhere
-    """Computes the experts that are not here. Set by :func:`compute_elsewhere`; without it, such an expert is an error."""
+    """Computes the experts that are not here. Set by :func:`compute_elsewhere`; without it, such an
+    expert is an error."""
     record_choice: Callable[[torch.Tensor], None]
-    """While it is set, experts are not computed: it gets their numbers [T, k], and the outputs are zeros. See :func:`chosen_experts`."""
+    """While it is set, experts are not computed: it gets their numbers [T, k], and the outputs are
+    zeros. See :func:`chosen_experts`."""
     num_experts: int
     has_gate: bool
     has_bias: bool
@@ -67,7 +72,8 @@ class PackedExperts:
     products: Products
 
     def linear(self, expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Rows [n, inputs] times the matrix of one expert: [n, outputs]. Raises ``LookupError`` for an expert that is not here."""
+        """Rows [n, inputs] times the matrix of one expert: [n, outputs]. Raises ``LookupError`` for
+        an expert that is not here."""
         matrix = self.matrices.get(expert)
         if matrix is None:
             raise LookupError(f"expert {expert} is not on this machine")
@@ -84,10 +90,12 @@ class PackedExperts:
 def compute_experts(
     module: ExpertsModule, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times their ``weights`` [T, k]: [T, D].
+    """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times
+    their ``weights`` [T, k]: [T, D].
 
-    Experts are added in the order of their numbers, as in transformers' eager forward, also those that are computed elsewhere, while this
-    machine computes its own. The id ``num_experts`` means no expert. Raises ``LookupError`` for an expert that is neither here nor elsewhere.
+    Experts are added in the order of their numbers, as in transformers' eager forward, whether this
+    machine or a peer computes them. The id ``num_experts`` means no expert. Raises ``LookupError``
+    for an expert that neither this machine nor a peer has.
     """
     if hasattr(module, "record_choice"):
         module.record_choice(ids)
@@ -112,7 +120,8 @@ def compute_experts(
 
 
 def compute_expert(module: ExpertsModule, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """The outputs of one expert for rows [n, D], not weighted: [n, D]. Raises ``LookupError`` if it is not here."""
+    """The outputs of one expert for rows [n, D], not weighted: [n, D]. Raises ``LookupError`` if it
+    is not here."""
     if module.has_gate:
         inner = module._apply_gate(_product(module, "gate_up_proj", expert, rows))
     else:
@@ -137,7 +146,8 @@ def has_expert(module: ExpertsModule, expert: int) -> bool:
 
 
 def chosen_experts(parent: nn.Module, module: ExpertsModule, hidden: torch.Tensor) -> set[int]:
-    """The experts that the router of a block would choose for ``hidden``, the inputs of the module ``parent`` that has router and experts.
+    """The experts that the router of a block would choose for ``hidden``, the inputs of the module
+    ``parent`` that has router and experts.
 
     Only the experts are not computed. Raises ``TypeError`` if ``parent`` takes other inputs.
     """
@@ -155,7 +165,8 @@ def chosen_experts(parent: nn.Module, module: ExpertsModule, hidden: torch.Tenso
 
 
 def add_experts(module: ExpertsModule, loaded: ExpertsModule) -> None:
-    """Add the experts of another module of the same block to those of ``module``, whose weights are ``PackedExperts``."""
+    """Add the experts of another module of the same block to ``module``, whose weights are
+    ``PackedExperts``."""
     for name in _WEIGHTS:  # the last one says that an expert is here: see has_expert
         if isinstance(more := getattr(loaded, name, None), PackedExperts):
             own: PackedExperts = getattr(module, name)
@@ -180,13 +191,15 @@ def device_of(module: ExpertsModule) -> torch.device:
 
 
 def expert_bytes(module: ExpertsModule) -> int:
-    """Mean bytes of the matrices of an expert on this machine; 0 if there is none, or if they are merged."""
+    """Mean bytes of the matrices of an expert on this machine; 0 if there is none, or if they are
+    merged."""
     found = [each for name in _WEIGHTS if isinstance(each := getattr(module, name, None), PackedExperts)]
     return sum(each.nbytes // max(1, len(each.matrices)) for each in found)
 
 
 def compute_elsewhere(module: ExpertsModule, elsewhere: Elsewhere | None) -> None:
-    """Compute the experts that are not here by ``elsewhere``; None: a forward that needs one raises an error."""
+    """Compute the experts that are not here by ``elsewhere``; None: a forward that needs one raises
+    an error."""
     if elsewhere is not None:
         module.elsewhere = elsewhere
     elif hasattr(module, "elsewhere"):
@@ -194,7 +207,8 @@ def compute_elsewhere(module: ExpertsModule, elsewhere: Elsewhere | None) -> Non
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of experts (``ExpertsModule``) in a model that a registered function computes, with their paths."""
+    """The modules of experts (``ExpertsModule``) in a model that a registered function computes,
+    with their paths."""
     for path, module in model.named_modules():
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "down_proj"):
             yield path, module

@@ -1,4 +1,5 @@
-"""Modules with packed weights in place of ``nn.Linear`` and ``nn.Embedding``, and their gradients."""
+"""Modules with packed weights in place of ``nn.Linear`` and ``nn.Embedding``, and their
+gradients."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 def linear(
     products: Products, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]. Gradients flow to the inputs; weights are frozen."""
+    """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]. Gradients
+    flow to the inputs; weights are frozen."""
     if torch.is_grad_enabled() and inputs.requires_grad:
         # Autograd forbids changes in place, such as LoRA's, to a view that a function returns.
         flat = inputs.reshape(-1, weight.shape[1])
@@ -56,7 +58,8 @@ class PackedLinear(nn.Linear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table is packed. It is not an ``nn.Embedding``, because transformers would initialise the ``weight`` of one."""
+    """An embedding whose table is packed. It is not an ``nn.Embedding``, because transformers would
+    initialise the ``weight`` of one."""
 
     def __init__(self, products: Products, packed: PackedTensor) -> None:
         super().__init__()
@@ -70,7 +73,8 @@ class PackedEmbedding(nn.Module):
 
 
 def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:
-    """Replace the linear modules and embeddings of ``model`` whose weights have these names. The caller loads biases afterwards.
+    """Replace the linear modules and embeddings of ``model`` whose weights have these names. The
+    caller loads biases afterwards.
 
     Raises ``ValueError`` for a weight of another module, or of another shape.
     """
@@ -89,14 +93,16 @@ def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Pro
 
 
 def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embedding]:
-    """Whether a module is a plain linear layer or embedding: subclasses may compute something else."""
+    """Whether a module is a plain linear layer or embedding: subclasses may compute something
+    else."""
     return type(module) in (nn.Linear, nn.Embedding)
 
 
 def packable_weight(model: "PreTrainedModel", name: str) -> str | None:
-    """The name in ``model`` of the weight of a module that can be packed; None for other tensors.
+    """The name in ``model`` of a weight that can be packed; None for other tensors.
 
-    ``name`` is the one that transformers uses for the whole model: here it may lack the prefix of the base model.
+    ``name`` is transformers' name in the whole model. In ``model`` it may lack the base model's
+    prefix.
     """
     own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
     path = own.removesuffix(".weight")

@@ -16,7 +16,8 @@ _NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: t
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Rows of one format: ``data`` uint8 [rows, bytes of a row], which may be a view of a file in memory."""
+    """Rows of one format: ``data`` uint8 [rows, bytes of a row], which may be a view of a file in
+    memory."""
 
     format: Format
     data: torch.Tensor
@@ -45,7 +46,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A matrix [rows, columns] of packed rows: consecutive segments of one format each. Immutable."""
+    """A matrix [rows, columns] of packed rows: consecutive segments of one format each.
+    Immutable."""
 
     segments: tuple[Segment, ...]
     inputs: torch.Tensor | None = None
@@ -54,7 +56,8 @@ class PackedTensor:
 
     @classmethod
     def of(cls, format: Format, data: torch.Tensor) -> "PackedTensor":
-        """A matrix of one format, from its bytes [rows, bytes of a row]. Raises ``ValueError`` as ``Segment``."""
+        """A matrix of one format, from its bytes [rows, bytes of a row]. Raises ``ValueError`` as
+        ``Segment``."""
         return cls((Segment(format, data),))
 
     @classmethod
@@ -75,7 +78,8 @@ class PackedTensor:
 
     @classmethod
     def taking_turns(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The first rows of all matrices, then their second rows, and so on. Raises ``ValueError`` unless they have one shape and one format."""
+        """The first rows of all matrices, then their second rows, and so on. Raises ``ValueError``
+        unless they have one shape and one format."""
         segments = [segment for matrix in matrices for segment in matrix.segments]
         if any(matrix.inputs is not None for matrix in matrices):
             raise ValueError("columns in different orders")
@@ -109,7 +113,10 @@ class PackedTensor:
         return PackedTensor(segments, inputs)
 
     def loaded(self, device: torch.device) -> "PackedTensor | torch.Tensor":
-        """The same matrix in the memory of ``device``, and in the form in which that multiplies: 16 and 32-bit numbers are ordinary tensors on accelerators."""
+        """The same matrix in the memory of ``device``, in the form that the device multiplies.
+
+        16 and 32-bit numbers are ordinary tensors on accelerators.
+        """
         if device.type != "cpu" and len(self.segments) == 1 and self.segments[0].format in _NUMBERS:
             [segment] = self.segments
             return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)

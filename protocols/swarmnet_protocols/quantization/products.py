@@ -1,8 +1,10 @@
-"""Products of activations with packed matrices: on the CPU in C where this machine can compile it, elsewhere in torch.
+"""Products of activations with packed matrices: on the CPU in C where this machine can compile it,
+elsewhere in torch.
 
-With few rows, reading the weights bounds the time: they are unpacked into the processor's cache and multiplied there (``product.h``).
-With many rows, arithmetic bounds it: the matrix is unpacked a panel at a time, and torch multiplies. Activations are never quantised, so
-results equal those of the dequantised weights up to the rounding of sums.
+With few rows, reading the weights bounds the time: C unpacks them into the processor's cache and
+multiplies them there (``product.h``). With many rows, arithmetic bounds the time: the matrix is
+unpacked a panel at a time, and torch multiplies. Activations are never quantised, so results equal
+the product with dequantised weights, up to the rounding of sums.
 """
 
 import ctypes
@@ -22,11 +24,13 @@ HEADERS = tuple(Path(__file__).with_name(name) for name in ("unpack.h", "product
 """Included by C code that multiplies with packed matrices."""
 _SOURCE = Path(__file__).with_name("products.c")
 FEW_ROWS = 64
-"""Rows up to which the product in C is used. With more, torch's product with unpacked panels is faster."""
+"""Most rows for the product in C. With more rows, torch's product with unpacked panels is
+faster."""
 PANEL_BYTES = 8 << 20
 """Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
 ACCELERATOR_PANEL_BYTES = 128 << 20
-"""Bytes of the float32 weights that an accelerator unpacks at a time: each panel costs about a dozen launches of operations."""
+"""Bytes of the float32 weights that an accelerator unpacks at a time: each panel costs about a
+dozen launches of operations."""
 
 
 class NativeSegment(Structure):
@@ -44,7 +48,8 @@ class NativeLinear(Structure):
 def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[NativeSegment]":
     """Return a packed matrix, or a float32 one, as C reads it. The matrix must stay alive.
 
-    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU: C takes their places from their sizes.
+    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU: C takes
+    their places from their sizes.
     """
     if isinstance(weight, torch.Tensor):
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -63,7 +68,8 @@ def _native_segment(segment: Segment) -> NativeSegment:
 
 
 class Products:
-    """Products with packed matrices, on the device where these are. Made by :func:`load_products`."""
+    """Products with packed matrices, on the device where these are. Made by
+    :func:`load_products`."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         """``library``: the compiled products; None: torch and gguf compute them."""
@@ -81,7 +87,8 @@ class Products:
     def linear(
         self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [..., rows], in the dtype of the inputs.
+        """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [...,
+        rows], in the dtype of the inputs.
 
         No gradients flow through it; ``packed_linear.linear`` adds them.
         """
@@ -154,7 +161,8 @@ class Products:
         return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
 
     def _panels(self, weight: PackedTensor) -> Iterator[torch.Tensor]:
-        """The weights, float32, in panels of as many rows as this device unpacks at a time. Each panel may overwrite the one before."""
+        """The weights, float32, in panels of as many rows as this device unpacks at a time. Each
+        panel may overwrite the one before."""
         columns = weight.shape[1]
         is_native = self._is_native(weight)
         size = PANEL_BYTES if weight.device.type == "cpu" else ACCELERATOR_PANEL_BYTES
@@ -170,7 +178,8 @@ class Products:
                     yield panel
 
     def _panel_memory(self, floats: int) -> torch.Tensor:
-        """This thread's memory for panels: fresh memory would cost as much time as the unpacking."""
+        """This thread's memory for panels: fresh memory would cost as much time as the
+        unpacking."""
         memory: torch.Tensor | None = getattr(self._local, "panel", None)
         if memory is None or len(memory) < floats:
             memory = self._local.panel = torch.empty(max(floats, PANEL_BYTES // 4))

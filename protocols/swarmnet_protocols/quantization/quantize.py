@@ -1,6 +1,7 @@
 """Quantises matrices when they are loaded, into formats of packed weights.
 
-Every value is computed by elementwise operations in a fixed order, so that all machines round a checkpoint to the same weights.
+Every value is computed by elementwise operations in a fixed order, so that all machines round a
+checkpoint to the same weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,21 +13,25 @@ from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 GROUP = 32
-"""Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it are not quantised."""
+"""Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it
+are not quantised."""
 _K_BLOCK = 256
-"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of it have such formats."""
+"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of it have such
+formats."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision that a host can quantise to: ``format``, except for the modules in ``finer``, whose weights have a format of more bits."""
+    """A precision that a host can quantise to: ``format``, except for the modules in ``finer``,
+    whose weights have a format of more bits."""
 
     name: str
     format: Format
     finer: Mapping[str, Format] = field(default_factory=dict)
 
     def format_of(self, weight: str, columns: int) -> Format:
-        """The format of the weight with this name, the last part of which is its module, and with rows of ``columns`` weights."""
+        """The format for a weight with rows of ``columns`` weights. The last part of ``name`` is
+        its module."""
         wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
         return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
 
@@ -41,7 +46,8 @@ _COSTLIEST = ("k_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 _COSTLY = ("up_proj", "gate_up_proj")
 PRECISIONS: Mapping[str, Precision] = {
     "int8": Precision("int8", Format.Q8_0),
-    # The rounding of these costs more perplexity for each bit than that of the rest (docs/decisions/0072).
+    # The rounding of these costs more perplexity for each bit than that of the rest
+    # (docs/decisions/0072).
     "int4": Precision(
         "int4",
         Format.Q4_K,
@@ -54,24 +60,28 @@ UNQUANTIZED = frozenset({Format.F32, Format.F16, Format.BF16})
 _PANEL_WEIGHTS = 1 << 18
 """Weights that are quantised at a time: few enough for the processor's cache."""
 _TOPS = (13 / 15, 14 / 15, 1.0, 16 / 15)
-"""The candidates of the search for a scale: the largest weight of a group in units of the largest code. Below 1, some codes are unused and
-the step is larger; above 1, the extremes are clipped and the step is smaller."""
+"""The candidates of the search for a scale: the largest weight of a group in units of the largest
+code. Below 1, some codes are unused and the step is larger; above 1, the extremes are clipped and
+the step is smaller."""
 
 
 def can_be_quantized(matrix: PackedTensor) -> bool:
-    """Whether :func:`quantize` takes the matrix: numbers of 16 or 32 bits, in rows of whole groups."""
+    """Whether :func:`quantize` takes the matrix: numbers of 16 or 32 bits, in rows of whole
+    groups."""
     return matrix.shape[1] % GROUP == 0 and all(each.format in UNQUANTIZED for each in matrix.segments)
 
 
 def quantize_if_wanted(matrix: PackedTensor, precision: Precision | None, weight: str) -> PackedTensor:
-    """``matrix``, the weight with this name, quantised if ``precision`` is not None and ``can_be_quantized`` holds."""
+    """``matrix``, the weight with this name, quantised if ``precision`` is not None and
+    ``can_be_quantized`` holds."""
     if precision is None or not can_be_quantized(matrix):
         return matrix
     return quantize(matrix, precision.format_of(weight, matrix.shape[1]))
 
 
 def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:
-    """``matrix``, for which ``can_be_quantized`` holds, rounded to one of the formats of ``PRECISIONS``.
+    """``matrix``, for which ``can_be_quantized`` holds, rounded to one of the formats of
+    ``PRECISIONS``.
 
     A few rows at a time are expanded to float32.
     """
@@ -91,7 +101,8 @@ def _encode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 32] as Q5_0, uint8 [n, 22]: w = d (q - 16). The fifth bits of all codes are together."""
+    """Blocks [n, 32] as Q5_0, uint8 [n, 22]: w = d (q - 16). The fifth bits of all codes are
+    together."""
     weights = blocks.T.contiguous()
     scale = _symmetric_scale(weights, 16).half().float()
     codes = (_over(weights, scale).round_().clamp_(-16, 15) + 16).to(torch.uint8)
@@ -108,14 +119,16 @@ def _encode_q4_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 256] as Q5_K, uint8 [n, 176]: as Q4_K, with the fifth bits of the eight groups in the bits of 32 bytes."""
+    """Blocks [n, 256] as Q5_K, uint8 [n, 176]: as Q4_K, with the fifth bits of the eight groups in
+    the bits of 32 bytes."""
     header, codes = _affine_block(blocks, 31)
     fifth = (codes >> 4) << torch.arange(8, dtype=torch.uint8)[:, None]
     return torch.cat([header, fifth.sum(1, dtype=torch.uint8), _nibbles_of_pairs(codes & 15)], 1)
 
 
 def _encode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 256] as Q6_K, uint8 [n, 210]: w = d s q for 16 groups, whose scales s have 8 bits."""
+    """Blocks [n, 256] as Q6_K, uint8 [n, 210]: w = d s q for 16 groups, whose scales s have 8
+    bits."""
     groups = blocks.view(-1, 16, 16)
     scales = _symmetric_scale(blocks.view(-1, 16).T.contiguous(), 32).view(-1, 16)
     scale = (scales.abs().amax(1, keepdim=True) / 127).half().float()
@@ -130,8 +143,9 @@ def _encode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [n, 256] in eight groups of codes q from 0 to ``top``, w = d s q - e m: the header with d, e, and s and m of 6 bits for each group,
-    uint8 [n, 16], and the codes, uint8 [n, 8, 32]."""
+    """Blocks [n, 256] in eight groups of codes q from 0 to ``top``, w = d s q - e m: the header
+    with d, e, and s and m of 6 bits for each group, uint8 [n, 16], and the codes, uint8 [n, 8,
+    32]."""
     groups = blocks.view(-1, 8, GROUP)
     found = _affine(blocks.view(-1, GROUP).T.contiguous(), top)
     (scale, scale_steps), (least, least_steps) = (_in_63_steps(each.view(-1, 8)) for each in found)
@@ -145,22 +159,26 @@ def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.T
 
 
 def _in_63_steps(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [n, 8], none negative, as a unit [n, 1] that 16 bits represent, and multiples of it from 0 to 63 [n, 8]."""
+    """Values [n, 8], none negative, as a unit [n, 1] that 16 bits represent, and multiples of it
+    from 0 to 63 [n, 8]."""
     unit = (values.amax(1, keepdim=True) / 63).half().float()
     return unit, _over(values, unit).round_().clamp_(0, 63)
 
 
 def _nibbles_of_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [n, 8, 32] as bytes [n, 128]: of each pair of groups, the first in the low digits."""
+    """Codes of four bits [n, 8, 32] as bytes [n, 128]: of each pair of groups, the first in the low
+    digits."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).flatten(1)
 
 
 def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
-    """The scales d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k, n].
+    """The scales d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k,
+    n].
 
-    For each candidate in ``_TOPS``, weights are rounded to codes, and d is the regression of the weights on the codes; the candidate of least
-    squared error is taken. The weight of largest magnitude gets a negative code, of which there is one more than of positive ones; the sign of d
-    follows.
+    For each candidate in ``_TOPS``, weights are rounded to codes, and d is the regression of the
+    weights on the codes. The candidate with the least squared error wins. The weight of largest
+    magnitude gets a negative code, because there is one more negative code than positive codes. The
+    sign of d follows.
     """
     least, most = weights.amin(0), weights.amax(0)
     largest = torch.where(-least >= most, least, most)
@@ -177,10 +195,11 @@ def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def _affine(weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales d and minima m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``, for groups [32, n].
+    """Scales d and minima m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``,
+    for groups [32, n].
 
-    For each candidate in ``_TOPS``, weights are rounded to codes, and d and m are the linear regression of the weights on the codes; the candidate
-    of least squared error is taken.
+    For each candidate in ``_TOPS``, weights are rounded to codes, and d and m are the linear
+    regression of the weights on the codes; the candidate of least squared error is taken.
     """
     least, most = weights.amin(0).clamp_(max=0), weights.amax(0)
     sum_x, sum_xx = _sum(weights), _sum(weights * weights)

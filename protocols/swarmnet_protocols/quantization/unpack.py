@@ -1,7 +1,9 @@
-"""Unpacks the formats of packed weights with torch: on any device, with exactly the values of gguf's Python code.
+"""Unpacks the formats of packed weights with torch: on any device, with exactly the values of
+gguf's Python code.
 
-An accelerator keeps packed weights in its own memory and unpacks a panel of them for each product. ``unpack.h`` is the same for a CPU. The
-operations and their order are those of ``gguf.quants``, one operation of torch for each of numpy's, so that no sum is rounded differently.
+An accelerator keeps packed weights in its own memory and unpacks a panel of them for each product.
+``unpack.h`` does the same on a CPU. Operations and their order follow ``gguf.quants``, one torch
+operation for each numpy operation, so that no sum is rounded differently.
 
 Shapes: N blocks of one format, uint8 [N, bytes of a block] in, float32 [N, weights of a block] out.
 """
@@ -20,7 +22,8 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def unpack(format: Format, data: torch.Tensor) -> torch.Tensor:
-    """The weights of whole blocks uint8 [rows, bytes of a row]: float32 [rows, weights of a row], on the device of ``data``."""
+    """The weights of whole blocks uint8 [rows, bytes of a row]: float32 [rows, weights of a row],
+    on the device of ``data``."""
     _, block_bytes = BLOCKS[format]
     return _UNPACKERS[format](data.reshape(-1, block_bytes)).view(len(data), -1)
 
@@ -31,7 +34,8 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _digits(data: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Unsigned integers of ``bits`` bits, uint8 [N, -1]: of each ``group`` bytes first the lowest digits, then the next."""
+    """Unsigned integers of ``bits`` bits, uint8 [N, -1]: of each ``group`` bytes first the lowest
+    digits, then the next."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)[:, None]
     return ((data.reshape(len(data), -1, 1, group) >> shifts) & ((1 << bits) - 1)).reshape(len(data), -1)
 
@@ -45,7 +49,8 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Integers from one high bit each, uint8 [N, 4], and four low ones, uint8 [N, 16]: uint8 [N, 32]."""
+    """Integers from one high bit each, uint8 [N, 4], and four low ones, uint8 [N, 16]: uint8 [N,
+    32]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=high.device)
     bits = ((high[:, :, None] >> shifts) & 1).reshape(len(high), -1)
     return _digits(low, 4, 16) | (bits << 4)
@@ -64,7 +69,8 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the eight groups of each block of Q4_K or Q5_K, float32 [N, 8, 1] each: w = scale q - minimum."""
+    """Scales and minima of the eight groups of each block of Q4_K or Q5_K, float32 [N, 8, 1] each:
+    w = scale q - minimum."""
     first, second, rest = torch.split(blocks[:, 4:16], 4, 1)
     scales = torch.cat([first & 0x3F, (rest & 0x0F) | ((first >> 2) & 0x30)], 1)
     minima = torch.cat([second & 0x3F, (rest >> 4) | ((second >> 2) & 0x30)], 1)

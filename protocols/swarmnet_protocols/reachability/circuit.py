@@ -1,8 +1,11 @@
-"""A circuit: a stream to a peer through a relay, authenticated and encrypted end to end with Noise (pattern XX).
+"""A circuit: a stream to a peer through a relay, authenticated and encrypted end to end with Noise
+(pattern XX).
 
-The two ends exchange Noise messages as payloads of a stream that the relay forwards. In the handshake each end signs its static Noise key
-with its identity key, as in libp2p's Noise, so the relay cannot impersonate either. Afterwards one end of a socket pair carries the plain
-bytes of the stream, as p2pd's socket does for a direct one, and two tasks encrypt and decrypt between the other end and the relay.
+Both ends exchange Noise messages as payloads of a stream that the relay forwards. In the handshake
+each end signs its static Noise key with its identity key, as in libp2p's Noise, so the relay cannot
+impersonate either end. Afterwards one end of a socket pair carries the stream's plain bytes, as
+p2pd's socket does for a direct stream. Two tasks encrypt and decrypt between the other end of the
+socket pair and the relay.
 """
 
 import asyncio
@@ -40,7 +43,8 @@ _NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 class CircuitEnd:
     """One end of the Noise handshake and of the encryption after it.
 
-    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``; the other one ``take_hello``, ``reply`` and ``take_confirmation``.
+    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``; the other one
+    ``take_hello``, ``reply`` and ``take_confirmation``.
     """
 
     def __init__(self, identity: Identity, *, connects: bool) -> None:
@@ -60,7 +64,8 @@ class CircuitEnd:
         self._handshake = self._noise.noise_protocol.handshake_state
 
     def hello(self, protocol_id: str) -> bytes:
-        """The first message, from the end that opens the circuit, with the protocol id of the stream. It is not encrypted."""
+        """The first message, from the end that opens the circuit, with the protocol id of the
+        stream. It is not encrypted."""
         return self._write(protocol_id.encode())
 
     def take_hello(self, message: bytes) -> str:
@@ -68,18 +73,21 @@ class CircuitEnd:
         return self._read(message).decode(errors="replace")
 
     def reply(self, *, is_supported: bool) -> bytes:
-        """The second message, from the end that accepts the circuit, with its proof and whether it serves the protocol.
+        """The second message, from the end that accepts the circuit, with its proof and whether it
+        serves the protocol.
 
         Raises ``ProtocolViolation`` if the first one had an unusable key.
         """
         return self._write(self._proof(is_unsupported=not is_supported))
 
     def take_reply(self, message: bytes, peer: PeerId) -> bool:
-        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``."""
+        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and
+        ``IntegrityError`` if the other end is not ``peer``."""
         return not self._check(self._read(message), peer).is_unsupported
 
     def confirm(self) -> bytes:
-        """The third message, from the end that opens the circuit, with its proof. It authenticates the first two."""
+        """The third message, from the end that opens the circuit, with its proof. It authenticates
+        the first two."""
         return self._write(self._proof())
 
     def take_confirmation(self, message: bytes, peer: PeerId) -> None:
@@ -90,7 +98,8 @@ class CircuitEnd:
         return bytes(self._noise.encrypt(plain))
 
     def decrypt(self, message: bytes) -> bytes:
-        """Raises ``IntegrityError`` for a message that was changed, left out or repeated on the way."""
+        """Raises ``IntegrityError`` for a message that was changed, left out or repeated on the
+        way."""
         try:
             return bytes(self._noise.decrypt(message))
         except _NOISE_ERRORS as error:
@@ -123,7 +132,8 @@ class CircuitEnd:
 
 
 async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, Any, None]]:
-    """The pipe for the plain bytes of a circuit over ``stream``, and a coroutine that encrypts and decrypts until either side closes."""
+    """The pipe for the plain bytes of a circuit over ``stream``, and a coroutine that encrypts and
+    decrypts until either side closes."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)

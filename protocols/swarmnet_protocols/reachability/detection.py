@@ -1,4 +1,5 @@
-"""Detects whether other peers can dial this one, and keeps it reachable while networks, routers and relays change."""
+"""Detects whether other peers can dial this one, and keeps it reachable while networks, routers and
+relays change."""
 
 import asyncio
 import contextlib
@@ -20,13 +21,15 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 _log = logging.getLogger(__name__)
 
 MAX_ASKED = 3
-"""Most peers that are asked to dial this one. The majority decides, so that one false answer does not."""
+"""Most peers that are asked to dial this one. The majority decides, so that one false answer does
+not."""
 ASK_S = 6.0
 """Timeout in seconds for one probe, connecting included."""
 FIRST_RESERVATION_S = 5.0
 """Seconds that the start waits for the first reservation."""
 CHECK_S = 2.0
-"""Period at which the addresses of this machine and its forwarded ports are compared with those before."""
+"""Period at which the addresses of this machine and its forwarded ports are compared with those
+before."""
 UNKNOWN_S = 60.0
 """Seconds until peers are asked again, after the start and while no peer has answered."""
 AGAIN_S = 600.0
@@ -34,7 +37,8 @@ AGAIN_S = 600.0
 
 
 def judge(answers: Sequence[Probed]) -> bool | None:
-    """Whether this peer can be dialled, by the majority of the answers; False on a tie, None without answers."""
+    """Whether this peer can be dialled, by the majority of the answers; False on a tie, None
+    without answers."""
     if not answers:
         return None
     return sum(bool(each.reached) for each in answers) * 2 > len(answers)
@@ -58,7 +62,7 @@ class Reachability:
         self._bootstrap = tuple(bootstrap)
         self._clock = clock
         self.more_relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
-        """Finds relays beside the bootstrap peers: their multiaddrs."""
+        """Finds the multiaddrs of relays, in addition to the bootstrap peers."""
         self.on_change: Callable[[bool], None] = lambda _: None
         """Called with ``is_open`` after peers were asked."""
         self._reservations = Reservations(guarded, self._candidates, address_of)
@@ -97,7 +101,8 @@ class Reachability:
         ]
         if self._is_open is not False or len(observed) < 2:
             return ""
-        # A connection that was not dialled from the listening port has another mapping in the router.
+        # A connection that was not dialled from the listening port has another mapping in the
+        # router.
         own_ports = ports_of(self._transport.own_addresses())
         is_kept = any(each.port in own_ports for each in observed)
         return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
@@ -135,7 +140,8 @@ class Reachability:
             await self._release()
 
     async def keep(self) -> None:
-        """Repeat ``find_out`` when the addresses of this machine change or its router forwards a port, and every ``AGAIN_S``, until cancelled."""
+        """Repeat ``find_out`` when the addresses of this machine change or its router forwards a
+        port, and every ``AGAIN_S``, until cancelled."""
         try:
             await persist("the check whether peers can dial this one", self._watch)
         finally:
@@ -153,7 +159,8 @@ class Reachability:
                 again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
-        """The addresses of this machine, and the ports on which it listens or which its router forwards to it."""
+        """The addresses of this machine, and the ports on which it listens or which its router
+        forwards to it."""
         return own_interfaces(), set(ports_of(self._transport.own_addresses()))
 
     async def _release(self) -> None:

@@ -1,4 +1,7 @@
-"""Probes: a peer dials the ports of another one and sends the time, from which that one learns whether it can be reached and whether its clock is right."""
+"""Probes: a peer dials another peer's ports and tells it the time.
+
+So the other peer learns whether it can be reached and whether its clock is right.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -28,10 +31,12 @@ class Probed:
 
     peer: PeerId
     observed_ip: str
-    """The IP address that the peer dialled, from which this one is connected; empty if it dialled none, as through a relay."""
+    """The local IP address of the connection that the peer dialled; empty if it dialled none, as
+    through a relay."""
     reached: tuple[int, ...]
     behind_s: float
-    """How far the clock of this machine is behind the peer's; negative: ahead. Accurate to half the round trip."""
+    """How far the clock of this machine is behind the peer's; negative: ahead. Accurate to half the
+    round trip."""
     round_trip_s: float
 
 
@@ -44,17 +49,20 @@ class Probes:
         clock: Clock,
         networks: Callable[[], Sequence[Network]] = tuple,
     ) -> None:
-        """``addresses_of``: the multiaddrs from which a peer is connected. ``networks``: see ``may_dial_back``."""
+        """``addresses_of``: the multiaddrs that a peer is connected from. ``networks``: see
+        ``may_dial_back``."""
         self._addresses_of = addresses_of
         self._clock = clock
         self._networks = networks
 
     async def answer(self, stream: Stream) -> None:
-        """Serve one probe. Only the address from which the peer is connected is dialled, as far as ``may_dial_back`` allows.
+        """Serve one probe.
 
-        So a peer can aim probes neither at other machines nor at services of this one.
+        Only the address that the peer is connected from is dialled, if ``may_dial_back`` allows it.
+        So a peer cannot aim probes at other machines, nor at services of this one.
 
-        Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers, are being served.
+        Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers,
+        are being served.
         """
         typed = TypedStream(stream, pb.ProbeReply, pb.ProbeRequest, silence_s=REPLY_S, send_s=REPLY_S)
         request, _ = await typed.receive()
@@ -97,7 +105,8 @@ async def speaks_libp2p(host: str, port: int) -> bool:
 async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
     """Ask the other side of a PROBE stream to dial ``ports`` of this machine. Closes the stream.
 
-    Raises ``StreamEnded``, ``DeadlineExceeded`` without a reply, and ``ProtocolViolation`` for an invalid one.
+    Raises ``StreamEnded``, ``DeadlineExceeded`` without a reply, and ``ProtocolViolation`` for an
+    invalid one.
     """
     asked = clock()
     reply, _ = await ask(stream, pb.ProbeRequest(ports=ports[:MAX_PORTS]), pb.ProbeReply, within_s=REPLY_S)

@@ -1,8 +1,10 @@
-"""Hole punching: two peers that are connected through a relay make a direct connection, through the routers of both.
+"""Hole punching: two peers that are connected through a relay make a direct connection, through the
+routers of both.
 
-As in DCUtR (Seemann, Inden and Vyzovitis, "Decentralized Hole Punching", 2022): the two exchange their external addresses over the circuit and
-measure the round trip; half of it after a start message, both dial. Over QUIC both are clients, and either connection will do; half a
-second later, over TCP, by simultaneous open. If one of the two can be dialled, only the other one dials.
+As in DCUtR (Seemann, Inden and Vyzovitis, "Decentralized Hole Punching", 2022): the two exchange
+their external addresses over the circuit and measure the round trip; half of it after a start
+message, both dial. Over QUIC both are clients, and either connection will do; half a second later,
+over TCP, by simultaneous open. If one of the two can be dialled, only the other one dials.
 """
 
 import asyncio
@@ -40,14 +42,15 @@ TRIES = 3
 PAUSE_S = 7.0
 """Pause between tries. libp2p refuses to dial an address for 5 to 6 s after it failed."""
 AGAIN_S = 120.0
-"""Seconds for which a peer that was not reached is not tried again."""
+"""Seconds until a peer that was not reached is tried again."""
 MAX_AT_ONCE = 16
 MAX_REMEMBERED = 1024
 
 
 @dataclass
 class PunchCounters:
-    """Hole punchings that this peer began, by result, and the seconds that the successful ones took, agreement included."""
+    """Hole punchings that this peer began, by result, and the seconds that the successful ones
+    took, agreement included."""
 
     succeeded: int = 0
     failed: int = 0
@@ -55,7 +58,7 @@ class PunchCounters:
 
 
 class HolePunching:
-    """Punches holes to the peers to which circuits are opened, and answers when other peers do."""
+    """Punches holes to peers behind circuits, and answers when other peers do."""
 
     def __init__(self, transport: RoutedTransport, guarded: Transport, reachability: Reachability) -> None:
         self._transport = transport
@@ -74,7 +77,8 @@ class HolePunching:
         await cancel(*self._running.values())
 
     def _begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
-        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns the first try while it lasts."""
+        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns
+        the first try while it lasts."""
         now = asyncio.get_running_loop().time()
         if peer in self._first_tries:
             return self._first_tries[peer]
@@ -104,7 +108,8 @@ class HolePunching:
             await cancel(first)
 
     async def _try(self, peer: PeerId) -> bool:
-        """One try. Returns whether no further try is needed: the peer is connected, or does not agree."""
+        """One try. Returns whether no further try is needed: the peer is connected, or does not
+        agree."""
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
@@ -149,7 +154,8 @@ class HolePunching:
         await self._dial(stream.peer, mine, request.addresses, serves=True)
 
     def _my_addresses(self) -> pb.PunchAddresses:
-        """The external addresses of this peer: those that relays observed, and the UDP port that most routers keep."""
+        """The external addresses of this peer: what relays observed, and the UDP port that most
+        routers keep."""
         if self._reachability.is_surely_open:
             public = [
                 each.without_peer()
@@ -159,7 +165,8 @@ class HolePunching:
             return pb.PunchAddresses(addresses=map(str, public[:MAX_DIALLED]), is_open=True)
         own = self._own_addresses()
         observed = list(dict.fromkeys(each.without_peer() for each in self._transport.observed_addresses()))
-        # The mapping of a connection that was not dialled from the listening port is of no use, so it comes last.
+        # The mapping of a connection that was not dialled from the listening port is of no use, so
+        # it comes last.
         observed.sort(
             key=lambda each: not any((each.kind, each.port) == (mine.kind, mine.port) for mine in own)
         )
@@ -179,7 +186,8 @@ class HolePunching:
     async def _dial(
         self, peer: PeerId, mine: pb.PunchAddresses, theirs: pb.PunchAddresses, *, serves: bool
     ) -> bool:
-        """Dial ``peer`` at the moment agreed upon. ``serves``: this end acts as the server of a simultaneous open. Returns whether it is connected."""
+        """Dial ``peer`` at the moment agreed upon. ``serves``: this end acts as the server of a
+        simultaneous open. Returns whether it is connected."""
         named = [each for each in parse_multiaddrs(theirs.addresses[:MAX_DIALLED]) if not each.is_relayed]
         addresses = self._transport.direct.permitted(peer, list(map(str, named)))
         attempts = []

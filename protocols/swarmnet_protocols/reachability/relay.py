@@ -1,11 +1,16 @@
-"""The relay: keeps reservations of peers that cannot be dialled, and forwards between them and those that connect to them.
+"""The relay: keeps reservations of peers that cannot be dialled, and forwards streams to them.
 
-The life of a circuit: a peer asks for it, the relay announces it on the reservation of the target, the target accepts, and the first peer
-confirms by its first payload. From then on the relay forwards.
+The life of a circuit:
 
-Limits: ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each peer, and the rate in bytes that the owner sets. A
-confirmed circuit has no limit of time or bytes, because it may carry a session. An unconfirmed one costs its opener nothing, so a target has
-few of them, for seconds. When a target has no room for another circuit, the relay ends one of the subnet, and there of the peer, with the most.
+1. A peer asks for it, and the relay announces it on the target's reservation.
+2. The target accepts.
+3. The first peer confirms with its first payload. From then on the relay forwards.
+
+Limits: ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each peer, and
+the rate in bytes that the owner sets. A confirmed circuit has no limit of time or bytes, because it
+may carry a session. An unconfirmed circuit costs its opener nothing, so a target has few of them,
+for seconds. When a target has no room for another circuit, the relay ends a circuit of the subnet
+with the most, and there of the peer with the most.
 """
 
 import asyncio
@@ -39,12 +44,16 @@ CIRCUIT_ID_BYTES = 16
 OPEN_S = 3.0
 """Timeout for the reserved peer to accept a circuit, and again for the other peer to confirm it."""
 MAX_UNCONFIRMED = 32
-"""Most circuits to one peer that are not confirmed. Each takes a Noise handshake of that peer, and a round trip or two."""
+"""Most circuits to one peer that are not confirmed. Each takes a Noise handshake of that peer, and
+a round trip or two."""
 
 
 @dataclass(eq=False)
 class _Circuit:
-    """A circuit from the opener of ``source`` to ``target``. ``accepted`` is the stream and the payload with which the target accepts."""
+    """A circuit from the opener of ``source`` to ``target``.
+
+    ``accepted`` is the stream and the payload that the target accepts with.
+    """
 
     source: Stream
     target: PeerId
@@ -69,9 +78,11 @@ class _Circuit:
 
 
 def circuit_to_end(circuits: Sequence[_Circuit]) -> _Circuit | None:
-    """The circuit that makes room for another: of the subnet, and there of the peer, with the most. The oldest unconfirmed one, else the newest.
+    """The circuit that makes room for another: of the subnet, and there of the peer, with the most.
+    The oldest unconfirmed one, else the newest.
 
-    Honest peers confirm within a round trip or two, so the oldest unconfirmed circuit is the least likely to be theirs.
+    Honest peers confirm within a round trip or two, so the oldest unconfirmed circuit is the least
+    likely to be theirs.
     """
     places = (
         Place(each.subnet, each.source.peer, 1, (1.0, -number) if each.is_confirmed else (0.0, number), each)
@@ -81,7 +92,8 @@ def circuit_to_end(circuits: Sequence[_Circuit]) -> _Circuit | None:
 
 
 def has_larger_share(holder: _Circuit, other: Stream, circuits: Sequence[_Circuit]) -> bool:
-    """Whether the subnet of ``holder`` has more of the circuits than that of ``other``, or its peer more than the other in the same subnet."""
+    """Whether the subnet of ``holder`` has more of the circuits than that of ``other``, or its peer
+    more than the other in the same subnet."""
     subnets = Counter(each.subnet for each in circuits)
     peers = Counter(each.source.peer for each in circuits)
     subnet = subnet_of(other.address) or other.peer
@@ -139,7 +151,8 @@ class Relay:
         typed = TypedStream(stream, pb.RelayReply, pb.RelayRequest, silence_s=SILENCE_S, send_s=SILENCE_S)
         with self._slots.slot(stream):
             if (earlier := self._reserved.get(stream.peer)) is not None:
-                earlier.close()  # its owner has reserved again: the path of the earlier stream is gone
+                # its owner has reserved again: the path of the earlier stream is gone
+                earlier.close()
             self._reserved[stream.peer] = typed
             try:
                 await typed.send(pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address)))
@@ -193,7 +206,8 @@ class Relay:
                 circuit.over.set()
 
     async def _wait_for_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
-        """Wait until ``target`` has room for one more circuit. Raises ``Refusal`` when that takes longer than ``OPEN_S``."""
+        """Wait until ``target`` has room for one more circuit. Raises ``Refusal`` when that takes
+        longer than ``OPEN_S``."""
         try:
             async with asyncio.timeout(OPEN_S):
                 while not self._make_room(target, reserved, newcomer):
@@ -204,7 +218,8 @@ class Relay:
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer") from error
 
     def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> bool:
-        """Whether ``target`` has room for one more circuit: if need be, that of a peer with a larger share ends."""
+        """Whether ``target`` has room for one more circuit: if need be, that of a peer with a
+        larger share ends."""
         circuits = [each for each in self._circuits.values() if each.target == target]
         unconfirmed = [each for each in circuits if not each.is_confirmed]
         if newcomer.scope.available(Resource.CIRCUITS) < 1:
@@ -231,7 +246,8 @@ class Relay:
         del self._waiting[target]
 
     async def _accept(self, stream: Stream, circuit_id: bytes, reply: bytes) -> None:
-        """Join the stream of a reserved peer to the circuit that it accepts, until the circuit ends."""
+        """Join the stream of a reserved peer to the circuit that it accepts, until the circuit
+        ends."""
         circuit = self._circuits.get(circuit_id)
         if circuit is None or circuit.target != stream.peer or circuit.accepted.done():
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "there is no such circuit")

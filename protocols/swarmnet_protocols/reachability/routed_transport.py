@@ -1,4 +1,5 @@
-"""Chooses the path of every stream: direct where there is a connection or one can be made, otherwise through a relay."""
+"""Chooses the path of every stream: direct where there is a connection or one can be made,
+otherwise through a relay."""
 
 import asyncio
 import contextlib
@@ -34,9 +35,10 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.3
-"""Seconds for which direct addresses are tried before a relay is asked as well."""
+"""Seconds that direct addresses are tried alone. After that, a relay is asked as well."""
 PUNCH_WAIT_S = 1.5
-"""Most seconds that a stream of ``_WORTH_A_PUNCH`` waits for a direct connection that is being made."""
+"""Most seconds that a stream of ``_WORTH_A_PUNCH`` waits for a direct connection that is being
+made."""
 ACCEPT_S = 5.0
 """Timeout for each message of the handshake of a circuit that comes in."""
 MAX_OBSERVERS = 4
@@ -48,10 +50,12 @@ _WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EX
 
 
 class RoutedTransport(TransportWrapper):
-    """A transport that reaches other peers, and is reached by them, through relays where no direct connection is possible.
+    """A transport that reaches other peers, and is reached by them, through relays where no direct
+    connection is possible.
 
-    It lies below the membership handshake, which also runs over circuits. Circuits themselves are requested over the transport above that
-    handshake (:meth:`use_relays`), so that only members use the relays of a private swarm.
+    It lies below the membership handshake, which also runs over circuits. Circuits themselves are
+    requested over the transport above that handshake (:meth:`use_relays`), so that only members use
+    the relays of a private swarm.
     """
 
     def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
@@ -60,29 +64,33 @@ class RoutedTransport(TransportWrapper):
         self._identity = identity
         self._guarded: Transport = direct
         self._accepting = Counter[PeerId]()
-        """Incoming circuits whose handshakes run, by relay. A relay that announces more than an honest one does is not answered."""
+        """Incoming circuits whose handshakes run, by relay. A relay that announces more than an
+        honest one does is not answered."""
         self.reservations: Reservations | None = None
         """The relay reservations of this peer, if it cannot be dialled."""
         self.external_addresses: tuple[str, ...] = ()
-        """Addresses at which other peers have reached this one, beside those on which it listens."""
+        """Addresses where other peers have reached this peer, in addition to its listen
+        addresses."""
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
-        """The relays of peers to which circuits were opened last."""
+        """The relays of peers, from the last circuits to them."""
         self.observed: dict[PeerId, Multiaddr] = {}
         """The address of this peer as each relay saw it last."""
         self.describe_reach: Callable[[], Reach] = Reach
         self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
         """Streams through relays that this peer opened, and that are open now."""
         self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
-        """Begins to make a direct connection to a peer, unless that failed lately. Returns the first try while it lasts."""
+        """Begins to make a direct connection to a peer, unless that failed lately. Returns the
+        first try while it lasts."""
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
-        """The multiaddrs on which this peer listens, and those that its router has agreed to forward."""
+        """The multiaddrs that this peer listens on, and the multiaddrs that its router forwards."""
         return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:
-        """As ``Transport.addresses``: external and own addresses, or own and circuit addresses of a peer that cannot be dialled.
+        """As ``Transport.addresses``: external and own addresses, or own and circuit addresses of a
+        peer that cannot be dialled.
 
         Loopback addresses are left out if there are others.
         """
@@ -104,7 +112,7 @@ class RoutedTransport(TransportWrapper):
         await self.direct.connect(peer, addresses, deadline_s=deadline_s)
 
     def observed_addresses(self) -> Sequence[Multiaddr]:
-        """The addresses of this peer as its relays, and those of other peers, see it."""
+        """This peer's addresses, as its own relays and other peers' relays see them."""
         held = self.reservations.held if self.reservations is not None else ()
         return [
             each for each in (*(one.observed for one in held), *self.observed.values()) if each is not None
@@ -115,7 +123,8 @@ class RoutedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As ``Transport.open``. An existing connection is used; otherwise direct addresses are dialled, with a head start over relays."""
+        """As ``Transport.open``. An existing connection is used; otherwise direct addresses are
+        dialled, with a head start over relays."""
         circuits = self._circuits(peer, addresses)
         if not circuits:
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
@@ -232,7 +241,8 @@ class RoutedTransport(TransportWrapper):
         return sum(map(len, self._circuits_to.values()))
 
     def connected_directly(self, peer: PeerId) -> None:
-        """Report a direct connection to ``peer``, so that users of its streams through relays open them again (``Stream.path_improved``)."""
+        """Report a direct connection to ``peer``, so that users of its streams through relays open
+        them again (``Stream.path_improved``)."""
         for stream in self._circuits_to.get(peer, ()):
             stream.improved.set()
 
@@ -246,7 +256,10 @@ class RoutedTransport(TransportWrapper):
             del self.observed[next(iter(self.observed))]
 
     def _circuits(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[tuple[PeerId, str]]:
-        """The relays of ``peer`` that may be asked, each with its address: those of ``addresses``, or those remembered where there are none."""
+        """The relays of ``peer`` that may be asked, each with its address.
+
+        They come from ``addresses``, or from memory where it names none.
+        """
         if not addresses:
             return self._relays_of.get(peer, ())
         through_relays = [each for each in addresses if relay_of(each) is not None]
@@ -266,7 +279,8 @@ class RoutedTransport(TransportWrapper):
             reservations.on_incoming = self._on_incoming
 
     def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
-        if self._accepting[reservation.relay] < 2 * MAX_UNCONFIRMED:  # some are confirmed on their way
+        # some are confirmed on their way
+        if self._accepting[reservation.relay] < 2 * MAX_UNCONFIRMED:
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
     async def _accept(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
@@ -289,9 +303,10 @@ class RoutedTransport(TransportWrapper):
     async def _answer(
         self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes
     ) -> tuple[Stream, CircuitEnd, str]:
-        """The stream of an accepted circuit after its handshake, and the protocol id; empty if that is not served.
+        """The stream of an accepted circuit after its handshake, and the protocol id.
 
-        Raises ``ValueError`` for a source that is no peer id.
+        The id is empty if this peer does not serve it. Raises ``ValueError`` for a source that is
+        not a peer id.
         """
         source = PeerId(incoming.source)
         public_key_of(source)

@@ -1,11 +1,14 @@
-"""Adapters: a client's LoRA pairs and prefixes for the blocks that hosts compute, and the parts of them that hosts keep.
+"""Adapters: a client's LoRA pairs and prefixes for the hosts' blocks, and the parts that hosts
+keep.
 
 An adapter is tensors by name, with blocks numbered as in the whole model:
 
-- ``{block}.{module}.down`` [rank, inputs] and ``{block}.{module}.up`` [outputs, rank] add ``x @ down.T @ up.T`` to the output of
-  the linear module for ``x`` (LoRA, arXiv:2106.09685, section 4.1; ``up`` includes the scaling);
-- ``{block}.prefix.key`` and ``{block}.prefix.value`` [key heads, n, head size] are those of n positions before the first token
-  (P-tuning v2, arXiv:2110.07602, section 3.2): tokens are numbered from n.
+- ``{block}.{module}.down`` [rank, inputs] and ``{block}.{module}.up`` [outputs, rank] add ``x @
+  down.T @ up.T`` to the output of the linear module for ``x`` (LoRA, arXiv:2106.09685, section 4.1;
+  ``up`` includes the scaling);
+- ``{block}.prefix.key`` and ``{block}.prefix.value`` [key heads, n, head size] belong to n
+  positions before the first token (P-tuning v2, arXiv:2110.07602, section 3.2): tokens are numbered
+  from n.
 
 A part is a safetensors file with the tensors of one span of blocks, named by its SHA-256.
 """
@@ -33,7 +36,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class BlockTensors:
-    """An adapter's tensors for one block: (down, up) of linear modules by path in the layer, and (key, value) of a prefix."""
+    """An adapter's tensors for one block: (down, up) of linear modules by path in the layer, and
+    (key, value) of a prefix."""
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -72,7 +76,8 @@ class Adapter:
         return prefix_positions(self.blocks)
 
     def part(self, start: int, end: int) -> AdapterPart | None:
-        """The part for blocks [start, end); None if the adapter has no tensors there. Computed once for each span.
+        """The part for blocks [start, end); None if the adapter has no tensors there. Computed once
+        for each span.
 
         Raises ``ConfigError`` if the adapter has a prefix, but not for all of the blocks.
         """
@@ -89,15 +94,16 @@ class Adapter:
 
 
 def block_of(name: str) -> int:
-    """The block of a tensor. Raises ``ProtocolViolation`` unless the name is one of an adapter's."""
+    """The block of a tensor. Raises ``ProtocolViolation`` unless the name is one of an
+    adapter's."""
     return int(_match(name)[1])
 
 
 def by_block(tensors: Mapping[str, torch.Tensor]) -> dict[int, BlockTensors]:
     """The tensors, which may be part of an autograd graph, by block and purpose.
 
-    Raises ``ProtocolViolation`` for other names than those of this module, half a pair, shapes that do not match, a
-    rank or a prefix that is too large. Whether the model has such modules is not checked.
+    Raises ``ProtocolViolation`` for an unknown name, half a pair, shapes that do not match, or a
+    rank or prefix that is too large. Whether the model has such modules is not checked.
     """
     blocks: defaultdict[int, BlockTensors] = defaultdict(BlockTensors)
     for name, tensor in tensors.items():
@@ -130,7 +136,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_part(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a part from a peer, on the CPU. Raises ``ProtocolViolation`` unless they are finite and ``by_block`` accepts them."""
+    """The tensors of a part from a peer, on the CPU. Raises ``ProtocolViolation`` unless they are
+    finite and ``by_block`` accepts them."""
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise ProtocolViolation(f"an adapter whose header has more than {MAX_HEADER_BYTES} bytes")
     try:

@@ -1,7 +1,8 @@
 """Rows that a host sends to a peer with routed experts, and the outputs that come back.
 
-The host of a block computes its router and sends each row once to each peer that has some of the experts chosen for it, with the indexes of the
-rows of each expert. The peer answers with the outputs of each expert for its rows, in the same order.
+The host of a block computes the router. Each peer that has some of the chosen experts gets their
+rows once, with the indexes of each expert's rows. The peer answers with each expert's outputs, in
+the same order.
 
 Shapes: n rows of hidden size D; an expert computes some of them.
 """
@@ -39,7 +40,8 @@ ExpertsStream = TypedStream[pb.ExpertsReply, pb.ExpertsRequest]
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
-    """Hidden states ``values`` [n, D], and for each expert of a block the indexes of its rows, ascending."""
+    """Hidden states ``values`` [n, D], and for each expert of a block the indexes of its rows,
+    ascending."""
 
     block: int
     values: torch.Tensor
@@ -57,7 +59,8 @@ class ExpertRows:
 
 
 def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Iterator[ExpertRows]:
-    """Requests for rows of ``hidden`` [T, D], on the CPU, whose answers fit into a message each. ``rows``: the indexes of each expert."""
+    """Requests for rows of ``hidden`` [T, D], on the CPU, whose answers fit into a message each.
+    ``rows``: the indexes of each expert."""
     most = max_pairs(hidden.shape[1], hidden.dtype)
     left = most
     taken: dict[int, torch.Tensor] = {}
@@ -100,7 +103,8 @@ def encode_rows(request: ExpertRows, number: int) -> tuple[pb.Rows, memoryview]:
 def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> ExpertRows:
     """Return a request from a peer.
 
-    Raises ``ProtocolViolation`` unless its indexes are those of its rows, the answer fits into a message, and the rows are finite.
+    Raises ``ProtocolViolation`` unless every index names a row, the answer fits into a message, and
+    the rows are finite.
     """
     count = message.tensor.shape[0] if message.tensor.shape else 0
     dtype = wire_dtype(message.tensor.dtype)
@@ -122,7 +126,8 @@ def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> Exper
 
 
 def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, number: int) -> Outputs:
-    """Return the outputs in the answer to ``request`` with this number. Raises ``ProtocolViolation`` for anything else.
+    """Return the outputs in the answer to ``request`` with this number. Raises
+    ``ProtocolViolation`` for anything else.
 
     Infinity and NaN pass: large rows may have caused them, so they are no violation of the peer.
     """
@@ -142,7 +147,8 @@ def encode_experts(experts: BlockExperts) -> list[pb.ExpertSet]:
 
 
 def decode_experts(sets: Sequence[pb.ExpertSet]) -> BlockExperts:
-    """The inverse of ``encode_experts``. Raises ``ProtocolViolation`` for blocks that are not ascending, or more than announcements have."""
+    """The inverse of ``encode_experts``. Raises ``ProtocolViolation`` for blocks that are not
+    ascending, or more than announcements have."""
     blocks = [each.block for each in sets]
     if (
         blocks != sorted({*blocks})

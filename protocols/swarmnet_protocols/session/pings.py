@@ -1,4 +1,5 @@
-"""A ping: measures the delay to a host, which replies with its blocks, its load and its coordinate."""
+"""A ping: measures the delay to a host, which replies with its blocks, its load and its
+coordinate."""
 
 import asyncio
 import math
@@ -24,10 +25,14 @@ class Pong:
     queue_s: float
     """Seconds that a step waits in the host's queue, as the host reports."""
     cache_free: float
-    """Free share of the host's memory for KV caches, as the host reports; 1 if the report is out of range."""
+    """Free share of the host's memory for KV caches, as the host reports; 1 if the report is out of
+    range."""
     busy: float
-    """Share of the last seconds in which the host computed, as it reports; 1 if the report is out of range. At most n / (n + 1) with n open
-    sessions, because one more has an equal part of the host's time."""
+    """Share of the last seconds that the host computed, as it reports; 1 if the report is out of
+    range.
+
+    At most n / (n + 1) with n open sessions, because one more session gets an equal part of the
+    host's time."""
     coordinate: Coordinate | None
     manifest: bytes
     """The model that the host names."""
@@ -36,7 +41,8 @@ class Pong:
 
 
 async def answer_pings(stream: TypedStream[pb.Pong, pb.Ping], pong: Callable[[int], pb.Pong]) -> None:
-    """Answer each ping with ``pong``, which gets its nonce, until the other side closes the stream."""
+    """Answer each ping with ``pong``, which gets its nonce, until the other side closes the
+    stream."""
     with suppress(StreamEnded):
         while True:
             message, _ = await stream.receive()
@@ -44,7 +50,8 @@ async def answer_pings(stream: TypedStream[pb.Pong, pb.Ping], pong: Callable[[in
 
 
 async def ping(stream: PingStream, rng: random.Random) -> Pong:
-    """Ping the host at the other end of a PING stream once. Raises ``ProtocolViolation`` for the answer to another ping."""
+    """Ping the host at the other end of a PING stream once. Raises ``ProtocolViolation`` for the
+    answer to another ping."""
     clock = asyncio.get_running_loop().time
     nonce = rng.getrandbits(63)
     sent_at = clock()

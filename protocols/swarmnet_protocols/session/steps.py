@@ -1,6 +1,7 @@
 """Steps: the unit that travels down a chain, its encoding, and the rules for its positions.
 
-A step has one row for each sequence it extends. Shapes: P positions of all rows of a step together, D hidden size.
+A step has one row for each sequence it extends. Shapes: P positions of all rows of a step together,
+D hidden size.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,10 @@ MAX_POSITION = 1 << 24
 class Row:
     """New positions [start, start + count) of one sequence.
 
-    The sequence is first set to the first ``start`` positions of ``source``, itself or a sequence from which it is forked, as they were before
-    the step. ``rewrite`` must be true if that drops positions or takes those of another sequence. The client wants the outputs of the first
-    ``first`` and the last ``outputs`` positions.
+    First the sequence becomes the first ``start`` positions of ``source``, as they were before the
+    step. ``source`` is the sequence itself, or another sequence that it forks from. ``rewrite``
+    must be true if that drops positions or takes another sequence's positions. The client wants the
+    outputs of the first ``first`` and the last ``outputs`` positions.
     """
 
     sequence: int
@@ -53,8 +55,8 @@ class Row:
 class Step:
     """Rows and their values [P, D], in the order of the rows; in the client's log, token ids [P].
 
-    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the client has. ``replay`` marks a step that rebuilds
-    a fresh hop from the log.
+    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the
+    client has. ``replay`` marks a step that rebuilds a fresh hop from the log.
     """
 
     seq: int
@@ -84,7 +86,8 @@ class Step:
 
 
 def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
-    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without ``rewrite``, or has two rows of one sequence.
+    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without
+    ``rewrite``, or has two rows of one sequence.
 
     ``lengths`` has the positions of each sequence before the step.
     """
@@ -124,7 +127,8 @@ def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
 def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     """Return a step from a peer, whose values are finite.
 
-    Raises ``ProtocolViolation`` if a number is out of range, infinite or NaN; ``check_rows`` checks the positions.
+    Raises ``ProtocolViolation`` if a number is out of range, infinite or NaN; ``check_rows`` checks
+    the positions.
     """
     if not 1 <= len(message.rows) <= MAX_ROWS:
         raise ProtocolViolation(f"a step of {len(message.rows)} rows")

@@ -1,14 +1,18 @@
 """Tensors on the wire: their element types, and how activations [P, D] become bytes.
 
-Shapes: P positions, D hidden size. Floating-point types are sent unchanged. The 8-bit type, ``torch.int8`` in this code, is blockwise
-absmax quantisation after Dettmers et al. 2022 ("8-bit Optimizers via Block-wise Quantization", section 2.1), with the largest values apart as
-in LLM.int8 (section 3.2), because the residual streams of transformers have a few values a thousand times larger than the rest. Each
-position is encoded by itself, so its bytes depend neither on the positions that it travels with nor on a replay:
+Shapes: P positions, D hidden size. Floating-point types are sent unchanged. The 8-bit type
+(``torch.int8`` in this code) is blockwise absmax quantisation after Dettmers et al. 2022 ("8-bit
+Optimizers via Block-wise Quantization", section 2.1). The largest values travel apart, as in
+LLM.int8 (section 3.2), because a few values of residual streams are a thousand times larger than
+the rest. Each position is encoded by itself, so that its bytes depend neither on the positions next
+to it nor on a replay:
 
-    D int8 codes | a bfloat16 scale for each block of 32 channels | the channels of the k outliers, int32 | their values, bfloat16
+    D int8 codes | a bfloat16 scale for each block of 32 channels
+    | the channels of the k outliers, int32 | their values, bfloat16
 
-k is D / 128, rounded up. An outlier's code is 0. That is 0.28 of the bytes of float32. A decoded value differs from the encoded one by at
-most 1/252 of the largest value of its block, outliers not counted; an outlier by at most 1/256 of itself.
+k is D / 128, rounded up. An outlier's code is 0. That takes 0.28 of float32's bytes. A decoded
+value differs from the original by at most 1/252 of the largest value of its block, outliers not
+counted; an outlier by at most 1/256 of itself.
 """
 
 import torch
@@ -22,11 +26,14 @@ BLOCK = 32
 """Channels that share a scale."""
 CHANNELS_PER_OUTLIER = 128
 LARGEST = 3.3e38
-"""Largest size of a value that is sent in 8 bits; larger ones are sent as this.
+"""Largest magnitude sent in 8 bits; larger values are cut to it.
 
-Rounded to bfloat16, values near the largest float32 would be received as infinity, for which the receiver would blame the sender."""
+Values near the largest float32 would round to infinity in bfloat16, and the receiver would blame
+the sender."""
 _SLOW_NUMBERS = 1 << 17
-"""Numbers from which tensors are encoded in a thread: as many take 4 ms. 256 positions of hidden size 4,096 take 28 ms, and 12 ms to decode."""
+"""Tensors with at least this many numbers are encoded in a thread; this many take 4 ms.
+
+256 positions of hidden size 4,096 take 28 ms to encode and 12 ms to decode."""
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
@@ -81,10 +88,11 @@ def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tupl
 
 
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """The tensor [positions, hidden_size] of a header and payload from a peer, as its ``decoded_dtype``.
+    """The tensor [positions, hidden_size] of a header and payload from a peer, as its
+    ``decoded_dtype``.
 
-    The payload is in memory and bounded by its frame, and no memory is allocated for a claim of the header. Raises ``ProtocolViolation`` for any
-    other shape or size.
+    The payload is in memory and bounded by its frame, and no memory is allocated for a claim of the
+    header. Raises ``ProtocolViolation`` for any other shape or size.
     """
     wire = wire_dtype(header.dtype)
     _check_shape(header, [positions, hidden_size])
@@ -125,7 +133,8 @@ def _quantize(values: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """float32 [P, D] of the bytes of P positions. Raises ``ProtocolViolation`` for an outlier outside the position."""
+    """float32 [P, D] of the bytes of P positions. Raises ``ProtocolViolation`` for an outlier
+    outside the position."""
     outliers = _outliers(hidden_size)
     sizes = [hidden_size, 2 * _blocks(hidden_size), 4 * outliers, 2 * outliers]
     codes, scales, channels, values = (
