@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from swarmnet_node.loading import NodeConfig
 from swarmnet_node.other_models import ModelReader, other_models
 from swarmnet_node.owner.limits import Limits
-from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
+from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -113,20 +113,15 @@ async def start(
             hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
-        watching = asyncio.create_task(_fail_with_p2pd(transport, node), name="p2pd")
+        watching = asyncio.create_task(_fail_with_transport(transport, node), name="transport")
         stack.push_async_callback(cancel, watching)
         yield node
 
 
-async def _fail_with_p2pd(transport: "Transport", node: "Supervisor") -> None:
+async def _fail_with_transport(transport: "Transport", node: "Supervisor") -> None:
     try:
         await transport.died()
     except NotAuthorised as error:
         node.fail(error)
         return
-    node.fail(
-        SwarmnetError(
-            "the network process stopped, so nobody reaches this node",
-            hint="start the node again: swarmnet join",
-        )
-    )
+    node.fail(NetworkStopped(hint="start the node again: swarmnet join"))

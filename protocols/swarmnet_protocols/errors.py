@@ -27,6 +27,13 @@ class Unreachable(SwarmnetError):
     """No peer that is needed answers."""
 
 
+class NetworkStopped(SwarmnetError):
+    """The transport of this process failed for good."""
+
+    def __init__(self, *, hint: str = "start it again") -> None:
+        super().__init__("the network process stopped, so no peer can be reached", hint=hint)
+
+
 class PeerUnreachable(Unreachable):
     """A stream to this peer could not be opened within its deadline."""
 

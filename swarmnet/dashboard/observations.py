@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmnet.dashboard.counts import Counts, Totals, is_same_run
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
 from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, clean
@@ -168,10 +169,8 @@ class PeerTracker:
 
     def on_delay(self, measured_s: float) -> None:
         """Take a measurement of half a round trip into the moving average."""
-        average_s = self.observation.delay_s
-        if average_s is None:
-            average_s = measured_s
-        self._update(delay_s=average_s + DELAY_SMOOTHING * (measured_s - average_s))
+        before_s = self.observation.delay_s or 0.0
+        self._update(delay_s=averaged(before_s, measured_s, DELAY_SMOOTHING))
 
     def on_failed_poll(self, now_s: float, totals: Totals) -> None:
         """Note that the peer did not answer. The first time, a host that had not announced its leave counts as a failure of its model."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_protocols.errors import NotAuthorised, SwarmnetError
+from swarmnet_protocols.errors import NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.platform import new_event_loop
 from swarmnet_protocols.machine.threads import stay_serial
@@ -84,13 +84,9 @@ class Runtime:
                     refused = error
                 finally:
                     closed = self._stop.is_set()
-                    what = (
-                        "this client is closed"
-                        if closed
-                        else "the network process stopped, so this client reaches no peer"
-                    )
                     hint = "connect again, with from_pretrained() or the same command"
-                    self._over.set_exception(refused or SwarmnetError(what, hint=hint))
+                    over = SwarmnetError("this client is closed", hint=hint)
+                    self._over.set_exception(refused or (over if closed else NetworkStopped(hint=hint)))
         except BaseException as error:
             if self._started.done():
                 raise

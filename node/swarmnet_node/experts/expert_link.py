@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 
+from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
@@ -307,7 +308,7 @@ class ExpertLink:
         if not self.is_avoided(clock()):
             self._avoidance.reset()
         row_s = max(0.0, clock() - sent_at - self.round_trip_s) / request.pairs
-        self.row_s += SMOOTHING * (row_s - self.row_s)
+        self.row_s = averaged(self.row_s, row_s, SMOOTHING)
         return outputs
 
     async def rearrange(self, loads: BlockExperts, drops: BlockExperts) -> None:

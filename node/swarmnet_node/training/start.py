@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import RELAY_BYTES_PER_S
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import cancel, persist
 
@@ -110,13 +110,13 @@ async def start(
         listing = job_announcer(directory, dependencies.rng, config.job)
         announcing = asyncio.create_task(persist("the catalog", listing.run), name="catalog")
         stack.push_async_callback(cancel, announcing)
-        watching = asyncio.create_task(_fail_with_p2pd(transport, worker, stopped), name="p2pd")
+        watching = asyncio.create_task(_fail_with_transport(transport, worker, stopped), name="p2pd")
         stack.push_async_callback(cancel, watching)
         yield worker
 
 
-async def _fail_with_p2pd(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
-    """Stop the worker when p2pd ends, because the worker then reaches no other."""
+async def _fail_with_transport(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
+    """Stop the worker when its transport ends: the worker then reaches no other."""
     try:
         await transport.died()
     except NotAuthorised as error:
@@ -125,10 +125,7 @@ async def _fail_with_p2pd(transport: "Transport", worker: "Worker", stopped: thr
         return
     stopped.set()
     worker.fail(
-        SwarmnetError(
-            "the network process stopped, so this worker reaches no peer",
-            hint="start it again with 'swarmnet train join'; it resumes from its checkpoint",
-        )
+        NetworkStopped(hint="start it again with 'swarmnet train join'; it resumes from its checkpoint")
     )
 
 

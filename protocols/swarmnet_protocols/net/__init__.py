@@ -13,8 +13,9 @@ The life of a stream:
    ``receive`` raises ``StreamEnded`` or ``Refused`` after the last message. What was reserved is released when both sides have closed, or after
    a timeout.
 
-``p2pd/`` and ``pylibp2p/`` implement this over libp2p, ``memory.py`` in one process with simulated links; ``tests/conformance`` tests all of them.
-Protocols use :class:`~swarmnet_protocols.net.typed_stream.TypedStream` on top.
+``p2pd/`` and ``pylibp2p/`` implement this over libp2p; tests implement it in one process, over
+simulated links. ``tests/conformance`` holds for all of them. Protocols use typed streams
+(``typed_stream.py``) on top.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

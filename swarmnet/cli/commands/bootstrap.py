@@ -65,7 +65,7 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     from random import SystemRandom
 
     from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
-    from swarmnet_protocols.errors import SwarmnetError
+    from swarmnet_protocols.errors import NetworkStopped
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
     from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -84,9 +84,7 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
         await race(stop.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError(
-                "the network process stopped, so nobody reaches this peer", hint="start it again"
-            )
+            raise NetworkStopped
 
 
 def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:

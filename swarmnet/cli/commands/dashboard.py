@@ -24,7 +24,7 @@ from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import client_listen
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
         await race(stop.wait(), transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError(
-                "the network process stopped, so this dashboard reaches no peer", hint=_RESTART
-            )
+            raise NetworkStopped(hint=_RESTART)
     say({"event": "stopped"}, "stopped", as_json=as_json)
 
 

@@ -39,7 +39,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -263,9 +263,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         await race(stop.wait(), swarm.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
-            raise SwarmnetError(
-                "the network process stopped, so this gateway reaches no peer", hint="start it again"
-            )
+            raise NetworkStopped
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
         say({"event": "draining"}, draining, as_json=serving.as_json)
         try:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.errors import NetworkStopped, SwarmnetError
 from swarmnet_protocols.net.protocol_ids import LINK
 from tests.support.generation import greedy
 from tests.support.memory_network import Delivery
@@ -34,7 +34,7 @@ def test_a_client_whose_transport_dies_raises_at_once_and_says_what_to_do(refere
             with pytest.raises(SwarmnetError, match="the network process stopped") as caught:
                 greedy(tiny.model, [PROMPT], 4)
             assert "connect again" in caught.value.hint
-            assert type(caught.value) is SwarmnetError
+            assert type(caught.value) is NetworkStopped
 
 
 def test_a_closed_client_ends_running_calls_and_refuses_new_ones(reference: Reference) -> None:
