@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from swarmnet_node.hosting import step_times
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.membership.handshake import Handshakes, HandshakeStream
-from swarmnet_protocols.net import Message, Stream, framed_stream, framing, pipe, typed_stream
+from swarmnet_protocols.membership import handshake
+from swarmnet_protocols.net import Message, framed_stream, framing, pipe, typed_stream
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
+from swarmnet_protocols.net.protocol_ids import HANDSHAKE
+from swarmnet_protocols.net.typed_stream import Patience
 from swarmnet_protocols.session import hop_times, steps
 from tests.defences import Defence, Patch, nothing, replacing, unshrunk, yes
 from tests.properties import test_framing
@@ -52,7 +55,7 @@ from tests.unit.session import test_steps
 
 def wait_for_ever(patch: Patch) -> None:
     """No timeout for the first message of a stream, nor for handshake messages."""
-    inbound, typed = StreamScope.inbound, Handshakes._typed
+    inbound, untimed_handshakes = StreamScope.inbound, replace(HANDSHAKE, server=lambda _: Patience(math.inf))
 
     def untimed(*arguments: Any) -> StreamScope:
         meter = inbound(*arguments)
@@ -61,12 +64,7 @@ def wait_for_ever(patch: Patch) -> None:
 
     patch.setattr(StreamScope, "inbound", untimed)
 
-    def typed_without_timeout(handshakes: Handshakes, stream: Stream) -> HandshakeStream:
-        found = typed(handshakes, stream)
-        found.silence_s = math.inf
-        return found
-
-    patch.setattr(Handshakes, "_typed", typed_without_timeout)
+    patch.setattr(handshake, "HANDSHAKE", untimed_handshakes)
 
 
 def count_only(patch: Patch) -> None:

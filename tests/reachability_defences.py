@@ -1,12 +1,15 @@
 """Defences against relays that lie, and against peers that misuse relays."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swarmnet_protocols.directory import relay_announcements
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.protocol_ids import RELAY
+from swarmnet_protocols.net.typed_stream import Patience
 from swarmnet_protocols.reachability import circuit, detection, dial_back, relay, reservations
 from tests.defences import Defence, Patch, no, replacing, yes
 from tests.sim import test_relays
@@ -118,12 +121,12 @@ REACHABILITY = (
     ),
     Defence(
         "a relay that is silent is given up",
-        replacing(reservations, "SILENCE_S", 1e9),
+        replacing(reservations, "RELAY", replace(RELAY, opener=lambda _: Patience(1e9))),
         lambda _: test_relays.test_a_reservation_ends_when_a_side_is_silent("the relay"),
     ),
     Defence(
         "a reserved peer that is silent is given up",
-        replacing(relay, "SILENCE_S", 1e9),
+        replacing(relay, "RELAY", replace(RELAY, server=lambda _: Patience(1e9))),
         lambda _: test_relays.test_a_reservation_ends_when_a_side_is_silent("the peer"),
     ),
     Defence(

@@ -143,12 +143,12 @@ class ExpertNode(RunningNode):
         hosting = self._hosting
         if hosting.capacity:
             service.on_rearrange = self._on_rearrange
-        await services.serve(EXPERTS, service.handle)
+        await EXPERTS.serve(services, service.handle, self._dependencies.timing)
         if hosting.library is not None:
-            weights = WeightServer(hosting.library, lambda: service.streams > 0, self._dependencies.timing)
-            await services.serve(WEIGHTS, weights.handle)
+            weights = WeightServer(hosting.library, lambda: service.streams > 0)
+            await WEIGHTS.serve(services, weights.handle, self._dependencies.timing)
         self._service = service
-        await services.serve(REPORT, Reporter(self.report).handle)
+        await REPORT.serve(services, Reporter(self.report).handle)
         self._state = pb.HOST_STATE_ONLINE
         await self._announcer.announce()
         self._log("online")

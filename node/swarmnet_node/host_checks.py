@@ -22,13 +22,12 @@ from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import PASS, PING
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
 from swarmnet_protocols.routing.throughput import Claim, holders
 from swarmnet_protocols.session.passes import request_pass
-from swarmnet_protocols.session.pings import PingStream, ping
+from swarmnet_protocols.session.pings import ping
 from swarmnet_protocols.session.wire_tensors import wire_code
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -92,15 +91,11 @@ class HostChecker:
 
     async def call(self, host: HostInfo) -> bool:
         """Ping ``host``, and note what it answers. Returns whether it answered."""
-        timing = self._timing
         try:
-            stream = await self._transport.open(
-                host.peer, PING, addresses=host.addresses, deadline_s=timing.open_s
-            )
-            with contextlib.closing(stream):
-                pings: PingStream = TypedStream(stream, pb.Ping, pb.Pong, silence_s=timing.pong_s)
+            pings = await PING.open(self._transport, host.peer, self._timing, addresses=host.addresses)
+            with contextlib.closing(pings):
                 answer = await ping(pings, self._rng)
-                place = self._place_of(stream.address)
+                place = self._place_of(pings.stream.address)
         except SwarmnetError:
             self.sightings.failed(host.peer, now=_now())
             return False
@@ -169,9 +164,7 @@ class HostChecker:
             async with asyncio.timeout(TRIAL_S):
                 if not await self.call(host):
                     return None
-                stream = await self._transport.open(
-                    host.peer, PASS, addresses=host.addresses, deadline_s=self._timing.open_s
-                )
+                stream = await PASS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
                 [outputs] = await request_pass(
                     stream, request, [trial.inputs], [trial.outputs.shape], self._timing
                 )

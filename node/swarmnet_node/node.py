@@ -54,7 +54,6 @@ from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.protocol_ids import EXPERTS, PING, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -202,7 +201,7 @@ class Node(RunningNode):
     async def _load_and_serve(self, services: Services) -> None:
         """Choose blocks, load them, wait for the experts that they lack, and serve clients."""
         dependencies, hosting = self._dependencies, self._hosting
-        await services.serve(PING, self._answer_pings)  # until the host does
+        await PING.serve(services, self._answer_pings, dependencies.timing)  # until the host does
         if hosting.placed is None:
             await self._choose()
         elif hosting.may_move:
@@ -213,7 +212,7 @@ class Node(RunningNode):
         stage = await loop.run_in_executor(dependencies.executor, hosting.load, *self.span)
         if hosting.experts is not None:
             await self._share_experts(stage, services, hosting.experts)
-        await services.serve(REPORT, Reporter(self.report).handle)
+        await REPORT.serve(services, Reporter(self.report).handle)
         self._step_s = await self._measure_first(stage)
         self._engine = await self._start_engine(stage)
         self._host = host = Host(
@@ -228,27 +227,20 @@ class Node(RunningNode):
         host.coordinate = lambda: self._own.coordinate
         await host.serve()
         if hosting.library is not None:
-            weights = WeightServer(hosting.library, lambda: bool(host.sessions), dependencies.timing)
-            await services.serve(WEIGHTS, weights.handle)
+            weights = WeightServer(hosting.library, lambda: bool(host.sessions))
+            await WEIGHTS.serve(services, weights.handle, dependencies.timing)
         self._state = pb.HOST_STATE_ONLINE
         await self._announcer.announce()
         self._log("online")
 
-    async def _answer_pings(self, stream: Stream) -> None:
+    async def _answer_pings(self, stream: TypedStream[session_pb2.Pong, session_pb2.Ping]) -> None:
         """Show other hosts that this node exists, while it chooses and loads its blocks."""
 
         def pong(nonce: int) -> session_pb2.Pong:
             start, end = self.span
             return session_pb2.Pong(nonce=nonce, manifest=self._hosting.manifest, start=start, end=end)
 
-        pings = TypedStream(
-            stream,
-            session_pb2.Pong,
-            session_pb2.Ping,
-            silence_s=self._dependencies.timing.client_silence_s,
-            send_s=self._dependencies.timing.chunk_s,
-        )
-        await answer_pings(pings, pong)
+        await answer_pings(stream, pong)
 
     async def _share_experts(self, stage: Stage, services: Services, options: ExpertOptions) -> None:
         """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
@@ -262,7 +254,7 @@ class Node(RunningNode):
             self._expert_service = ExpertService(
                 own, executor, shared, dependencies.timing, dependencies.transport.resources.system
             )
-            await services.serve(EXPERTS, self._expert_service.handle)
+            await EXPERTS.serve(services, self._expert_service.handle, dependencies.timing)
         cached = options.cache.own if options.cache is not None else {}
         missing = {
             start + layer: experts - cached.get(start + layer, frozenset())

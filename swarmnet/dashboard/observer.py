@@ -30,7 +30,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_catalog
 from swarmnet_protocols.directory.expert_announcements import ExpertSample
 from swarmnet_protocols.directory.host_announcements import HostSample
-from swarmnet_protocols.directory.node_reports import ask, check
+from swarmnet_protocols.directory.node_reports import ReportStream, check, request_report
 from swarmnet_protocols.errors import (
     PeerUnreachable,
     ProtocolViolation,
@@ -40,7 +40,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing
@@ -58,8 +58,6 @@ MAX_POLL_S = 4.0
 """Longest interval between two polls of a peer."""
 POLLS_PER_S = 125
 """Polls a second of all peers together. With more peers than this allows, the interval grows up to ``MAX_POLL_S``."""
-REPLY_S = 3.0
-"""Timeout of a poll in seconds. With ``MAX_POLL_S`` and a tick of the feed, the page shows a fault within 10 s."""
 LEAVE_CHECK_S = 3.0
 """Timeout in seconds of the crawl that checks whether an unreachable peer has announced its leave."""
 MIN_CRAWL_S = 1.0
@@ -348,11 +346,11 @@ class Observer:
 
     async def _poll_until_failure(self, tracker: PeerTracker) -> NoReturn:
         async with self._opens:
-            stream = await self._dependencies.transport.open(
+            stream = await REPORT.open(
+                self._dependencies.transport,
                 tracker.peer,
-                REPORT,
+                self._dependencies.timing,
                 addresses=tracker.addresses,
-                deadline_s=self._dependencies.timing.open_s,
             )
         try:
             while True:
@@ -361,19 +359,19 @@ class Observer:
         finally:
             stream.close()
 
-    async def _poll(self, tracker: PeerTracker, stream: Stream) -> None:
+    async def _poll(self, tracker: PeerTracker, stream: ReportStream) -> None:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        report = await ask(stream, reply_s=REPLY_S)
+        report = await request_report(stream)
         tracker.on_delay((loop.time() - asked_s) / 2)
         tracker.on_report(report, self._clock(), self._totals)
         self._failures.pop(tracker.peer, None)
 
-    async def _wait_for_next_poll(self, stream: Stream) -> None:
+    async def _wait_for_next_poll(self, stream: ReportStream) -> None:
         """Wait one interval. Raises ``StreamEnded`` as soon as the stream ends, ``ProtocolViolation`` for a report without a poll."""
         try:
             async with asyncio.timeout(self._poll_s * self._dependencies.rng.uniform(0.9, 1.1)):
-                await stream.receive()
+                await stream.stream.receive()
         except TimeoutError:
             return
         raise ProtocolViolation(f"{stream.peer} sent a report without being asked")

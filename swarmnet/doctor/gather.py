@@ -337,11 +337,9 @@ async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> 
     from swarmnet_protocols.reachability.dial_back import probe
 
     try:
-        stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=OPEN_S)
-        try:
-            return facts.BootstrapPeer(address, await probe(stream, ports, wall_clock))
-        finally:
-            stream.close()
+        peer = peer_of(address)
+        stream = await PROBE.open(transport, peer, addresses=[address], deadline_s=OPEN_S)
+        return facts.BootstrapPeer(address, await probe(stream, ports, wall_clock))
     except SwarmnetError as error:
         # go-libp2p lists the error of each address that it tried, one per line
         return facts.BootstrapPeer(address, error=str(error).splitlines()[-1].strip())

@@ -10,7 +10,6 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -93,12 +92,10 @@ def test_a_peer_without_a_reservation_is_not_reached(circuit_lab: CircuitLab, pr
 def test_a_circuit_that_was_not_announced_cannot_be_accepted(circuit_lab: CircuitLab) -> None:
     async def scenario(a: RoutedTransport, b: RoutedTransport, relay: Relay) -> None:
         [address, *_] = relay._transport.addresses()
-        stream = await a.direct.open(
-            relay._transport.peer_id, RELAY, addresses=[address], deadline_s=DEADLINE_S
-        )
+        stream = await RELAY.open(a.direct, relay._transport.peer_id, addresses=[address])
         request = pb.RelayRequest(accept=pb.Accept(circuit=bytes(16)))
         with pytest.raises(Refused, match="no such circuit"):
-            await ask(stream, request, pb.RelayReply, within_s=DEADLINE_S)
+            await stream.ask(request)
 
     run(circuit_lab, scenario)
 
@@ -108,12 +105,10 @@ def test_a_peer_that_cannot_be_dialled_does_not_relay(circuit_lab: CircuitLab) -
         relay._is_open = lambda: False
         try:
             [address, *_] = relay._transport.addresses()
-            stream = await a.direct.open(
-                relay._transport.peer_id, RELAY, addresses=[address], deadline_s=DEADLINE_S
-            )
+            stream = await RELAY.open(a.direct, relay._transport.peer_id, addresses=[address])
             request = pb.RelayRequest(connect=pb.Connect(peer=b.peer_id))
             with pytest.raises(Refused, match="does not relay"):
-                await ask(stream, request, pb.RelayReply, within_s=DEADLINE_S)
+                await stream.ask(request)
         finally:
             relay._is_open = lambda: True
 

@@ -19,7 +19,6 @@ from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.admission_lab import World, address, redeem, run
@@ -122,8 +121,8 @@ def test_a_slow_directory_delays_only_requests_that_need_it(
 
 
 async def asked(asker: MemoryTransport, peer: PeerId, request: pb.AdmissionRequest) -> pb.AdmissionReply:
-    stream = await asker.open(peer, ADMISSION, deadline_s=DEADLINE_S)
-    return (await ask(stream, request, pb.AdmissionReply, within_s=DEADLINE_S))[0]
+    stream = await ADMISSION.open(asker, peer)
+    return (await stream.ask(request))[0]
 
 
 @pytest.mark.parametrize("role", ["issuer", "member"])

@@ -249,7 +249,7 @@ def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pyt
         await asyncio.sleep(1.0)
         used = lab.transports[target].resources.peer(idle, asyncio.get_running_loop().time()).used
         assert used[Resource.PENDING_ROUNDS] == 1
-        await asyncio.sleep(3 * TIMING.silence_s)
+        await asyncio.sleep(3 * TIMING.streams.silence_s)
         assert used[Resource.PENDING_ROUNDS] == 0
         stream.close()
 

@@ -14,7 +14,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.host_announcements import HostSample
-from swarmnet_protocols.directory.node_reports import ask, experts_of
+from swarmnet_protocols.directory.node_reports import experts_of, request_report
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
@@ -275,9 +275,9 @@ def test_a_client_is_told_for_which_experts_hosts_wait(mixtral: Reference) -> No
 
 
 async def report_of(transport: Transport, peer: PeerId) -> report_pb2.NodeReport:
-    stream = await transport.open(peer, REPORT, deadline_s=1.0)
+    stream = await REPORT.open(transport, peer)
     try:
-        return await ask(stream, reply_s=1.0)
+        return await request_report(stream)
     finally:
         stream.close()
 
@@ -445,8 +445,7 @@ async def call(
 
 
 async def open_experts(lab: Lab, transport: Transport, peer: str) -> TrunkStream:
-    stream = await transport.open(lab.peer_id(peer), EXPERTS, deadline_s=1.0)
-    return TrunkStream(stream, session_pb2.ExpertsRequest, session_pb2.ExpertsReply, silence_s=2.0)
+    return await EXPERTS.open(transport, lab.peer_id(peer))
 
 
 def attach(lab: Lab, **changes: bytes) -> session_pb2.ExpertsRequest:

@@ -148,7 +148,7 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
         await asyncio.sleep(5.0)
         assert refused
         assert not server.membership.revocations.serials
-        await client.raw.serve(REVOCATIONS, client.handshakes._serve_revocations)
+        await REVOCATIONS.serve(client.raw, client.handshakes._serve_revocations)
         await asyncio.sleep(world.swarm.rules.revocation_refresh_s + 5.0)
         assert server.membership.revocations.serials
 

@@ -20,13 +20,12 @@ from swarmnet_protocols.net import Message, PeerId, ReachKind, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resources import Resource
-from swarmnet_protocols.net.protocol_ids import RELAY
+from swarmnet_protocols.net.protocol_ids import RELAY, RELAY_S
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.net.typed_stream import ask
 from swarmnet_protocols.reachability import detection
 from swarmnet_protocols.reachability.detection import Reachability
 from swarmnet_protocols.reachability.dial_back import Probed
-from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED, OPEN_S, SILENCE_S, Relay
+from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED, OPEN_S, Relay
 from swarmnet_protocols.reachability.reservations import WANTED, Reservations
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -121,7 +120,7 @@ def test_a_reservation_ends_when_a_side_is_silent(side: str) -> None:
         await asyncio.sleep(1.0)
         assert lab.relays["relay"].reservations == 1
         lab.network.hang(relay.peer_id if side == "the relay" else alice.peer_id)
-        await asyncio.sleep(SILENCE_S + 1.5)
+        await asyncio.sleep(RELAY_S + 1.5)
         if side == "the relay":
             assert not reservations.held
         else:
@@ -135,9 +134,9 @@ def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
         link = LinkLimiter()
         link.set_relay_rate(0)
         relay, alice = await lab.relay("relay", link), await lab.peer("alice")
-        stream = await alice.open(relay.peer_id, RELAY, deadline_s=1.0)
+        stream = await RELAY.open(alice, relay.peer_id)
         with pytest.raises(Refused, match="does not relay"):
-            await ask(stream, pb.RelayRequest(reserve=pb.Reserve()), pb.RelayReply, within_s=2.0)
+            await stream.ask(pb.RelayRequest(reserve=pb.Reserve()))
 
     run(scenario)
 

@@ -150,7 +150,7 @@ class ExpertLab:
                     modules, world.executor, shared, world.timing, world.transport.resources.system
                 )
                 service.fault, service.lab, service.row_s = fault, self.lab, row_s
-                await world.transport.serve(EXPERTS, service.handle)
+                await EXPERTS.serve(world.transport, service.handle)
                 announcement = service.announcement(
                     world.transport,
                     pb.HOST_STATE_ONLINE,

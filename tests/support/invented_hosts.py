@@ -9,7 +9,6 @@ from typing import Any
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.protocol_ids import PASS, PING
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
@@ -71,7 +70,7 @@ async def invented_hosts(
 
 def _pings(manifest: bytes, start: int, end: int) -> Any:
     async def serve(stream: Stream) -> None:
-        pings = TypedStream(stream, session_pb2.Pong, session_pb2.Ping, silence_s=30.0)
+        pings = PING.accept(stream)
         await answer_pings(
             pings, lambda nonce: session_pb2.Pong(nonce=nonce, manifest=manifest, start=start, end=end)
         )
@@ -81,7 +80,7 @@ def _pings(manifest: bytes, start: int, end: int) -> Any:
 
 async def _passes(stream: Stream) -> None:
     """Answer a pass with its own inputs, as cheaply as can be."""
-    asked = TypedStream(stream, session_pb2.PassReply, session_pb2.PassRequest, silence_s=30.0)
+    asked = PASS.accept(stream)
     await asked.receive()
     await asked.send(session_pb2.PassReply(heartbeat=session_pb2.Heartbeat()))
     part, payload = await asked.receive()

@@ -40,7 +40,7 @@ class WeightSwarm:
 
         async def start() -> PeerId:
             transport = await self._transport()
-            await transport.serve(WEIGHTS, WeightServer(library, is_busy, TIMING).handle)
+            await WEIGHTS.serve(transport, WeightServer(library, is_busy).handle, TIMING)
             self.hosts.append(Host(transport.peer_id))
             return transport.peer_id
 

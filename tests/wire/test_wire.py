@@ -26,6 +26,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.net.typed_stream import TypedProtocol
 from swarmnet_protocols.wire import (
     membership_pb2,
     records_pb2,
@@ -212,6 +213,15 @@ def test_the_registry_says_who_may_open_what() -> None:
         assert registry[protocol.id].get("flow_control", False) == protocol.has_flow_control
         needs_a_role = protocol not in protocol_ids.ENTRANCE
         assert bool(protocol.roles) == bool(protocol.served_by) == needs_a_role, protocol.id
+
+
+def test_the_registry_names_the_messages_of_each_side() -> None:
+    registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text()).values()
+    messages = {entry["id"]: entry["messages"] for entry in registry}
+    for protocol in set(protocol_ids.ALL) - set(protocol_ids.DIRECTORY):
+        assert isinstance(protocol, TypedProtocol)
+        sides = (protocol.request, protocol.reply)
+        assert messages[protocol.id] == list(dict.fromkeys(side.DESCRIPTOR.name for side in sides))
 
 
 def test_the_registry_names_messages_that_exist() -> None:

@@ -82,7 +82,7 @@ async def upload_adapter(
         size_bytes=len(part.data),
     )
     timing = swarm.timing
-    stream = await swarm.transport.open(hop.peer, ADAPTER, addresses=hop.addresses, deadline_s=timing.open_s)
+    client = await ADAPTER.open(swarm.transport, hop.peer, timing, addresses=hop.addresses)
     sending: asyncio.Task[None] | None = None
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
@@ -91,7 +91,6 @@ async def upload_adapter(
                 limit.reschedule(asyncio.get_running_loop().time() + timing.stall_s)
                 progressed()
 
-            client = _Upload(stream, pb.AdapterRequest, pb.AdapterReply, silence_s=timing.silence_s)
             await client.send(pb.AdapterRequest(upload=upload))
             while True:
                 reply, _ = await client.receive()
@@ -106,7 +105,7 @@ async def upload_adapter(
         raise DeadlineExceeded(f"{hop.peer} accepts no more of the adapter") from error
     finally:
         await cancel(sending)  # the receiving side has seen the same error
-        stream.close()
+        client.close()
 
 
 _Upload = TypedStream[pb.AdapterRequest, pb.AdapterReply]

@@ -340,16 +340,14 @@ async def resume(swarm: Swarm, live: LiveHop) -> SessionStream:
 
 async def _ask(swarm: Swarm, hop: Hop, request: pb.SessionRequest) -> SessionStream:
     """A session stream on which the host answered ``request`` with ``Opened``."""
-    timing = swarm.timing
-    stream = await swarm.transport.open(hop.peer, SESSION, addresses=hop.addresses, deadline_s=timing.open_s)
-    client = SessionStream(stream, pb.SessionRequest, pb.SessionReply, silence_s=timing.silence_s)
+    client = await SESSION.open(swarm.transport, hop.peer, swarm.timing, addresses=hop.addresses)
     try:
         await client.send(request)
         reply, _ = await client.receive()
         if not reply.HasField("opened"):
             raise ProtocolViolation("a session is answered with Opened")
     except BaseException:
-        stream.close()
+        client.close()
         raise
     return client
 

@@ -348,9 +348,7 @@ async def ask_pass(
     Raises ``GraphGone``, what opening a stream raises, and what ``request_pass`` raises.
     """
     try:
-        stream = await swarm.transport.open(
-            hop.peer, PASS, addresses=hop.addresses, deadline_s=swarm.timing.open_s
-        )
+        stream = await PASS.open(swarm.transport, hop.peer, swarm.timing, addresses=hop.addresses)
         return await request_pass(stream, begin, tensors, shapes, swarm.timing)
     except Refused as refusal:
         if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:

@@ -11,12 +11,10 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import PING
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate, OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.pings import PingStream, ping
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import session_pb2 as pb
 
 PINGED_PER_BLOCK = 4
 """Hosts of each block that a client pings, so that every part of a chain is chosen among measured hosts."""
@@ -115,13 +113,10 @@ class PingMonitor:
     async def _ping(self, host: HostInfo) -> None:
         """Ping one host until it fails."""
         try:
-            stream = await self._transport.open(
-                host.peer, PING, addresses=host.addresses, deadline_s=self._timing.open_s
-            )
+            pings = await PING.open(self._transport, host.peer, self._timing, addresses=host.addresses)
         except SwarmnetError:
             self._on_failure(host.peer)
             return
-        pings = TypedStream(stream, pb.Ping, pb.Pong, silence_s=self._timing.pong_s)
         try:
             while True:
                 await self._ping_once(pings)
@@ -129,7 +124,7 @@ class PingMonitor:
         except SwarmnetError:
             self._on_failure(host.peer)
         finally:
-            stream.close()
+            pings.close()
 
     async def _ping_once(self, stream: PingStream) -> None:
         answer, peer = await ping(stream, self._rng), stream.peer

@@ -206,26 +206,18 @@ class ExpertLink:
     async def _run(self) -> None:
         """Keep one stream until a better path is found. Raises the error that ends the stream before."""
         self._told, self._is_leaving, self._open_since = None, False, math.inf
-        stream = await self._transport.open(
-            self.host.peer, EXPERTS, addresses=self.host.addresses, deadline_s=self._timing.open_s
-        )
-        typed = TrunkStream(
-            stream,
-            pb.ExpertsRequest,
-            pb.ExpertsReply,
-            silence_s=self._timing.silence_s,
-            send_s=self._timing.chunk_s,
-        )
+        host = self.host
+        stream = await EXPERTS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
         with contextlib.closing(stream):
             attach = pb.Attach(swarm=self._model.swarm, manifest=self._model.manifest)
-            await typed.send(pb.ExpertsRequest(attach=attach))
-            reply, _ = await typed.receive()
+            await stream.send(pb.ExpertsRequest(attach=attach))
+            reply, _ = await stream.receive()
             if not reply.HasField("attached"):
                 raise ProtocolViolation("an answer before the stream was accepted")
             self._listen(reply.attached)
-            self.subnet = subnet_of(stream.address) or self.host.peer
+            self.subnet = subnet_of(stream.stream.address) or host.peer
             try:
-                await race(self._receive(typed), self._open(typed), stream.path_improved())
+                await race(self._receive(stream), self._open(stream), stream.stream.path_improved())
             finally:
                 self._stream = None
                 for _, answer in self._waiting.values():

@@ -35,7 +35,7 @@ from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import (
@@ -195,21 +195,14 @@ class ExpertService:
             reach=describe_reach(status.reach),
         )
 
-    async def handle(self, stream: Stream) -> None:
+    async def handle(self, stream: ExpertsStream) -> None:
         """Compute for one host until its stream ends."""
-        typed = ExpertsStream(
-            stream,
-            pb.ExpertsReply,
-            pb.ExpertsRequest,
-            silence_s=self._timing.first_message_s,
-            send_s=self._timing.chunk_s,
-        )
-        with self._slots.take(stream, lambda: stream.refuse(_idle())) as slot:
+        with self._slots.take(stream.stream, lambda: stream.refuse(_idle())) as slot:
             self.streams += 1
             self._rows[slot] = 0
             try:
-                await self._attach(typed)
-                await race(self._tell(typed), self._serve(typed, slot), self._send_heartbeats(typed))
+                await self._attach(stream)
+                await race(self._tell(stream), self._serve(stream, slot), self._send_heartbeats(stream))
             except ProtocolViolation as error:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
             finally:

@@ -16,7 +16,6 @@ The path of a step of a session:
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -30,7 +29,7 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.adapter_upload import AdapterUpload
+from swarmnet_node.hosting.adapter_upload import AdapterStream, AdapterUpload
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.passes import HostedPass, PassStream
@@ -52,7 +51,7 @@ from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.typed_stream import Received, Sent, TypedStream
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.link import NextHop
@@ -128,11 +127,11 @@ class Host:
 
     async def serve(self) -> None:
         """Accept sessions, links, passes, adapters and pings until the transport closes."""
-        await self.transport.serve(SESSION, self._serve_session)
-        await self.transport.serve(LINK, self._serve_link)
-        await self.transport.serve(PASS, self._serve_pass)
-        await self.transport.serve(ADAPTER, self._serve_upload)
-        await self.transport.serve(PING, self._serve_pings)
+        await SESSION.serve(self.transport, self._serve_session, self.timing)
+        await LINK.serve(self.transport, self._serve_link, self.timing)
+        await PASS.serve(self.transport, self._serve_pass, self.timing)
+        await ADAPTER.serve(self.transport, self._serve_upload, self.timing)
+        await PING.serve(self.transport, self._serve_pings, self.timing)
 
     @property
     def sessions(self) -> Sequence[HostedSession]:
@@ -221,10 +220,7 @@ class Host:
                 session.end_moved()
                 await session.freed.wait()
 
-    async def _serve_session(self, stream: Stream) -> None:
-        client = self._typed(
-            stream, pb.SessionReply, pb.SessionRequest, silence_s=self.timing.client_silence_s
-        )
+    async def _serve_session(self, client: SessionStream) -> None:
         request, _ = await client.receive()
         if request.HasField("resume"):
             await self._resume_session(request.resume, client)
@@ -332,11 +328,6 @@ class Host:
             evicted.evict()
             await held[evicted].freed.wait()
 
-    def _typed(
-        self, stream: Stream, sent: type[Sent], received: type[Received], *, silence_s: float
-    ) -> TypedStream[Sent, Received]:
-        return TypedStream(stream, sent, received, silence_s=silence_s, send_s=self.timing.chunk_s)
-
     def _refuse(self, stream: TypedStream[Any, Any], refusal: Refusal) -> None:
         self.counters.refuse(refusal, stream.peer)
         stream.refuse(refusal)
@@ -381,8 +372,7 @@ class Host:
         if not self._serves((wanted.span.start, wanted.span.end)):
             raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
 
-    async def _serve_pass(self, stream: Stream) -> None:
-        client = self._typed(stream, pb.PassReply, pb.PassRequest, silence_s=self.timing.chunk_s)
+    async def _serve_pass(self, client: PassStream) -> None:
         request, _ = await client.receive()
         if not request.HasField("begin"):
             raise ProtocolViolation("a pass begins with Begin")
@@ -408,8 +398,7 @@ class Host:
             )  # removes the entry at 0, which would keep the engine's weights in memory
             await self._notify_changed()
 
-    async def _serve_upload(self, stream: Stream) -> None:
-        client = self._typed(stream, pb.AdapterReply, pb.AdapterRequest, silence_s=self.timing.chunk_s)
+    async def _serve_upload(self, client: AdapterStream) -> None:
         request, _ = await client.receive()
         if not request.HasField("upload"):
             raise ProtocolViolation("an adapter begins with Upload")
@@ -425,8 +414,7 @@ class Host:
                 heartbeat_s,
             ).run()
 
-    async def _serve_link(self, stream: Stream) -> None:
-        link = self._typed(stream, pb.LinkReply, pb.LinkRequest, silence_s=math.inf)
+    async def _serve_link(self, link: LinkStream) -> None:
         request, _ = await link.receive()
         if not request.HasField("link") or len(request.link.session) != SESSION_ID_BYTES:
             raise ProtocolViolation("a link begins with Link")
@@ -460,8 +448,7 @@ class Host:
         except TimeoutError:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
 
-    async def _serve_pings(self, stream: Stream) -> None:
-        client = self._typed(stream, pb.Pong, pb.Ping, silence_s=self.timing.client_silence_s)
+    async def _serve_pings(self, client: TypedStream[pb.Pong, pb.Ping]) -> None:
         await answer_pings(client, self._pong)
 
     def _pong(self, nonce: int) -> pb.Pong:

@@ -24,7 +24,7 @@ from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.net import Reach, Stream
+from swarmnet_protocols.net import Reach
 from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 EVERY_S = 0.5
 """Seconds for which a report is reused."""
-IDLE_S = 60.0
-"""Seconds without a request, or with a report unread, after which a stream is closed."""
 
 
 def describe_host(
@@ -98,19 +96,19 @@ class Reporter:
         self._newest = pb.NodeReport()
         self._newest_at_s = -EVERY_S
 
-    async def handle(self, stream: Stream) -> None:
+    async def handle(self, stream: TypedStream[pb.NodeReport, pb.ReportRequest]) -> None:
         """Serve one REPORT stream until the peer closes it or falls silent. Requests above the rate limit wait.
 
         Raises ``ResourceLimitReached`` for a peer with too many such streams.
         """
         clock = asyncio.get_running_loop().time
-        requests = TypedStream(stream, pb.NodeReport, pb.ReportRequest, silence_s=IDLE_S, send_s=IDLE_S)
-        with stream.scope.reserve(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
+        scope = stream.stream.scope
+        with scope.reserve(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
             while True:
-                await requests.receive()
-                if wait_s := stream.scope.charge(Rate.REPORTS_SENT, 1, clock()):
+                await stream.receive()
+                if wait_s := scope.charge(Rate.REPORTS_SENT, 1, clock()):
                     await asyncio.sleep(wait_s)
-                await requests.send(self._report())
+                await stream.send(self._report())
 
     def _report(self) -> pb.NodeReport:
         now_s = asyncio.get_running_loop().time()

@@ -99,7 +99,7 @@ async def start(
         reporter = WorkerReporter(open_job(sealed), version("swarmnet-p2p"), handler, transport.reach)
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
-        await transport.serve(REPORT, Reporter(reporter.report).handle)
+        await REPORT.serve(transport, Reporter(reporter.report).handle)
 
         def warn(warning: str) -> None:
             reporter.handle({"event": "identity", "warning": warning})

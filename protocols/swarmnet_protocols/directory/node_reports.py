@@ -14,7 +14,6 @@ from swarmnet_protocols.directory.expert_announcements import (
 from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, MAX_NUMBER, MAX_TEXT_CHARS
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
@@ -60,14 +59,16 @@ def describe_experts(
     return found
 
 
-async def ask(stream: Stream, *, reply_s: float) -> pb.NodeReport:
+ReportStream = TypedStream[pb.ReportRequest, pb.NodeReport]
+
+
+async def request_report(stream: ReportStream) -> pb.NodeReport:
     """Request the report of the node at the other end of a REPORT stream.
 
     Raises ``StreamEnded``, ``DeadlineExceeded`` without an answer, and ``ProtocolViolation`` for a report that :func:`check` rejects.
     """
-    reports = TypedStream(stream, pb.ReportRequest, pb.NodeReport, silence_s=reply_s)
-    await reports.send(pb.ReportRequest())
-    report, _ = await reports.receive()
+    await stream.send(pb.ReportRequest())
+    report, _ = await stream.receive()
     check(report)
     return report
 

@@ -352,10 +352,7 @@ class SwarmPeers:
         transport, timing = self._transport, self._timing
         if transport is None:
             raise Unreachable("the connection to the swarm has ended")
-        stream = await transport.open(host.peer, WEIGHTS, addresses=host.addresses, deadline_s=timing.open_s)
-        return WeightStream(
-            stream, pb.WeightsRequest, pb.WeightsReply, silence_s=timing.chunk_s, send_s=timing.chunk_s
-        )
+        return await WEIGHTS.open(transport, host.peer, timing, addresses=host.addresses)
 
     async def _hedged(
         self, hosts: Sequence[WeightHost], work: Callable[[WeightHost], Coroutine[Any, Any, bool]]

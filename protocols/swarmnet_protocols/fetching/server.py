@@ -12,11 +12,9 @@ from typing import Protocol
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES
-from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import weights_pb2 as pb
 
@@ -113,31 +111,23 @@ class SendTurns:
 class WeightServer:
     """The handler of ``WEIGHTS``. Each peer has few streams, each stream one reply at a time."""
 
-    def __init__(self, library: Library, is_busy: Callable[[], bool], timing: Timing) -> None:
+    def __init__(self, library: Library, is_busy: Callable[[], bool]) -> None:
         """``is_busy``: whether sessions are open; while they are, weights are sent at most ``BUSY_SHARE`` of the time."""
         self._library = library
         self._is_busy = is_busy
-        self._timing = timing
         self._turns = SendTurns()
 
-    async def handle(self, stream: Stream) -> None:
+    async def handle(self, stream: TypedStream[pb.WeightsReply, pb.WeightsRequest]) -> None:
         """Answer the requests of one stream until it ends."""
-        typed = TypedStream(
-            stream,
-            pb.WeightsReply,
-            pb.WeightsRequest,
-            silence_s=self._timing.client_silence_s,
-            send_s=self._timing.chunk_s,
-        )
-        standing = Standing.NEW
-        with stream.scope.reserve(Resource.TRANSFERS):
+        standing, scope = Standing.NEW, stream.stream.scope
+        with scope.reserve(Resource.TRANSFERS):
             while True:
-                request, _ = await typed.receive()
+                request, _ = await stream.receive()
                 async with self._turns.take(standing) as turn:
                     began = time.monotonic()
                     total, payload = await self._answer(request)
-                    with stream.scope.reserve(Resource.MEMORY, len(payload)):
-                        await typed.send(pb.WeightsReply(total_bytes=total), payload)
+                    with scope.reserve(Resource.MEMORY, len(payload)):
+                        await stream.send(pb.WeightsReply(total_bytes=total), payload)
                     standing = Standing.TOOK if turn.is_held else Standing.LEFT
                     if self._is_busy():
                         took_s = time.monotonic() - began

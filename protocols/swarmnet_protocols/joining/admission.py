@@ -48,12 +48,12 @@ from swarmnet_protocols.membership.issuer import (
 )
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
-from swarmnet_protocols.net.protocol_ids import ADMISSION
+from swarmnet_protocols.net.protocol_ids import ADMISSION, ADMISSION_S
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire import refusal_pb2
@@ -69,8 +69,6 @@ MAX_ASKED = 16
 """Most peers that a newcomer or member asks for one certificate."""
 ISSUERS_CACHE_S = 30.0
 """Seconds for which the issuers found in the directory are cached."""
-ASK_S = 10.0
-"""Timeout in seconds for reaching an issuer, and again for its answer. Long: a newcomer has no other peer to ask."""
 RETRY_PAUSES_S = (0.5, 2.0)
 """Seconds before each further try at a peer that accepted the stream and closed it."""
 RENEW_RETRY_S = 60.0
@@ -136,7 +134,7 @@ class Admissions:
                 admissions._config = issuer
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
                 loops.append(admissions._issuer_announcer(issuer.key).run)
-            await transport.serve(ADMISSION, admissions._answer)
+            await ADMISSION.serve(transport, admissions._answer, admissions._timing)
             running = [asyncio.create_task(persist("admission", each), name="admission") for each in loops]
             try:
                 yield
@@ -145,14 +143,8 @@ class Admissions:
 
     # ---- answering -------------------------------------------------------------------------------------
 
-    async def _answer(self, stream: Stream) -> None:
-        requests = TypedStream(
-            stream,
-            pb.AdmissionReply,
-            pb.AdmissionRequest,
-            silence_s=self._timing.handshake_s,
-            send_s=self._timing.reply_s,
-        )
+    async def _answer(self, requests: TypedStream[pb.AdmissionReply, pb.AdmissionRequest]) -> None:
+        stream = requests.stream
         with self._pending.slot(stream):
             request, _ = await requests.receive()
         with self._waiting.slot(stream):
@@ -347,8 +339,8 @@ async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequ
     _, _, peer = address.rpartition("/p2p/")
     if not peer or peer == transport.peer_id:
         raise ConfigError(f"{address[:100]!r} is not the address of another peer")
-    stream = await transport.open(PeerId(peer), ADMISSION, addresses=[address], deadline_s=ASK_S)
-    reply, _ = await ask(stream, request, pb.AdmissionReply, within_s=ASK_S)
+    stream = await ADMISSION.open(transport, PeerId(peer), addresses=[address], deadline_s=ADMISSION_S)
+    reply, _ = await stream.ask(request)
     return reply
 
 

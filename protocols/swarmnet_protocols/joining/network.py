@@ -220,7 +220,7 @@ async def connect(
         stack.push_async_callback(punching.close)
         if not client_mode:
             with suppress(NotAuthorised):  # an observer has no role that may serve these
-                await guarded.serve(PROBE, Probes(raw.addresses_of, wall_clock, raw.networks).answer)
+                await PROBE.serve(guarded, Probes(raw.addresses_of, wall_clock, raw.networks).answer)
                 await relay.serve()
             await reachability.find_out()
             stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))

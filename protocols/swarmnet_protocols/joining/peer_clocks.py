@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
 from statistics import median
 
 from swarmnet_protocols.errors import SwarmnetError
@@ -32,8 +31,8 @@ async def _clock_error_s(transport: Transport, address: str) -> float | None:
     """Seconds by which the clock of this machine is behind that of a peer; None without an answer."""
     try:
         async with asyncio.timeout(CLOCK_S):
-            stream = await transport.open(peer_of(address), PROBE, addresses=[address], deadline_s=CLOCK_S)
-            with closing(stream):
-                return (await probe(stream, (), wall_clock)).behind_s
+            peer = peer_of(address)
+            stream = await PROBE.open(transport, peer, addresses=[address], deadline_s=CLOCK_S)
+            return (await probe(stream, (), wall_clock)).behind_s
     except (SwarmnetError, TimeoutError):
         return None

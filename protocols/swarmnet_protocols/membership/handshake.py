@@ -149,8 +149,8 @@ class Handshakes:
         """Answer handshakes while the context is open. ``transport`` is the one below
         :class:`GuardedTransport`."""
         handshakes = cls(transport, membership, timing)
-        await transport.serve(HANDSHAKE, handshakes._answer)
-        await transport.serve(REVOCATIONS, handshakes._serve_revocations)
+        await HANDSHAKE.serve(transport, handshakes._answer, handshakes._timing)
+        await REVOCATIONS.serve(transport, handshakes._serve_revocations, handshakes._timing)
         membership.listeners.append(handshakes._on_membership_change)
         hellos = asyncio.create_task(
             persist("the renewal of handshakes", handshakes._send_hellos_periodically), name="handshakes"
@@ -263,13 +263,17 @@ class Handshakes:
 
     async def _open(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         try:
-            stream = await self._transport.open(
-                peer, HANDSHAKE, addresses=addresses, deadline_s=self._timing.handshake_s
+            handshake = await HANDSHAKE.open(
+                self._transport,
+                peer,
+                self._timing,
+                addresses=addresses,
+                deadline_s=self._timing.handshake_s,
             )
         except IncompatibleVersion as error:
             raise NotAuthorised(f"{peer} is in no private swarm: {error}") from error
+        stream = handshake.stream
         try:
-            handshake = self._typed(stream)
             await handshake.send(self._hello())
             hello = await self._with_newer_file(handshake, await self._receive(handshake))
             try:
@@ -288,8 +292,8 @@ class Handshakes:
         self._add_stream(admitted, stream)
         self._spawn(self._receive_updates(admitted, handshake))
 
-    async def _answer(self, stream: Stream) -> None:
-        handshake = self._typed(stream)
+    async def _answer(self, handshake: HandshakeStream) -> None:
+        stream = handshake.stream
         with self._pending.slot(stream):
             hello = await self._with_newer_file(handshake, await self._receive(handshake))
         try:
@@ -504,17 +508,11 @@ class Handshakes:
         """Send ``message``; a stream whose other side does not read is closed, or messages would
         queue without bound."""
         try:
-            await self._typed(stream).send(message, payload)
+            await HANDSHAKE.accept(stream, self._timing).send(message, payload)
         except DeadlineExceeded:
             stream.close()
         except StreamEnded:
             pass
-
-    def _typed(self, stream: Stream) -> HandshakeStream:
-        timeout_s = self._timing.handshake_s
-        return HandshakeStream(
-            stream, pb.HandshakeMessage, pb.HandshakeMessage, silence_s=timeout_s, send_s=timeout_s
-        )
 
     def _hello(self, *, wants_file: bool = False) -> pb.HandshakeMessage:
         membership = self.membership
@@ -534,15 +532,10 @@ class Handshakes:
 
     # ---- revocation lists --------------------------------------------------------------------------------
 
-    async def _serve_revocations(self, stream: Stream) -> None:
-        async with self.admitting(stream, REVOCATIONS):
-            lists = TypedStream(
-                stream,
-                pb.RevocationsReply,
-                pb.RevocationsRequest,
-                silence_s=self._timing.handshake_s,
-                send_s=self._timing.chunk_s,
-            )
+    async def _serve_revocations(
+        self, lists: TypedStream[pb.RevocationsReply, pb.RevocationsRequest]
+    ) -> None:
+        async with self.admitting(lists.stream, REVOCATIONS):
             request, _ = await lists.receive()
             theirs = {each.signer: each.serial for each in request.serials[:MAX_LISTS]}
             for sealed in self.membership.revocations.newer_than(theirs):
@@ -552,11 +545,9 @@ class Handshakes:
         """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is
         expelled."""
         try:
-            stream = await self._transport.open(peer, REVOCATIONS, deadline_s=self._timing.chunk_s)
-            with contextlib.closing(stream):
-                lists = TypedStream(
-                    stream, pb.RevocationsRequest, pb.RevocationsReply, silence_s=self._timing.chunk_s
-                )
+            deadline_s = self._timing.chunk_s
+            lists = await REVOCATIONS.open(self._transport, peer, self._timing, deadline_s=deadline_s)
+            with contextlib.closing(lists):
                 await lists.send(pb.RevocationsRequest(serials=self._serials()))
                 for _ in range(MAX_LISTS):
                     _, sealed = await lists.receive()

@@ -1,32 +1,42 @@
-"""A stream whose messages are protobufs: requests, replies, heartbeats and timeouts in one place.
+"""Protocols with their messages: typed streams, heartbeats and timeouts in one place.
 
-Every protocol of swarmnet but the DHT's is a pair of message types, one for each direction, mostly with a ``oneof kind``. The kind
-``heartbeat`` means in all of them that the sender is alive. A side that may send no other message for long sends heartbeats at a fixed rate
-(:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it raises ``DeadlineExceeded`` when they stop.
+A :class:`TypedProtocol` names the message type of each direction and how long each side waits.
+:meth:`TypedProtocol.open` and :meth:`TypedProtocol.serve` give both sides a :class:`TypedStream`.
 
-Heartbeats of a peer that sends a long prompt over a slow uplink wait behind it in the buffer of its router. The times between them grow before they
-exceed the timeout, so that :class:`AdaptiveTimeout` can follow them, as TCP adapts its retransmission timeout to round trips (RFC 6298).
+Most message types have a ``oneof kind``. The kind ``heartbeat`` means in all of them that the sender
+is alive. A side that may send no other message for long sends heartbeats at a fixed rate
+(:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it raises
+``DeadlineExceeded`` when they stop.
 
-A side that does not do what was asked refuses the stream (``refusal.py``). A stream with one request and one reply is made with :func:`ask`.
+A peer that sends a long prompt over a slow uplink delays its own heartbeats: they wait in the buffer
+of its router. The gaps grow before they exceed the timeout, so :class:`AdaptiveTimeout` can follow
+them, as TCP adapts its retransmission timeout to round trips (RFC 6298).
+
+A side that does not do what was asked refuses the stream (``refusal.py``).
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import until
-from swarmnet_protocols.net import Buffer, Message, PeerId, Stream
+from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.timing import Timing
 
 Sent = TypeVar("Sent", bound=Protobuf)
 Received = TypeVar("Received", bound=Protobuf)
+Request = TypeVar("Request", bound=Protobuf)
+Reply = TypeVar("Reply", bound=Protobuf)
 
+_USUAL = Timing()
 MAX_EXTENSION = 3.0
 """Longest timeout for heartbeats, as a multiple of the one for a peer that sends them evenly."""
 _GAPS = 4.0
@@ -68,10 +78,9 @@ class TypedStream(Generic[Sent, Received]):
         send_s: float = math.inf,
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
-        """``sent`` and ``received``: the types of the messages. ``silence_s``: longest time between two messages of the other side, heartbeats
-        included; up to ``MAX_EXTENSION`` times as long while heartbeats are late. It may be changed later. ``send_s``: longest time that the other
-        side may leave a message unread. Infinity: no limit.
-        ``on_heartbeat`` is called with each heartbeat, for those that carry news.
+        """``silence_s`` and ``send_s``: see :class:`Patience`. ``silence_s`` may be changed later.
+
+        ``on_heartbeat`` is called with each heartbeat, because some carry news.
         """
         self.stream = stream
         self._received = received
@@ -124,6 +133,15 @@ class TypedStream(Generic[Sent, Received]):
             await self.send(heartbeat())
             await asyncio.sleep(period_s)
 
+    async def ask(self, message: Sent) -> tuple[Received, Buffer]:
+        """Send one request, receive one reply with its payload, and close the stream.
+
+        Raises what :meth:`send` and :meth:`receive` raise.
+        """
+        with contextlib.closing(self):
+            await self.send(message)
+            return await self.receive()
+
     def close(self) -> None:
         """End the stream, as ``Stream.close``."""
         self.stream.close()
@@ -133,18 +151,72 @@ class TypedStream(Generic[Sent, Received]):
         self.stream.refuse(refusal)
 
 
-async def ask(
-    stream: Stream, request: Protobuf, reply: type[Received], *, within_s: float
-) -> tuple[Received, Buffer]:
-    """Send one request on ``stream``, receive one reply with its payload, and close the stream.
+class Patience(NamedTuple):
+    """How long one side of a stream waits for the other."""
 
-    Raises what ``Stream.send`` and ``Stream.receive`` raise, ``DeadlineExceeded`` after ``within_s`` each, and ``ProtocolViolation``
-    for bytes that are no ``reply``.
+    silence_s: float
+    """Longest time between two messages of the other side, heartbeats included.
+
+    It grows to at most ``MAX_EXTENSION`` times as long while heartbeats are late.
     """
-    with contextlib.closing(stream):
-        typed = TypedStream(stream, type(request), reply, silence_s=within_s, send_s=within_s)
-        await typed.send(request)
-        return await typed.receive()
+    send_s: float = math.inf
+    """Longest time that the other side may leave a message unread. Infinity: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
+    """A protocol, the messages of its two sides, and how long each side waits for the other."""
+
+    request: type[Request]
+    """What the opening side sends."""
+    reply: type[Reply]
+    """What the serving side sends."""
+    opener: Callable[[Timing], Patience] = lambda timing: Patience(timing.silence_s)
+    server: Callable[[Timing], Patience] = lambda timing: Patience(timing.client_silence_s, timing.chunk_s)
+
+    async def open(
+        self,
+        transport: Transport,
+        peer: PeerId,
+        timing: Timing = _USUAL,
+        *,
+        addresses: Sequence[str] = (),
+        deadline_s: float | None = None,
+        on_heartbeat: Callable[[Reply], None] = lambda _: None,
+    ) -> TypedStream[Request, Reply]:
+        """Open a stream to ``peer`` within ``deadline_s``, or ``Timing.open_s``.
+
+        Raises what ``Transport.open`` raises.
+        """
+        within_s = timing.open_s if deadline_s is None else deadline_s
+        stream = await transport.open(peer, self, addresses=addresses, deadline_s=within_s)
+        silence_s, send_s = self.opener(timing)
+        return TypedStream(
+            stream,
+            self.request,
+            self.reply,
+            silence_s=silence_s,
+            send_s=send_s,
+            on_heartbeat=on_heartbeat,
+        )
+
+    async def serve(
+        self,
+        transport: Transport,
+        handler: Callable[[TypedStream[Reply, Request]], Awaitable[None]],
+        timing: Timing = _USUAL,
+    ) -> None:
+        """Serve streams until the transport closes, as ``Transport.serve``."""
+        await transport.serve(self, lambda stream: handler(self.accept(stream, timing)))
+
+    def accept(
+        self,
+        stream: Stream,
+        timing: Timing = _USUAL,
+    ) -> TypedStream[Reply, Request]:
+        """The serving side of a stream that another peer opened."""
+        silence_s, send_s = self.server(timing)
+        return TypedStream(stream, self.reply, self.request, silence_s=silence_s, send_s=send_s)
 
 
 def parse(kind: type[Received], header: bytes) -> Received:

@@ -2,7 +2,6 @@
 relays change."""
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -172,9 +171,8 @@ class Reachability:
         peer = PeerId(address.rpartition("/p2p/")[2])
         try:
             async with asyncio.timeout(ASK_S):
-                stream = await self._guarded.open(peer, PROBE, addresses=[address], deadline_s=ASK_S)
-                with contextlib.closing(stream):
-                    return await probe(stream, ports, self._clock)
+                stream = await PROBE.open(self._guarded, peer, addresses=[address], deadline_s=ASK_S)
+                return await probe(stream, ports, self._clock)
         except (SwarmnetError, TimeoutError) as error:
             _log.debug("%s did not dial back: %s", address, error)
             return None

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net import PeerId, Stream
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import Network, may_dial_back
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_ip, parse_multiaddrs
-from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
 DIAL_S = 2.5
 """Timeout for dialling one port."""
-REPLY_S = 6.0
-"""Timeout for the request and for the reply, which comes after the dials."""
 HELLO = b"\x13/multistream/1.0.0\n"
 """The first bytes that libp2p sends on a TCP connection."""
 
@@ -41,7 +39,7 @@ class Probed:
 
 
 class Probes:
-    """Answers probes: ``transport.serve(PROBE, Probes(…).answer)``."""
+    """Answers probes: ``PROBE.serve(transport, Probes(…).answer)``."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class Probes:
         self._clock = clock
         self._networks = networks
 
-    async def answer(self, stream: Stream) -> None:
+    async def answer(self, stream: TypedStream[pb.ProbeReply, pb.ProbeRequest]) -> None:
         """Serve one probe.
 
         Only the address that the peer is connected from is dialled, if ``may_dial_back`` allows it.
@@ -64,12 +62,11 @@ class Probes:
         Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers,
         are being served.
         """
-        typed = TypedStream(stream, pb.ProbeReply, pb.ProbeRequest, silence_s=REPLY_S, send_s=REPLY_S)
-        request, _ = await typed.receive()
+        request, _ = await stream.receive()
         ports = list(dict.fromkeys(request.ports))
         if len(ports) > MAX_PORTS or not all(0 < port < 1 << 16 for port in ports):
             raise ProtocolViolation("a probe names up to 4 ports")
-        with stream.scope.reserve(Resource.PROBES):
+        with stream.stream.scope.reserve(Resource.PROBES):
             direct = direct_address(await self._addresses_of(stream.peer))
             may_dial = direct is not None and may_dial_back(direct.ip, self._networks())
             observed_ip = str(direct.ip) if direct is not None and may_dial else ""
@@ -80,7 +77,7 @@ class Probes:
             reply = pb.ProbeReply(
                 now_ms=round(self._clock() * 1000), observed_ip=observed_ip, reached=reached
             )
-            await typed.send(reply)
+            await stream.send(reply)
 
 
 def direct_address(addresses: Iterable[str]) -> Multiaddr | None:
@@ -102,14 +99,16 @@ async def speaks_libp2p(host: str, port: int) -> bool:
             writer.transport.abort()
 
 
-async def probe(stream: Stream, ports: Sequence[int], clock: Clock) -> Probed:
+async def probe(
+    stream: TypedStream[pb.ProbeRequest, pb.ProbeReply], ports: Sequence[int], clock: Clock
+) -> Probed:
     """Ask the other side of a PROBE stream to dial ``ports`` of this machine. Closes the stream.
 
     Raises ``StreamEnded``, ``DeadlineExceeded`` without a reply, and ``ProtocolViolation`` for an
     invalid one.
     """
     asked = clock()
-    reply, _ = await ask(stream, pb.ProbeRequest(ports=ports[:MAX_PORTS]), pb.ProbeReply, within_s=REPLY_S)
+    reply, _ = await stream.ask(pb.ProbeRequest(ports=ports[:MAX_PORTS]))
     answered = clock()
     observed_ip = parse_ip(reply.observed_ip)
     if observed_ip is None and reply.observed_ip:

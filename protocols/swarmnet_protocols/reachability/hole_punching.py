@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import PeerId, Reach, Stream, Transport
+from swarmnet_protocols.net import PeerId, Reach, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.limits.resources import Rate
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddrs
-from swarmnet_protocols.net.protocol_ids import PUNCH
+from swarmnet_protocols.net.protocol_ids import PUNCH, PUNCH_S
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.reachability.detection import Reachability
 from swarmnet_protocols.reachability.relay import Relay
@@ -30,8 +30,6 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-AGREE_S = 4.0
-"""Timeout for each message of the agreement."""
 DIAL_S = 3.0
 """Timeout for dialling, of both transports together."""
 TCP_AFTER_S = 0.5
@@ -70,7 +68,7 @@ class HolePunching:
         self._not_before: OrderedDict[PeerId, float] = OrderedDict()
 
     async def serve(self) -> None:
-        await self._guarded.serve(PUNCH, self._answer)
+        await PUNCH.serve(self._guarded, self._answer)
         self._transport.punch = self._begin
 
     async def close(self) -> None:
@@ -129,26 +127,25 @@ class HolePunching:
 
     async def _agree_and_dial(self, peer: PeerId) -> bool:
         clock = asyncio.get_running_loop().time
-        stream = await self._guarded.open(peer, PUNCH, deadline_s=AGREE_S)
+        stream = await PUNCH.open(self._guarded, peer, deadline_s=PUNCH_S)
         with contextlib.closing(stream):
-            typed = TypedStream(stream, pb.PunchRequest, pb.PunchReply, silence_s=AGREE_S, send_s=AGREE_S)
             asked = clock()
             mine = self._my_addresses()
-            await typed.send(pb.PunchRequest(addresses=mine))
-            reply, _ = await typed.receive()
+            await stream.send(pb.PunchRequest(addresses=mine))
+            reply, _ = await stream.receive()
             round_trip_s = clock() - asked
-            await typed.send(pb.PunchRequest(start=pb.PunchStart()))
+            await stream.send(pb.PunchRequest(start=pb.PunchStart()))
             await asyncio.sleep(round_trip_s / 2)
             return await self._dial(peer, mine, reply.addresses, serves=False)
 
-    async def _answer(self, stream: Stream) -> None:
-        stream.scope.check_rate(Rate.DIALS, 0.0, asyncio.get_running_loop().time())
-        stream.scope.charge(Rate.DIALS, 1, asyncio.get_running_loop().time())
-        typed = TypedStream(stream, pb.PunchReply, pb.PunchRequest, silence_s=AGREE_S, send_s=AGREE_S)
-        request, _ = await typed.receive()
+    async def _answer(self, stream: TypedStream[pb.PunchReply, pb.PunchRequest]) -> None:
+        scope, now = stream.stream.scope, asyncio.get_running_loop().time()
+        scope.check_rate(Rate.DIALS, 0.0, now)
+        scope.charge(Rate.DIALS, 1, now)
+        request, _ = await stream.receive()
         mine = self._my_addresses()
-        await typed.send(pb.PunchReply(addresses=mine))
-        start, _ = await typed.receive()
+        await stream.send(pb.PunchReply(addresses=mine))
+        start, _ = await stream.receive()
         if not start.HasField("start"):
             raise ProtocolViolation("a punch without a start")
         await self._dial(stream.peer, mine, request.addresses, serves=True)

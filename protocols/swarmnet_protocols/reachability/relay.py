@@ -30,16 +30,16 @@ from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, SubnetSlots, subnet_of
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.net.typed_stream import TypedStream, parse, receive_within, send_within
+from swarmnet_protocols.net.typed_stream import TypedStream, receive_within, send_within
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
+RelayStream = TypedStream[pb.RelayReply, pb.RelayRequest]
+
 HEARTBEAT_S = 1.0
 """Period of the heartbeats on a reservation, in both directions."""
-SILENCE_S = 4.0
-"""A side of a reservation that sent nothing for this long counts as gone."""
 CIRCUIT_ID_BYTES = 16
 OPEN_S = 3.0
 """Timeout for the reserved peer to accept a circuit, and again for the other peer to confirm it."""
@@ -109,7 +109,7 @@ class Relay:
         self._transport = transport
         self._is_open = is_open
         self._link = link
-        self._reserved: dict[PeerId, TypedStream[pb.RelayReply, pb.RelayRequest]] = {}
+        self._reserved: dict[PeerId, RelayStream] = {}
         self._circuits: dict[bytes, _Circuit] = {}
         """Circuits that are made or open, by id, oldest first."""
         self._waiting: defaultdict[PeerId, deque[asyncio.Future[None]]] = defaultdict(deque)
@@ -129,44 +129,42 @@ class Relay:
         return len(self._reserved)
 
     async def serve(self) -> None:
-        await self._transport.serve(RELAY, self._handle)
+        await RELAY.serve(self._transport, self._handle)
 
-    async def _handle(self, stream: Stream) -> None:
+    async def _handle(self, stream: RelayStream) -> None:
         if not self.relays:
             raise Refusal(refusal_pb2.REASON_NO_RELAY, "this peer does not relay")
-        message = await receive_within(stream, SILENCE_S)
-        request, payload = parse(pb.RelayRequest, message.header), bytes(message.payload)
+        request, payload = await stream.receive()
         match request.WhichOneof("kind"):
             case "reserve":
-                await self._keep(stream)
+                await self._hold(stream)
             case "connect":
-                await self._connect(stream, PeerId(request.connect.peer), payload)
+                await self._connect(stream.stream, PeerId(request.connect.peer), bytes(payload))
             case "accept":
-                await self._accept(stream, request.accept.circuit, payload)
+                await self._accept(stream.stream, request.accept.circuit, bytes(payload))
             case _:
                 raise ProtocolViolation("a stream with a relay begins with a request")
 
-    async def _keep(self, stream: Stream) -> None:
+    async def _hold(self, stream: RelayStream) -> None:
         """A reservation, until either side ends it."""
-        typed = TypedStream(stream, pb.RelayReply, pb.RelayRequest, silence_s=SILENCE_S, send_s=SILENCE_S)
-        with self._slots.slot(stream):
+        with self._slots.slot(stream.stream):
             if (earlier := self._reserved.get(stream.peer)) is not None:
                 # its owner has reserved again: the path of the earlier stream is gone
                 earlier.close()
-            self._reserved[stream.peer] = typed
+            self._reserved[stream.peer] = stream
             try:
-                await typed.send(pb.RelayReply(accepted=pb.Accepted(observed_address=stream.address)))
+                observed = pb.Accepted(observed_address=stream.stream.address)
+                await stream.send(pb.RelayReply(accepted=observed))
                 heartbeats = asyncio.create_task(
-                    typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
+                    stream.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
                 )
                 try:
-                    await (
-                        typed.receive()
-                    )  # heartbeats are not returned: any other message ends the reservation
+                    # It returns no heartbeats. Any other message ends the reservation.
+                    await stream.receive()
                 finally:
                     await cancel(heartbeats)
             finally:
-                if self._reserved.get(stream.peer) is typed:
+                if self._reserved.get(stream.peer) is stream:
                     del self._reserved[stream.peer]
 
     async def _connect(self, stream: Stream, target: PeerId, hello: bytes) -> None:

@@ -13,8 +13,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr
 from swarmnet_protocols.net.protocol_ids import RELAY
-from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.reachability.relay import HEARTBEAT_S, SILENCE_S
+from swarmnet_protocols.reachability.relay import HEARTBEAT_S
 from swarmnet_protocols.wire import relay_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -112,15 +111,12 @@ class Reservations:
     async def _hold(self, peer: PeerId, address: str) -> bool:
         """Reserve at one relay, and keep the reservation until it is lost. Returns whether it was held at all."""
         try:
-            stream = await self._transport.open(peer, RELAY, addresses=[address], deadline_s=OPEN_S)
+            stream = await RELAY.open(self._transport, peer, addresses=[address], deadline_s=OPEN_S)
             with contextlib.closing(stream):
-                typed = TypedStream(
-                    stream, pb.RelayRequest, pb.RelayReply, silence_s=SILENCE_S, send_s=SILENCE_S
-                )
-                await typed.send(pb.RelayRequest(reserve=pb.Reserve()))
-                reply, _ = await typed.receive()
+                await stream.send(pb.RelayRequest(reserve=pb.Reserve()))
+                reply, _ = await stream.receive()
                 heartbeats = asyncio.create_task(
-                    typed.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
+                    stream.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
                 )
                 try:
                     observed = parse_multiaddr(reply.accepted.observed_address)
@@ -129,7 +125,7 @@ class Reservations:
                     self._changed.set()
                     _log.info("reserved at the relay %s", peer)
                     while True:
-                        reply, payload = await typed.receive()
+                        reply, payload = await stream.receive()
                         if not reply.HasField("incoming"):
                             raise ProtocolViolation("a reservation carries heartbeats and circuits")
                         self.on_incoming(self._held[peer], reply.incoming, bytes(payload))

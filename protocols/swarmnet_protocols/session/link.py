@@ -100,10 +100,7 @@ class LinkSender:
         self, target: NextHop, is_linked: Callable[[], Awaitable[None]], *, is_standby: bool
     ) -> None:
         """Send over one stream, until there is a better path."""
-        stream = await self.transport.open(
-            target.peer, LINK, addresses=target.addresses, deadline_s=self.timing.open_s
-        )
-        link = _Link(stream, pb.LinkRequest, pb.LinkReply, silence_s=self.timing.silence_s)
+        link = await LINK.open(self.transport, target.peer, self.timing, addresses=target.addresses)
         try:
             await link.send(pb.LinkRequest(link=pb.Link(session=target.session, epoch=target.epoch)))
             applied = await self._linked(link)
@@ -111,11 +108,11 @@ class LinkSender:
             cursor = log.attach(applied, is_standby=is_standby)
             try:
                 await is_linked()
-                await race(self._listen(link), self._send(link, log, cursor), stream.path_improved())
+                await race(self._listen(link), self._send(link, log, cursor), link.stream.path_improved())
             finally:
                 log.detach(cursor)
         finally:
-            stream.close()
+            link.close()
 
     async def _linked(self, link: _Link) -> int:
         """Wait until the next hop accepts the link. Returns the last step that it has computed."""

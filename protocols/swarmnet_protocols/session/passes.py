@@ -14,7 +14,7 @@ import torch
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Buffer, Stream
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_dtype
@@ -78,8 +78,11 @@ def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
     return max(1, PASS.max_payload_bytes // position_bytes(dtype, hidden_size))
 
 
+PassStream = TypedStream[pb.PassRequest, pb.PassReply]
+
+
 async def request_pass(
-    stream: Stream,
+    stream: PassStream,
     begin: pb.Begin,
     tensors: Sequence[torch.Tensor],
     shapes: Sequence[torch.Size],
@@ -110,22 +113,16 @@ async def request_pass(
 class _PassRequest:
     """The asking side of one pass. Each part moves the deadline ``limit``; tensors are sent once the host has ``admitted`` the pass."""
 
-    stream: TypedStream[pb.PassRequest, pb.PassReply]
+    stream: PassStream
     timing: Timing
     limit: asyncio.Timeout
     admitted: asyncio.Event
 
     @classmethod
-    def on(cls, stream: Stream, timing: Timing, limit: asyncio.Timeout) -> Self:
+    def on(cls, stream: PassStream, timing: Timing, limit: asyncio.Timeout) -> Self:
         admitted = asyncio.Event()  # by the first heartbeat
-        typed = TypedStream(
-            stream,
-            pb.PassRequest,
-            pb.PassReply,
-            silence_s=timing.silence_s,
-            on_heartbeat=lambda _: admitted.set(),
-        )
-        return cls(typed, timing, limit, admitted)
+        stream.on_heartbeat = lambda _: admitted.set()
+        return cls(stream, timing, limit, admitted)
 
     async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
         await self.stream.send(pb.PassRequest(begin=begin))

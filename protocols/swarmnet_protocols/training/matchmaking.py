@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.net.typed_stream import TypedStream, ask
+from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured
@@ -125,7 +125,7 @@ class Matchmaking:
 
     async def serve(self) -> None:
         """Accept followers until the transport closes."""
-        await self._transport.serve(MATCHMAKING, self._receive)
+        await MATCHMAKING.serve(self._transport, self._receive, self._timing)
 
     async def set_position(self, round: int, state: bytes) -> None:
         """Set this worker's position to ``round``, which starts from ``state``. Followers at other positions are sent it at once."""
@@ -240,28 +240,24 @@ class Matchmaking:
 
         if self._is_excluded(leader.peer):
             raise NotAuthorised(f"{leader.peer} sent false results")
-        stream = await self._transport.open(
-            leader.peer, MATCHMAKING, addresses=leader.addresses, deadline_s=self._timing.open_s
-        )
-        typed = TypedStream(
-            stream,
-            pb.MatchmakingRequest,
-            pb.MatchmakingReply,
-            silence_s=self._timing.matchmaking_silence_s,
-            send_s=self._timing.chunk_s,
+        stream = await MATCHMAKING.open(
+            self._transport,
+            leader.peer,
+            self._timing,
+            addresses=leader.addresses,
             on_heartbeat=on_heartbeat,
         )
         try:
             # Twice the timeout: the leader may still take inner steps, and its own timeout begins after them.
             async with asyncio.timeout(2 * timeout_s):
                 return await race(
-                    self._request_roster(typed, me, measured), self._until_rival_of(leader.peer)
+                    self._request_roster(stream, me, measured), self._until_rival_of(leader.peer)
                 )
         except TimeoutError as error:
             raise StreamEnded(f"{leader.peer} gave no roster within {2 * timeout_s:g} s") from error
         finally:
             self._leader = self._last_leader = None
-            typed.close()
+            stream.close()
 
     async def _until_rival_of(self, leader: PeerId) -> Roster:
         async with self._changed:
@@ -308,13 +304,14 @@ class Matchmaking:
     async def _position_of(self, member: Candidate, *, leading: bool = False) -> OutOfSync | None:
         """The position of a worker; None if it does not answer. ``leading``: this worker shows that it leads, and where."""
         with contextlib.suppress(SwarmnetError):
-            stream = await self._transport.open(
-                member.peer, MATCHMAKING, addresses=member.addresses, deadline_s=self._timing.open_s
+            stream = await MATCHMAKING.open(
+                self._transport, member.peer, self._timing, addresses=member.addresses
             )
+            stream.silence_s = self._timing.silence_s
             request = pb.MatchmakingRequest(job=self._job)
             if leading:
                 request.round, request.state = self._round, self._state
-            reply, _ = await ask(stream, request, pb.MatchmakingReply, within_s=self._timing.silence_s)
+            reply, _ = await stream.ask(request)
             if reply.position.HasField("leader"):
                 await self._hear_of(member_from_wire(reply.position.leader))
             return OutOfSync(member.peer, reply.position.round, reply.position.state)
@@ -408,17 +405,10 @@ class Matchmaking:
             and follower.member.last_exchange < highest
         ]
 
-    async def _receive(self, stream: Stream) -> None:
+    async def _receive(self, stream: "TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]") -> None:
         if self._is_excluded(stream.peer):
             raise NotAuthorised(f"{stream.peer} sent false results")
-        typed = TypedStream(
-            stream,
-            pb.MatchmakingReply,
-            pb.MatchmakingRequest,
-            silence_s=self._timing.matchmaking_silence_s,
-            send_s=self._timing.chunk_s,
-        )
-        request, _ = await typed.receive()
+        request, _ = await stream.receive()
         if request.job != self._job:
             raise ProtocolViolation("another job")
         if self._left_for_good:
@@ -430,22 +420,22 @@ class Matchmaking:
             reply = self._position_reply(self._round, self._state)
             if lower is not None:
                 reply.position.leader.CopyFrom(member_to_wire(lower))
-            await typed.send(reply)
+            await stream.send(reply)
             return
         if request.known and not self._book.matches(request.known, stream.peer):
-            await typed.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
-            request, _ = await typed.receive()
-        typed.silence_s = math.inf  # a follower waits for the group without sending
+            await stream.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
+            request, _ = await stream.receive()
+        stream.silence_s = math.inf  # a follower waits for the group without sending
         follower = self._follower_of(request, stream.peer)
         self._followers[stream.peer] = follower
         await self._dismiss_out_of_sync()
         try:
-            roster = await race(self._send_heartbeats(typed), self._until_it_ends(typed), _result(follower))
-            await typed.send(pb.MatchmakingReply(roster=roster_to_wire(roster, request.known)))
+            roster = await race(self._send_heartbeats(stream), self._until_it_ends(stream), _result(follower))
+            await stream.send(pb.MatchmakingReply(roster=roster_to_wire(roster, request.known)))
         except OutOfSync as elsewhere:
             if len(self._catching_up) < MAX_MEMBERS:
                 self._catching_up[stream.peer] = follower.member
-            await typed.send(self._position_reply(elsewhere.round, elsewhere.state))
+            await stream.send(self._position_reply(elsewhere.round, elsewhere.state))
         finally:
             await cancel(follower.answer)
             if self._followers.get(stream.peer) is follower:

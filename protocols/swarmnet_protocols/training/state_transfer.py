@@ -105,7 +105,7 @@ class StateServer:
 
     async def serve(self) -> None:
         """Serve until the transport closes."""
-        await self._transport.serve(STATE, self._answer)
+        await STATE.serve(self._transport, self._answer, self._timing)
 
     def offer(self, state: PackedState) -> bytes:
         """Make ``state`` the newest and return its id."""
@@ -120,21 +120,14 @@ class StateServer:
         for state in set(older) - set(fetched[1 - KEPT_STATES :]):
             del self._states[state]
 
-    async def _answer(self, stream: Stream) -> None:
-        typed = TypedStream(
-            stream,
-            pb.StateReply,
-            pb.StateRequest,
-            silence_s=self._timing.client_silence_s,
-            send_s=self._timing.chunk_s,
-        )
+    async def _answer(self, stream: TypedStream[pb.StateReply, pb.StateRequest]) -> None:
         try:
-            with stream.scope.reserve(Resource.TRANSFERS):
+            with stream.stream.scope.reserve(Resource.TRANSFERS):
                 while True:
-                    request, _ = await typed.receive()
-                    await typed.send(*self._reply(stream, request))
+                    request, _ = await stream.receive()
+                    await stream.send(*self._reply(stream.stream, request))
         finally:
-            if self._fetched.pop(stream, None) is not None:
+            if self._fetched.pop(stream.stream, None) is not None:
                 self._forget()
 
     def _reply(self, stream: Stream, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
@@ -220,10 +213,7 @@ class StateDownload:
         on_chunk: Callable[[int, int], None],
     ) -> None:
         """Fetch chunks from one source until all chunks have arrived."""
-        stream = await transport.open(
-            source.peer, STATE, addresses=source.addresses, deadline_s=timing.open_s
-        )
-        typed = StateStream(stream, pb.StateRequest, pb.StateReply, silence_s=timing.chunk_s)
+        typed = await STATE.open(transport, source.peer, timing, addresses=source.addresses)
         asked: deque[int] = deque()
         try:
             manifest = await self._get_manifest(typed)

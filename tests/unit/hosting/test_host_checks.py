@@ -14,7 +14,6 @@ from swarmnet_node.host_checks import Asked, HostChecker, Trial
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PASS, PING
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import ModelClaims
@@ -67,12 +66,12 @@ def peer_of(name: str) -> PeerId:
 
 
 async def _answer(stream: Stream) -> None:
-    pings = TypedStream(stream, pb.Pong, pb.Ping, silence_s=30.0)
+    pings = PING.accept(stream)
     await answer_pings(pings, lambda nonce: pb.Pong(nonce=nonce, manifest=MODEL, start=SPAN[0], end=SPAN[1]))
 
 
 async def _compute(computes: Callable[[torch.Tensor], torch.Tensor], stream: Stream) -> None:
-    asked = TypedStream(stream, pb.PassReply, pb.PassRequest, silence_s=30.0)
+    asked = PASS.accept(stream)
     begin, _ = await asked.receive()
     await asked.send(pb.PassReply(heartbeat=pb.Heartbeat()))
 

@@ -10,19 +10,18 @@ from typing import Any, cast
 import pytest
 
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_node.hosting import reports
 from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
-from swarmnet_node.hosting.reports import EVERY_S, IDLE_S, Reporter
+from swarmnet_node.hosting.reports import EVERY_S, Reporter
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.expert_announcements import MAX_EXPERT_BLOCKS, MAX_EXPERTS
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER, clean
 from swarmnet_protocols.directory.node_reports import (
     MAX_EXPERT_PEERS,
     MAX_FLOWS,
-    ask,
     check,
     describe_experts,
     experts_of,
+    request_report,
     rows_of,
 )
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
@@ -30,7 +29,7 @@ from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager
-from swarmnet_protocols.net.protocol_ids import REPORT
+from swarmnet_protocols.net.protocol_ids import REPORT, REPORT_IDLE_S
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
@@ -97,9 +96,9 @@ def asked(describe: Callable[[], report_pb2.NodeReport], scenario: Callable[[Any
         async with AsyncExitStack() as stack:
             node = await stack.enter_async_context(network.transport(NODE))
             asker = await stack.enter_async_context(network.transport(ASKER))
-            await node.serve(REPORT, Reporter(describe).handle)
+            await REPORT.serve(node, Reporter(describe).handle)
             async with asyncio.timeout(100):
-                await scenario(lambda: asker.open(NODE, REPORT, deadline_s=1.0))
+                await scenario(lambda: REPORT.open(asker, NODE))
 
     run(world())
 
@@ -115,7 +114,7 @@ def test_frequent_requests_wait_and_share_one_report() -> None:
         began_s = asyncio.get_running_loop().time()
         streams = [await connect() for _ in range(STREAMS_EACH)]
         for _ in range(5):
-            await asyncio.gather(*(ask(stream, reply_s=5.0) for stream in streams))
+            await asyncio.gather(*(request_report(stream) for stream in streams))
         assert asyncio.get_running_loop().time() - began_s >= 9 * EVERY_S
         assert all(later - earlier >= EVERY_S for earlier, later in pairwise(made))
 
@@ -126,13 +125,13 @@ def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> No
     async def scenario(connect: Any) -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
-            await ask(stream, reply_s=5.0)
+            await request_report(stream)
         with pytest.raises(Refused, match="overloaded"):
-            await ask(streams[-1], reply_s=5.0)
-        await asyncio.sleep(reports.IDLE_S + 1.0)
+            await request_report(streams[-1])
+        await asyncio.sleep(REPORT_IDLE_S + 1.0)
         with pytest.raises(StreamEnded):
-            await ask(streams[0], reply_s=5.0)
-        await ask(await connect(), reply_s=5.0)
+            await request_report(streams[0])
+        await request_report(await connect())
 
     asked(host_report, scenario)
 
@@ -314,8 +313,8 @@ class Unread:
 def test_peers_that_never_read_keep_no_slot() -> None:
     async def main() -> float:
         stream = Unread()
-        await Reporter(host_report).handle(cast("Stream", stream))
+        await Reporter(host_report).handle(REPORT.accept(cast("Stream", stream)))
         assert not stream.scope.used[Resource.REPORTS]
         return asyncio.get_running_loop().time()
 
-    assert run(main()) == IDLE_S
+    assert run(main()) == REPORT_IDLE_S

@@ -325,7 +325,7 @@ class Documents:
     ],
 )
 def test_a_request_for_too_much_is_refused(request_: pb.WeightsRequest) -> None:
-    server = WeightServer(Documents(), lambda: False, Timing())
+    server = WeightServer(Documents(), lambda: False)
     good = pb.WeightsRequest(manifest=bytes(32), what=pb.WHAT_TABLE, length=PIECE_BYTES, offset=5)
     total, payload = run(server._answer(good))
     assert (total, len(payload)) == (3 * PIECE_BYTES, PIECE_BYTES)

@@ -67,7 +67,7 @@ def in_world(scenario: Callable[[World], Awaitable[None]]) -> None:
 
 
 def served(stream: Stream) -> TypedStream[pb.WeightsReply, pb.WeightsRequest]:
-    return TypedStream(stream, pb.WeightsReply, pb.WeightsRequest, silence_s=1e6)
+    return WEIGHTS.accept(stream)
 
 
 def part(request: pb.WeightsRequest) -> tuple[int, bytes]:
@@ -138,8 +138,7 @@ def test_hosts_that_send_little_hold_up_no_newcomer(
 def test_an_answer_has_a_minimum_rate() -> None:
     async def scenario(world: World) -> None:
         slow = await world.host("slow", drip)
-        stream = await (await world.transport("newcomer")).open(slow, WEIGHTS, deadline_s=5.0)
-        typed = WeightStream(stream, pb.WeightsRequest, pb.WeightsReply, silence_s=30.0)
+        typed = await WEIGHTS.open(await world.transport("newcomer"), slow)
         with pytest.raises(DeadlineExceeded):
             await fetch_document(typed, MODEL, pb.WHAT_LISTING, max_bytes=1 << 20)
         assert asyncio.get_running_loop().time() < LATE_S + 1.0
@@ -161,23 +160,19 @@ class Documents:
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with sessions"])
 def test_peers_that_do_not_read_keep_no_other_peer_waiting(is_busy: bool) -> None:
+    server = WeightServer(Documents(), lambda: is_busy)
+
     async def scenario(world: World) -> None:
-        host = await world.host("host", WeightServer(Documents(), lambda: is_busy, Timing()).handle)
+        host = await world.host("host", lambda stream: server.handle(served(stream)))
         request = pb.WeightsRequest(manifest=MODEL, what=pb.WHAT_TABLE, length=PIECE_BYTES)
         greedy = await world.transport("greedy")
         for _ in range(4):
-            stream = await greedy.open(host, WEIGHTS, deadline_s=5.0)
-            typed = WeightStream(stream, pb.WeightsRequest, pb.WeightsReply, silence_s=1e6)
+            typed = await WEIGHTS.open(greedy, host)
             for _ in range(40):
                 await typed.send(request)
         await asyncio.sleep(1.0)
         honest_ = await world.transport("honest")
-        mine = WeightStream(
-            await honest_.open(host, WEIGHTS, deadline_s=5.0),
-            pb.WeightsRequest,
-            pb.WeightsReply,
-            silence_s=1e6,
-        )
+        mine = await WEIGHTS.open(honest_, host)
         for _ in range(3):
             assert len(await fetch_document(mine, MODEL, pb.WHAT_TABLE, max_bytes=PIECE_BYTES)) == PIECE_BYTES
         assert asyncio.get_running_loop().time() < 4 * TURN_S

@@ -16,7 +16,6 @@ from swarmnet_protocols.fetching.server import Library
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.shared_weights import SharedWeights
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
-from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import weights_pb2 as pb
 from tests.support.big_model import FLOAT32, load, make_tables, same_span, save_big, sent, weight_bytes
 from tests.support.model_hub import ModelHub, model_hub
@@ -233,8 +232,7 @@ def test_a_document_has_a_bounded_size(
 
     async def ask() -> bytes:
         transport = await swarm._transport()
-        stream = await transport.open(host, WEIGHTS, deadline_s=5)
-        typed = TypedStream(stream, pb.WeightsRequest, pb.WeightsReply, silence_s=5)
+        typed = await WEIGHTS.open(transport, host)
         return await peers.fetch_document(typed, bytes(32), pb.WHAT_TABLE, max_bytes=1000)
 
     if error is None:
@@ -263,8 +261,7 @@ def test_a_wrong_request_is_refused(
 
     async def ask() -> None:
         transport = await swarm._transport()
-        stream = await transport.open(host, WEIGHTS, deadline_s=5)
-        typed = TypedStream(stream, pb.WeightsRequest, pb.WeightsReply, silence_s=5)
+        typed = await WEIGHTS.open(transport, host)
         await typed.send(request_)
         await typed.receive()
 
@@ -305,8 +302,7 @@ def test_weights_stand_back_while_sessions_are_open(swarm: WeightSwarm) -> None:
 
         async def ask() -> float:
             transport = await swarm._transport()
-            stream = await transport.open(host, WEIGHTS, deadline_s=5)
-            typed = TypedStream(stream, pb.WeightsRequest, pb.WeightsReply, silence_s=5)
+            typed = await WEIGHTS.open(transport, host)
             began = time.monotonic()
             for _ in range(4):
                 await peers.fetch_document(typed, bytes(32), pb.WHAT_TABLE, max_bytes=1000)

@@ -40,7 +40,7 @@ def advice(*errors_s: float | None) -> str:
                 if error_s is not None:
                     transport = await stack.enter_async_context(network.transport(peer))
                     ahead_s = NOW + error_s
-                    await transport.serve(PROBE, Probes(nowhere, lambda ahead_s=ahead_s: ahead_s).answer)
+                    await PROBE.serve(transport, Probes(nowhere, lambda ahead_s=ahead_s: ahead_s).answer)
             return await advise_on_clock(client, addresses)
 
     return asyncio.run(main())

@@ -45,8 +45,8 @@ def probed(
     async def main() -> Probed:
         network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.0))
         async with network.transport(ASKER) as asker, network.transport(ANSWERER) as answerer:
-            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW + ahead_s, lambda: networks).answer)
-            stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
+            await PROBE.serve(answerer, Probes(addresses_of, lambda: NOW + ahead_s, lambda: networks).answer)
+            stream = await PROBE.open(asker, ANSWERER)
             return await probe(stream, ports, lambda: NOW)
 
     return asyncio.run(main())
@@ -162,12 +162,12 @@ def test_probes_at_once_are_limited_for_one_asker_and_for_all() -> None:
         network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.01))
         async with AsyncExitStack() as stack:
             answerer = await stack.enter_async_context(network.transport(ANSWERER))
-            await answerer.serve(PROBE, Probes(addresses_of, lambda: NOW).answer)
+            await PROBE.serve(answerer, Probes(addresses_of, lambda: NOW).answer)
             asking = []
             for number in range(SYSTEM_LIMITS[Resource.PROBES] + 1):
                 asker = await stack.enter_async_context(network.transport(PeerId(f"asker {number}")))
                 for _ in range(PEER_LIMITS[Resource.PROBES] + 1):
-                    stream = await asker.open(ANSWERER, PROBE, deadline_s=1.0)
+                    stream = await PROBE.open(asker, ANSWERER)
                     asking.append(asyncio.ensure_future(probe(stream, [], lambda: NOW)))
             await asyncio.wait(asking, timeout=1.0)
             assert dialled == SYSTEM_LIMITS[Resource.PROBES] * PEER_LIMITS[Resource.PROBES]
@@ -202,4 +202,4 @@ def test_a_probe_with_impossible_ports_is_not_answered(
 
     stream: Any = Asking()
     with pytest.raises(ProtocolViolation):
-        asyncio.run(Probes(addresses_of, lambda: NOW).answer(stream))
+        asyncio.run(Probes(addresses_of, lambda: NOW).answer(PROBE.accept(stream)))

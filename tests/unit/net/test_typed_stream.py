@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, TypedStream, ask
+from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, TypedStream
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import MemoryNetwork, MemoryStream
@@ -152,9 +152,7 @@ def test_one_question_has_one_answer_and_closes_the_stream() -> None:
         await asyncio.sleep(1.0)
 
     async def use(stream: Stream) -> None:
-        reply, payload = await ask(
-            stream, pb.PassRequest(begin=pb.Begin(counts=[3])), pb.PassReply, within_s=SILENCE_S
-        )
+        reply, payload = await client_side(stream).ask(pb.PassRequest(begin=pb.Begin(counts=[3])))
         assert reply.HasField("part")
         assert payload == b"abc"
         assert isinstance(stream, MemoryStream)

@@ -86,7 +86,7 @@ class Net:
 
     def tick(self, member: int) -> None:
         self.perform_all(member, self.rounds[member].tick(self.now))
-        self.later(member, TIMING.heartbeat_s, lambda: self.tick(member))
+        self.later(member, TIMING.streams.heartbeat_s, lambda: self.tick(member))
 
     def link(self, me: int, other: int, up: bool) -> None:
         up = up and other not in self.dead
@@ -152,7 +152,7 @@ class Net:
         others = [member for member in range(len(self.rounds)) if member not in {victim} | self.dead]
         self.asleep.add(victim)
         for member in others:
-            self.later(member, TIMING.silence_s, partial(self.silence, member, victim))
+            self.later(member, TIMING.streams.silence_s, partial(self.silence, member, victim))
 
         def wake() -> None:
             self.wake(victim)
@@ -441,7 +441,7 @@ def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_has_its_result(
         coordinator = machine(0)
         coordinator.receive(1, Report(held, None), 0.5)
         coordinator.link_down(2, 1.0)
-        assert plans(coordinator.tick(1.0 + 2 * TIMING.heartbeat_s)) == {planned}
+        assert plans(coordinator.tick(1.0 + 2 * TIMING.streams.heartbeat_s)) == {planned}
     assert coordinator.accepts_result(1, 2, result)
     coordinator.hold(2, result, 2.0)
     assert plans(coordinator.tick(2.0)) == {Assignment(2, result, 0)}
@@ -449,7 +449,7 @@ def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_has_its_result(
 
 @pytest.mark.parametrize(
     "timing",
-    [{"contribution_s": 50.0}, {"majority_s": 60.0}, {"contribution_s": 0.0}, {"heartbeat_s": 1.0}],
+    [{"contribution_s": 50.0}, {"majority_s": 60.0}, {"contribution_s": 0.0}],
 )
 def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -16,7 +16,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import PeerId, Stream, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
@@ -80,7 +80,7 @@ class Averager:
 
     async def __aenter__(self) -> Self:
         self._open = True
-        await self._transport.serve(EXCHANGE, self._accept)
+        await EXCHANGE.serve(self._transport, self._accept, self._timing.streams)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -153,17 +153,13 @@ class Averager:
         task.add_done_callback(self._tasks.pop)
         return task
 
-    async def _accept(self, stream: Stream) -> None:
-        silence_s = self._timing.silence_s
-        typed = TypedStream(
-            stream, pb.ExchangeReply, pb.ExchangeRequest, silence_s=silence_s, send_s=silence_s
-        )
-        first, _ = await typed.receive()
-        typed.silence_s = math.inf  # a member has nothing to send while it computes
+    async def _accept(self, stream: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]") -> None:
+        first, _ = await stream.receive()
+        stream.silence_s = math.inf  # a member has nothing to send while it computes
         await race(
-            self._serve(typed, first.hello),
-            typed.send_heartbeats(
-                self._timing.heartbeat_s, lambda: pb.ExchangeReply(heartbeat=pb.Heartbeat())
+            self._serve(stream, first.hello),
+            stream.send_heartbeats(
+                self._timing.streams.heartbeat_s, lambda: pb.ExchangeReply(heartbeat=pb.Heartbeat())
             ),
         )
 

@@ -10,9 +10,10 @@ A round has four phases, in seconds since the member began it (``RoundTiming``):
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.timing import Timing
 
 SENDING_FRACTION = 0.99
 """Fraction of the available time over which a transfer is spread; the rest is left for data in flight and for the decision."""
@@ -29,7 +30,7 @@ MIN_WAIT_S = 1e-3
 
 @dataclass(frozen=True)
 class RoundTiming:
-    """Deadlines of a round in seconds since this member began it, and timeouts of its streams in seconds."""
+    """Deadlines of a round, in seconds since this member began it."""
 
     contribution_s: float = 20.0
     """Contributions that arrive later are left out. A member that takes over a slice waits for contributions as long again."""
@@ -37,19 +38,15 @@ class RoundTiming:
     """From then on a majority of holders is enough to commit; if no majority holds all results, the round is discarded."""
     deadline_s: float = 60.0
     """A member that does not know the decision by then is behind."""
-    silence_s: float = 2.0
-    """A member that sent no heartbeat for this long counts as lost until its stream opens again."""
-    heartbeat_s: float = 0.4
-    open_s: float = 2.5
-    """Timeout for dialling a member and opening a stream."""
+    streams: Timing = field(default_factory=Timing)
+    """Timeouts of the streams between members.
+
+    A silent member counts as lost until its stream opens again.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.contribution_s < self.majority_s < self.deadline_s < math.inf:
             raise ConfigError("a round needs 0 < contribution_s < majority_s < deadline_s")
-        if self.silence_s < 3 * self.heartbeat_s:
-            raise ConfigError(
-                "silence_s must be at least three heartbeats, or one late packet looks like a death"
-            )
 
     @property
     def replace_reducer_s(self) -> float:
@@ -64,7 +61,7 @@ class RoundTiming:
     @property
     def give_up_s(self) -> float:
         """A member that has been cut off from the majority for this long ends behind."""
-        return 3 * (self.silence_s + self.open_s)
+        return 3 * (self.streams.silence_s + self.streams.open_s)
 
 
 @dataclass(frozen=True)

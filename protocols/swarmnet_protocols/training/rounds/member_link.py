@@ -71,17 +71,17 @@ class MemberLink:
             self._on_change(False)
             if self._draining:
                 return
-            await asyncio.sleep(self._timing.heartbeat_s)
+            await asyncio.sleep(self._timing.streams.heartbeat_s)
 
     async def _use_one_stream(self) -> None:
-        stream = await self._transport.open(
-            self._member.peer, EXCHANGE, addresses=self._member.addresses, deadline_s=self._timing.open_s
+        member = self._member
+        stream = await EXCHANGE.open(
+            self._transport, member.peer, self._timing.streams, addresses=member.addresses
         )
-        typed = TypedStream(stream, pb.ExchangeRequest, pb.ExchangeReply, silence_s=self._timing.silence_s)
         with contextlib.closing(stream):
-            await self._transmit(typed, (pb.ExchangeRequest(hello=self._hello), b""))
+            await self._transmit(stream, (pb.ExchangeRequest(hello=self._hello), b""))
             self._on_change(True)
-            await race(self._send(typed), self._watch(typed))
+            await race(self._send(stream), self._watch(stream))
 
     async def _send(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
         while True:

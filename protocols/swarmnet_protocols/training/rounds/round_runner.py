@@ -173,7 +173,7 @@ class RoundRunner:
                     self._keep_running(member)
             self._perform(self._round.tick(self._loop.time()))
             while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=self._context.timing.heartbeat_s)
+                await asyncio.wait([self._ended], timeout=self._context.timing.streams.heartbeat_s)
                 for index in self._reading:
                     self._round.note_progress(index, self._loop.time())
                 self._perform(self._round.tick(self._loop.time()))

@@ -439,7 +439,9 @@ class RoundState:
             expected = self.decision is None and assignment.reducer not in self._lost.keys() | self._refuted
             if expected and self._progress_at[index] == -math.inf:
                 self._progress_at[index] = now
-            if now - self._progress_at[index] >= self._timing.silence_s and (others := self._others()):
+            if now - self._progress_at[index] >= self._timing.streams.silence_s and (
+                others := self._others()
+            ):
                 tries = self._requests_made[index]
                 holder, result = wanted[tries % len(wanted)]
                 if len(wanted) == 1 and (tries or holder not in others):
@@ -496,10 +498,10 @@ class RoundState:
         reducer = self._assignments[index].reducer
         if reducer in self._refuted:
             return True
-        arriving = now - self._progress_at[index] < self._timing.silence_s
+        arriving = now - self._progress_at[index] < self._timing.streams.silence_s
         if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
             tried = self._requests_made[index] >= len(self._wanted(index)) and not arriving
-            return now - self._lost[reducer] >= 2 * self._timing.heartbeat_s and tried
+            return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
         return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
 
     # ---- the end ----------------------------------------------------------------------------------------
