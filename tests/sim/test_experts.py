@@ -24,7 +24,7 @@ from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
-from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
+from swarmnet_protocols.wire import refusal_pb2, report_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
 from tests.support.fake_machine import FakeMachine
 from tests.support.memory_network import Delivery, LinkProfile
@@ -255,7 +255,7 @@ def test_the_owner_of_a_trunk_sees_for_which_experts_it_waits_and_may_end_it(mix
             directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
             async with lab.client("looker"):
                 [found] = await HostSample(directory, lab.manifest, random.Random(0)).refresh()
-            assert found.body.state == records_pb2.HOST_STATE_LEAVING
+            assert found.state == "leaving"
 
     simulate(mixtral, scenario, link=LAN)
 
