@@ -7,17 +7,17 @@ from typing import Any
 from swarmnet_client.swarm.entry_guards import EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, coordinates, placement, rebalancing, throughput
+from swarmnet_protocols.routing import chain_search, coordinates, placement, relocation, throughput
 from swarmnet_protocols.routing.chain_search import View
 from swarmnet_protocols.routing.host_info import HostInfo
-from swarmnet_protocols.routing.rebalancing import Outlook
+from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.throughput import Claim
 from tests.defences import Defence, Patch, nothing, replacing
 from tests.properties import test_coordinates
 from tests.sim.scale import test_scale
 from tests.unit.client import test_client_swarm
 from tests.unit.routing import test_claimed_speed as test
-from tests.unit.routing import test_placement, test_rebalancing, test_routing
+from tests.unit.routing import test_placement, test_relocation, test_routing
 
 THIRTY = 30
 
@@ -65,8 +65,8 @@ def fill_gaps_alone(patch: Patch) -> None:
 
     patch.setattr(Outlook, "__init__", at_present)
     patch.setattr(Outlook, "repairs", {})
-    patch.setattr(rebalancing, "GAP_WAIT_S", 0.0)
-    patch.setattr(rebalancing, "GAP_PAUSE_S", 0.0)
+    patch.setattr(relocation, "GAP_WAIT_S", 0.0)
+    patch.setattr(relocation, "GAP_PAUSE_S", 0.0)
 
 
 ROUTING = (
@@ -137,12 +137,12 @@ ROUTING = (
     Defence(
         "an announced speed moves few hosts",
         replacing(throughput, "MAX_SPEED", 1e9),
-        lambda _: test_rebalancing.test_an_announced_speed_counts_as_ten_medians_at_most(1e9),
+        lambda _: test_relocation.test_an_announced_speed_counts_as_ten_medians_at_most(1e9),
     ),
     Defence(
         "the fastest claims count as fast as the others",
         replacing(throughput, "FASTEST", 0.0),
-        lambda _: test_rebalancing.test_the_fastest_tenth_of_the_claims_counts_as_fast_as_the_others(2),
+        lambda _: test_relocation.test_the_fastest_tenth_of_the_claims_counts_as_fast_as_the_others(2),
     ),
     Defence(
         "intents of others cost a joining host a bounded time",

@@ -6,7 +6,7 @@ from pathlib import Path
 from swarmnet_node import other_models
 from swarmnet_node.other_models import ListedModels
 from swarmnet_protocols.directory import host_announcements
-from swarmnet_protocols.routing import switching
+from swarmnet_protocols.routing import model_needs
 from tests.defences import Defence, nothing, replacing, yes
 from tests.support.weight_swarm import weight_swarm
 from tests.unit.hosting import test_other_models
@@ -48,7 +48,7 @@ SWITCHING = (
     ),
     Defence(
         "a host that its model needs does not switch",
-        replacing(switching, "OTHER_HOSTS", 1),
+        replacing(model_needs, "OTHER_HOSTS", 1),
         lambda _: test_switching.test_a_host_that_its_model_needs_stays(),
     ),
     Defence(
@@ -58,7 +58,7 @@ SWITCHING = (
     ),
     Defence(
         "few false loads draw no hosts to a model",
-        replacing(switching, "median", max),
+        replacing(model_needs, "median", max),
         lambda _: test_switching.test_few_false_loads_neither_draw_hosts_nor_keep_them(),
     ),
     Defence(

@@ -362,8 +362,8 @@ class LoadedModel:
 
         from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
         from swarmnet_node.experts.trunk import ExpertOptions
-        from swarmnet_node.moving import Placed
         from swarmnet_node.node import Hosting
+        from swarmnet_node.relocating import Placed
 
         most_blocks = config.num_blocks or self.model.manifest.blocks
         return Hosting(

@@ -39,12 +39,11 @@ from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, describe_host
-from swarmnet_node.moving import LoadedBlocks, Mover, Placed
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits
+from swarmnet_node.relocating import LoadedBlocks, OtherModels, Placed, Relocator
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
-from swarmnet_node.switching import Departure, OtherModels, Switcher
-from swarmnet_protocols.directory.announcer import Announcement, Announcer
+from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, clean, host_announcement, shortened
@@ -59,9 +58,10 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
-from swarmnet_protocols.routing.rebalancing import Looks, Outlook, shrink
-from swarmnet_protocols.routing.switching import Switch, SwitchLooks
+from swarmnet_protocols.routing.relocation import Memory, Relocation, shrink
 from swarmnet_protocols.routing.throughput import Claim, usual_speed
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -110,7 +110,8 @@ class Hosting:
     """The name of the model from which it has switched to this one; empty: it joined with this one."""
     model_reason: str = ""
     """The reason why it switched, for its owner."""
-    switch_looks: SwitchLooks = field(default_factory=SwitchLooks)
+    memory: Memory = field(default_factory=Memory)
+    """What the node remembers of the swarm and of its relocations."""
     has_room: Callable[[int], bool] = lambda _: True
     """A function that says whether this number of bytes of further weights fits into the memory."""
     on_move: Callable[[], None] = lambda: None
@@ -148,19 +149,15 @@ class Node(RunningNode):
             me=dependencies.transport.peer_id,
             blocks=hosting.total_blocks,
         )
-        looks = Looks(moved_at=hosting.switch_looks.switched_at)
-        self.placed = hosting.placed or Placed((0, hosting.num_blocks), "", looks=looks)
-        self.next: Placed | None = None
-        """The blocks that it will serve soon instead. A node that ends meanwhile is to be run again with them."""
+        self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
+        self.memory = hosting.memory
+        self.relocation: Relocation | None = None
+        """What the node is about to do, and announces; None if it stays."""
         self.limits_changed = asyncio.Event()
         self._dropping = 0
         """The number of blocks that it drops once their sessions are handed over."""
         self._step_s = 0.0
-        self._moving: asyncio.Task[None] | None = None
-        self.switch_looks = hosting.switch_looks
-        self.departure: Departure | None = None
-        """The switch to another model for which it ends; None while it makes none."""
-        self._switching: asyncio.Task[None] | None = None
+        self._relocating: asyncio.Task[None] | None = None
         self._contexts = AsyncExitStack()
         self._engine_context = AsyncExitStack()
         self._engine: Engine | None = None
@@ -180,19 +177,16 @@ class Node(RunningNode):
                     asyncio.create_task(persist("the network coordinate", self._keep_located), name="locate"),
                     asyncio.create_task(persist("the catalog", self._listing.run), name="catalog"),
                 ]
-                hosting = self._hosting
-                if hosting.may_move:
-                    self._moving = asyncio.create_task(
-                        persist("the choice of blocks", lambda: self._mover().run()), name="move"
+                if self._hosting.may_move or self._hosting.others is not None:
+                    relocator = Relocator(
+                        self, self._claims, self._hosting.others, self._dependencies, self._checker
                     )
-                if hosting.others is not None:
-                    switcher = Switcher(self, self._claims, hosting.others, self._dependencies, self._checker)
-                    self._switching = asyncio.create_task(
-                        persist("the choice of a model", switcher.run), name="switch"
+                    self._relocating = asyncio.create_task(
+                        persist("the choice of blocks", relocator.run), name="relocate"
                     )
                 yield
             finally:
-                await cancel(*background, self._moving, self._switching)
+                await cancel(*background, self._relocating)
                 await self._stop()
                 # A late status request must not keep the blocks in memory.
                 self._engine = self._host = self._expert_service = self._dispatcher = None
@@ -353,10 +347,10 @@ class Node(RunningNode):
             blocks_reason=self.placed.reason,
             refused_stores=self._dependencies.directory.refused,
             moved_from=self.placed.moved_from or (),
-            moving_to=self.next.span if self.next else (),
+            moving_to=self._next_span or (),
             former_model=self._hosting.former_model,
             model_reason=self._hosting.model_reason,
-            switching_to=self.departure.switch.name if self.departure else "",
+            switching_to=self.relocation.model if self.relocation and self._leaving else "",
             experts=format_experts(service.experts) if service else "",
             expert_rows=service.rows if service else 0,
             expert_streams=service.streams if service else 0,
@@ -367,10 +361,9 @@ class Node(RunningNode):
         )
 
     def finish(self, grace_s: float) -> None:
-        if self._leaving is None:
-            for task in (self._moving, self._switching):
-                if task is not None and task is not asyncio.current_task():
-                    task.cancel()
+        relocating = self._relocating
+        if self._leaving is None and relocating is not None and relocating is not asyncio.current_task():
+            relocating.cancel()
         super().finish(grace_s)
 
     async def _dismiss(self) -> None:
@@ -379,7 +372,10 @@ class Node(RunningNode):
 
     def hosting_again(self) -> Hosting:
         """The hosting of the next run: the same blocks after a pause, or the blocks to which the node moves."""
-        return replace(self._hosting, placed=self.next or self.placed, switch_looks=self.switch_looks)
+        placed = self.placed
+        if self.relocation is not None and not self.relocation.is_switch:
+            placed = placed.after(self.relocation)
+        return replace(self._hosting, placed=placed, memory=self.memory)
 
     def report(self) -> report_pb2.NodeReport:
         if self._host is None and self._state != pb.HOST_STATE_JOINING:
@@ -430,22 +426,39 @@ class Node(RunningNode):
     def _take(self, choice: Choice) -> None:
         self.placed = replace(self.placed, span=(choice.start, choice.end), reason=choice.reason)
 
-    # ---- moving to other blocks -------------------------------------------------------------------------
-
-    def _mover(self) -> Mover:
-        return Mover(self, self._claims, self._dependencies.rng, blocks=self._hosting.total_blocks)
+    # ---- relocating -------------------------------------------------------------------------------------
 
     @property
     def claim(self) -> Claim:
         """The claim of this node to the blocks that it serves."""
         start, end = self.placed.span
-        return Claim(self._dependencies.transport.peer_id, start, end, (end - start) / self._step_s)
+        return Claim(
+            self._dependencies.transport.peer_id,
+            start,
+            end,
+            (end - start) / self._step_s,
+            may_move=self._hosting.may_move,
+            may_switch=self._hosting.others is not None,
+        )
+
+    @property
+    def model(self) -> ServedModel:
+        """Its model, without claims."""
+        hosting = self._hosting
+        if hosting.others is not None:
+            return hosting.others.own()
+        return ServedModel(hosting.manifest, hosting.model, hosting.total_blocks, 1.0, ())
 
     @property
     def capacity(self) -> int:
-        """The number of blocks that its owner's limits allow now, at least 1."""
+        """The number of blocks that the owner's limits allow now, at least 1."""
         start, end = self.span
         return self._hosting.fitting(end - start)
+
+    @property
+    def _next_span(self) -> tuple[int, int] | None:
+        """The blocks of its model to which the node is about to move."""
+        return self.relocation.span if self.relocation and not self.relocation.is_switch else None
 
     @property
     def blocks_to_drop(self) -> int:
@@ -495,29 +508,33 @@ class Node(RunningNode):
         outlook = Outlook([mine, *claims], blocks=self._hosting.total_blocks)
         self.placed = self.placed.after(shrink(outlook, mine, self.capacity))
 
-    async def swap(self, loaded: LoadedBlocks, drain_s: float) -> None:
-        """Serve the blocks of ``next``; hand the sessions of the former ones over within ``drain_s``, and drop those."""
+    async def move(self, loaded: LoadedBlocks, drain_s: float) -> None:
+        """Serve the blocks of ``relocation``. Hand sessions of the former blocks over within ``drain_s``,
+        and drop these blocks."""
         host, former, former_context = self._host, self._engine, self._engine_context
-        if host is None or former is None or self.next is None:
+        if host is None or former is None or self.relocation is None:
             return
         self._engine = await self._start_engine(loaded.stage)
-        self.placed, self.next, self._step_s = self.next, None, loaded.step_s
-        host.switch(self._engine, self.placed.span[0])
+        self.placed, self.relocation = self.placed.after(self.relocation), None
+        self._step_s = loaded.step_s
+        host.move(self._engine, self.placed.span[0])
         await self._tell_of_move()
         await host.drain(former, drain_s)
         await former_context.aclose()
 
     async def keep(self, drain_s: float) -> None:
-        """Serve only the blocks of ``next``, which are some of the present ones; hand the sessions of the others over within ``drain_s``, and drop those."""
+        """Serve only the blocks of ``relocation``, which are some of the present ones. Hand sessions of
+        the others over within ``drain_s``, and drop these."""
         host, engine = self._host, self._engine
-        if host is None or engine is None or self.next is None:
+        if host is None or engine is None or self.relocation is None:
             return
-        first, (start, end) = self.span[0], self.next.span
+        first, (start, end) = self.span[0], self.relocation.span
         stage = await engine.run_on_torch_thread(partial(engine.stage.part, start - first, end - first))
         step_s = await self._measure(stage)
         self._dropping = engine.stage.blocks - stage.blocks
         try:
-            self.placed, self.next, self._step_s = self.next, None, step_s
+            self.placed, self.relocation = self.placed.after(self.relocation), None
+            self._step_s = step_s
             host.keep(stage, start)
             await self._tell_of_move()
             await host.drain(engine, drain_s)
@@ -573,26 +590,23 @@ class Node(RunningNode):
         is_short = self._dispatcher is not None and bool(self._dispatcher.links.missing())
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
-    def intent(self, switch: Switch) -> Announcer:
-        """Return an announcer of the blocks that this node takes after ``switch``."""
-        dependencies = self._dependencies
+    async def withdraw(self, relocation: Relocation) -> None:
+        """Announce that the node stays. Within its model, its next announcement says so."""
+        self.relocation = None
+        if relocation.is_switch:
+            with contextlib.suppress(SwarmnetError):  # it expires soon
+                await self._intent(relocation, pb.HOST_STATE_LEAVING).publish(self._dependencies.directory)
 
-        def compose(state: "pb.HostState") -> list[Announcement]:
-            record = pb.HostRecord(manifest=switch.manifest, start=switch.start, end=switch.end, state=state)
-            return [self._announcement(record)]
-
-        return Announcer(
-            dependencies.directory,
-            dependencies.rng,
-            partial(compose, pb.HOST_STATE_CHOOSING),
-            dependencies.timing.announce_s,
-            facts=dependencies.transport.addresses,
-            check_s=dependencies.timing.address_check_s,
-            ending=partial(compose, pb.HOST_STATE_LEAVING),
+    def _intent(self, switch: Relocation, state: "pb.HostState") -> Announcement:
+        """The announcement of the blocks that this node takes after ``switch``."""
+        return self._announcement(
+            pb.HostRecord(manifest=switch.manifest, start=switch.start, end=switch.end, state=state)
         )
 
     def _announcements(self) -> Iterable[Announcement]:
         yield self._announcement(self._record())
+        if self.relocation is not None and self.relocation.is_switch:
+            yield self._intent(self.relocation, pb.HOST_STATE_CHOOSING)
         if self._expert_service is not None:
             leaving = self._state == pb.HOST_STATE_LEAVING
             yield self._expert_service.announcement(
@@ -609,7 +623,7 @@ class Node(RunningNode):
 
     def _record(self) -> pb.HostRecord:
         """Return the facts about this node that it announces, without its addresses."""
-        engine, next_span = self._engine, self.next.span if self.next else (0, 0)
+        engine, next_span = self._engine, self._next_span or (0, 0)
         return pb.HostRecord(
             manifest=self._hosting.manifest,
             start=self.span[0],

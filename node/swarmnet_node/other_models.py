@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swarmnet_node.node import Hosting
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import LocalModel, Progress
-    from swarmnet_protocols.routing.switching import ServedModel
+    from swarmnet_protocols.routing.model_needs import ServedModel
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ def _check(model: "LocalModel", manifest: bytes) -> None:
 
 
 def _described(model: "LocalModel") -> "ServedModel":
-    from swarmnet_protocols.routing.switching import ServedModel
+    from swarmnet_protocols.routing.model_needs import ServedModel
 
     manifest = model.manifest
     size = sum(file.size for file in manifest.files)

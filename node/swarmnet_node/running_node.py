@@ -116,6 +116,10 @@ class RunningNode(Ending, ABC):
         """Announce, until cancelled, that the node is paused. Not for a node inside ``running``."""
         self._state = pb.HOST_STATE_PAUSED
         self._log("paused")
+        await self.keep_announced()
+
+    async def keep_announced(self) -> NoReturn:
+        """Announce the node's state again and again, until cancelled."""
         await self._announcer.run()
 
     async def try_to_announce(self) -> None:

@@ -35,10 +35,10 @@ from swarmnet_node.node import HostableModels, Hosting, Node
 from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
-from swarmnet_node.switching import Departure
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import report_pb2
 
 _log = logging.getLogger(__name__)
@@ -294,26 +294,32 @@ class Supervisor(Ending):
                 await node.finished()
             finally:
                 await cancel(governing)
-        if isinstance(node, Node):
-            self._has_moved |= node.next is not None
-            again = self._hosting = node.hosting_again()
-            if node.departure is not None and again.others is not None and not self._must_stop():
-                await self._switch(node.departure, again, again.others)
+            weight_bytes = node.weight_bytes if isinstance(node, Node) else 0
+        self._hosting = again = node.hosting_again()
+        if not isinstance(node, Node) or not isinstance(again, Hosting) or node.relocation is None:
+            return
+        if not node.relocation.is_switch:
+            self._has_moved = True
+        elif again.others is not None and not self._must_stop():
+            await self._switch(node, node.relocation, weight_bytes, again, again.others)
         else:
-            self._hosting = node.hosting_again()
+            node.relocation = None
 
-    async def _switch(self, departure: Departure, former: Hosting, others: HostableModels) -> None:
-        """Read the model for which the node has ended, to run a node of it next; if that fails, one with its former blocks."""
-        switch, now = departure.switch, asyncio.get_running_loop().time()
+    async def _switch(
+        self, node: Node, switch: Relocation, weight_bytes: int, former: Hosting, others: HostableModels
+    ) -> None:
+        """Read the model for which ``node`` has ended, to run a node of it next; if that fails, one with
+        its former blocks."""
+        now = asyncio.get_running_loop().time()
         self._is_loading = True
         announcing = asyncio.create_task(
-            persist("the announcement", departure.intent.run), name="announce intent"
+            persist("the announcement", node.keep_announced), name="announce intent"
         )
         try:
-            hosting = await others.hosting(switch.manifest, departure.weight_bytes, self._limits)
+            hosting = await others.hosting(switch.manifest, weight_bytes, self._limits)
         except SwarmnetError as error:
             await cancel(announcing)
-            await departure.intent.withdraw()
+            await node.withdraw(switch)
             self._go_back(former, switch.manifest, error)
         else:
             self._former = former
@@ -321,7 +327,7 @@ class Supervisor(Ending):
                 hosting,
                 former_model=former.model,
                 model_reason=switch.reason,
-                switch_looks=former.switch_looks.after_switch(now),
+                memory=former.memory.after_switch(now),
             )
             self._hosting, self._footprint = self._watched(hosting), None
             self._node = _node(self._dependencies, self._hosting)
@@ -332,8 +338,8 @@ class Supervisor(Ending):
     def _go_back(self, former: Hosting, manifest: bytes, error: SwarmnetError) -> None:
         """Run a node with its former blocks next, because the switch to another model failed."""
         _log.warning("the switch to another model failed: %s", error)
-        looks = former.switch_looks.after_failure(manifest, asyncio.get_running_loop().time())
-        self._hosting, self._former = replace(former, switch_looks=looks), None
+        memory = former.memory.after_failure(manifest, asyncio.get_running_loop().time())
+        self._hosting, self._former = replace(former, memory=memory), None
 
     def _watched(self, hosting: Hosting) -> Hosting:
         return replace(

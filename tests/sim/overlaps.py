@@ -18,7 +18,7 @@ from swarmnet_client.chain.supervisor import NOTICE_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import RETRY_S
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from swarmnet_protocols.routing.rebalancing import Move
+from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.memory_network import Delivery
@@ -161,8 +161,8 @@ class Faults:
 
     async def _move_to(self, name: str, span: Span) -> None:
         node = self.lab.nodes[name]
-        node.next = node.placed.after(Move(*span, reason="the test says so"))
-        await node.swap(await node.load(span), drain_s=8.0)
+        node.relocation = Relocation(Kind.MOVE, *span, reason="the test says so")
+        await node.move(await node.load(span), drain_s=8.0)
 
 
 @dataclass

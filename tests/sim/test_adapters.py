@@ -12,9 +12,9 @@ from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_node.moving import Placed
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
+from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -118,7 +118,7 @@ def test_adapters_of_a_host_that_has_dropped_blocks_give_the_outputs_of_peft(
             hidden = [await chain.forward((Row(0, 0, 5, 5, 0),), torch.tensor(text[:5]))]
             await lab.start("middle", lab.hosting((2, 3)))
             await asyncio.sleep(1.0)
-            node.next = Placed((3, 6), "a test")
+            node.relocation = Relocation(Kind.SHRINK, 3, 6, "a test")
             await node.keep(30.0)
             assert node.status().weight_bytes < reference.stage(2, 6).weight_bytes
             hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), torch.tensor(text[5:])))

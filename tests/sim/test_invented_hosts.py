@@ -9,9 +9,7 @@ import pytest
 
 from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Limits
-from swarmnet_protocols.routing.rebalancing import CONFIRM_S, LOOK_S
-from swarmnet_protocols.routing.switching import CONFIRM_S as SWITCH_CONFIRM_S
-from swarmnet_protocols.routing.switching import LOOK_S as SWITCH_LOOK_S
+from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S, SWITCH_CONFIRM_S
 from tests.sim.test_moves import GAP_S, PROMPT, wait_for_span
 from tests.sim.test_switches import LabModels
 from tests.support.fake_machine import FakeMachine
@@ -114,7 +112,7 @@ def test_hosts_do_not_leave_their_model_to_invented_hosts(reference: Reference, 
             await stack.enter_async_context(
                 invented_hosts(other, [(0, 4)] * 12, name="busy", load=1.0, sessions=100)
             )
-            await asyncio.sleep(SWITCH_CONFIRM_S + 5 * SWITCH_LOOK_S)
+            await asyncio.sleep(SWITCH_CONFIRM_S + 10 * LOOK_S)
             assert [host.status().manifest for host in hosts] == [lab.manifest] * 2
 
     simulate(reference, scenario, limit_s=4000.0)

@@ -12,12 +12,12 @@ import torch
 from swarmnet_node.engine import stage as stage_module
 from swarmnet_node.engine.memory_account import P2PD_BYTES, Footprint
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.moving import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Limits
+from swarmnet_node.relocating import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.routing.rebalancing import CONFIRM_S, LOOK_S
+from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S
 from swarmnet_protocols.session.steps import Row
 from tests.support.fake_machine import FakeMachine
 from tests.support.private_swarm import PrivateSwarm

@@ -10,15 +10,16 @@ import pytest
 
 from swarmnet_node.node import Hosting
 from swarmnet_node.owner.limits import Limits
+from swarmnet_node.relocating import READ_AGAIN_S
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_node.switching import READ_AGAIN_S
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
-from swarmnet_protocols.routing.switching import CONFIRM_S, LOOK_S, ServedModel
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.relocation import LOOK_S, SWITCH_CONFIRM_S
 from tests.sim.test_moves import PROMPT, Reader
 from tests.support.fake_machine import FakeMachine
 from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
 
-FOUND_S = CONFIRM_S + 10 * LOOK_S
+FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
 """A need is confirmed, and the switch made, at each look with some chance."""
 
 

@@ -7,19 +7,21 @@ import sys
 from typing import Any
 
 from swarmnet.cli import main
-from swarmnet_node import moving
-from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_node import relocating
+from swarmnet_protocols.routing.relocation import Kind, Look, Memory, Relocation
 
 
-def next_blocks(outlook: Outlook, mine: Claim, looks: Looks, **_: Any) -> tuple[Move, Looks]:
-    """A move to the blocks that follow those of ``mine``; from the last blocks to the first."""
+def next_blocks(look: Look, memory: Memory, **_: Any) -> tuple[Relocation | None, Memory]:
+    """A move to the blocks that follow those of the node; from the last blocks to the first."""
+    mine, blocks = look.mine, look.own.blocks
     length = mine.end - mine.start
-    start = mine.end if mine.end + length <= outlook.blocks else 0
-    return Move(start, start + length, "every look moves it"), looks
+    start = mine.end if mine.end + length <= blocks else 0
+    if start == mine.start:
+        return None, memory
+    return Relocation(Kind.MOVE, start, start + length, "every look moves it"), memory
 
 
 if __name__ == "__main__":
-    moving.LOOK_S = float(sys.argv.pop(1))  # type: ignore[misc]
-    moving.should_move = next_blocks  # type: ignore[assignment]
+    relocating.LOOK_S = float(sys.argv.pop(1))  # type: ignore[misc]
+    relocating.should_relocate = next_blocks  # type: ignore[assignment]
     main()

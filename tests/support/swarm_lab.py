@@ -18,9 +18,9 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
-from swarmnet_node.moving import Placed
 from swarmnet_node.node import Hosting, Node
 from swarmnet_node.owner.limits import Limits
+from swarmnet_node.relocating import Placed
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes

@@ -175,8 +175,9 @@ class Host:
                 async with asyncio.timeout(LEAVE_LOOK_S), self._changed:
                     await self._changed.wait_for(is_free)
 
-    def switch(self, engine: Engine, start: int) -> None:
-        """Serve the blocks of another engine from now on. Present sessions and passes continue with the old engine: see ``drain``."""
+    def move(self, engine: Engine, start: int) -> None:
+        """Serve the blocks of another engine from now on. Present sessions and passes continue with the
+        old engine: see ``drain``."""
         engine.client_cache_bytes = self.limits.client_cache_bytes
         engine.limit_caches(self.engine.max_cache_bytes)
         engine.counters = self.engine.counters

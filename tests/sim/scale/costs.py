@@ -7,7 +7,7 @@ import math
 
 from swarmnet_protocols.directory.host_announcements import FIRST_SHARDS, REDRAW_S, SHARDS, WANTED
 from swarmnet_protocols.directory.records import KEY_SALTS
-from swarmnet_protocols.routing.rebalancing import LOOK_S
+from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.timing import Timing
 
 TIMING = Timing()

@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmnet_protocols.routing.placement import choose_span, resolve_claims
-from swarmnet_protocols.routing.rebalancing import LOOK_S, Move, should_move
+from swarmnet_protocols.routing.relocation import LOOK_S, Kind, Look, Relocation, should_relocate
 from swarmnet_protocols.routing.throughput import Claim
 from tests.sim.scale.swarm import Rule, SimulatedHost, Snapshot
 
 
 class Ours:
-    """The functions of ``routing/placement.py`` and ``routing/rebalancing.py``."""
+    """The functions of ``routing/placement.py`` and ``routing/relocation.py``."""
 
     stops_to_move = False
 
@@ -33,13 +33,15 @@ class Ours:
     def look_s(self, rng: random.Random) -> float:
         return LOOK_S * rng.uniform(0.5, 1.5) if self._moves else math.inf
 
-    def look(self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random) -> Move | None:
+    def look(
+        self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random
+    ) -> Relocation | None:
         if host.span is None:
             return None
         mine = host.claim(host.span, settled=True)
-        length = host.peer.length
-        move, host.looks = should_move(snapshot.outlook, mine, host.looks, length=length, now=now, rng=rng)
-        return move
+        look = Look(snapshot.model, mine, host.peer.length)
+        relocation, host.memory = should_relocate(look, host.memory, now=now, rng=rng)
+        return relocation
 
 
 class Petals:
@@ -60,7 +62,9 @@ class Petals:
     def look_s(self, rng: random.Random) -> float:
         return rng.uniform(0, 2 * self.period_s)
 
-    def look(self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random) -> Move | None:
+    def look(
+        self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random
+    ) -> Relocation | None:
         """``should_choose_other_blocks``."""
         if host.span is None:
             return None
@@ -97,7 +101,7 @@ class Petals:
                 throughputs[new : new + end - old] += speed
         quality = initial.min() / throughputs.min() if throughputs.min() > 0 else 1.0
         if quality < self.balance_quality - self.eps:
-            return Move(start, start + length, f"balance quality {quality:.2f}")
+            return Relocation(Kind.MOVE, start, start + length, f"balance quality {quality:.2f}")
         return None
 
 

@@ -9,7 +9,9 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.rebalancing import Looks, Move, Outlook, may_leave
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.outlook import Outlook
+from swarmnet_protocols.routing.relocation import Look, Memory, Relocation, blocks_to_leave, is_confirmed
 from swarmnet_protocols.routing.throughput import Claim, Supply, holders
 from swarmnet_protocols.timing import Timing
 from tests.sim.scale.population import Peer
@@ -36,9 +38,9 @@ class SimulatedHost:
     serves: bool = False
     is_settled: bool = False
     """Whether its choice is final: it serves or loads the blocks."""
-    move: Move | None = None
+    move: Relocation | None = None
     """The move that it has begun."""
-    looks: Looks = field(default_factory=Looks)
+    memory: Memory = field(default_factory=Memory)
     alive: bool = True
     moves: int = 0
 
@@ -61,7 +63,12 @@ class Snapshot:
     """For joining hosts: settled are the claims of hosts that have chosen."""
     serving: list[Claim]
     """For hosts that may move: settled are the claims of hosts that serve."""
-    outlook: Outlook
+    model: ServedModel
+    """The model with the claims of ``serving``."""
+
+    @property
+    def outlook(self) -> Outlook:
+        return self.model.outlook
 
 
 class Rule(Protocol):
@@ -76,7 +83,9 @@ class Rule(Protocol):
     def look_s(self, rng: random.Random) -> float:
         """Seconds until a host's next look; infinite if it never looks."""
 
-    def look(self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random) -> Move | None:
+    def look(
+        self, snapshot: Snapshot, host: SimulatedHost, now: float, rng: random.Random
+    ) -> Relocation | None:
         """The move of a serving host."""
 
 
@@ -241,7 +250,7 @@ class SimulatedSwarm:
                 self._begin(host, host.move)
         self._look_later(host)
 
-    def _begin(self, host: SimulatedHost, move: Move) -> None:
+    def _begin(self, host: SimulatedHost, move: Relocation) -> None:
         self.measures.moves += 1
         self.measures.repairs += move.fills_gap
         host.moves += 1
@@ -259,20 +268,15 @@ class SimulatedSwarm:
             host.serves = True
             self._happened("serves", host, host.span)
 
-    def _loaded(self, host: SimulatedHost, move: Move, until: float) -> None:
+    def _loaded(self, host: SimulatedHost, move: Relocation, until: float) -> None:
         """The host has both its old and its new blocks."""
         if not host.alive or host.span is None:
             return
         old = host.claim(host.span, settled=True)
-        # Blocks that it keeps need no other host.
-        left = [
-            Claim(old.peer, start, end)
-            for start, end in ((old.start, min(old.end, move.start)), (max(old.start, move.end), old.end))
-            if start < end
-        ]
-        kept = set(range(*host.span)) - set(range(move.start, move.end))
-        claims = self._claims(other for other in self.hosts.values() if other.has(kept))[1]
-        if move.fills_gap or all(may_leave(claims, part, blocks=self.blocks) for part in left):
+        left = set(range(*host.span)) - set(range(move.start, move.end))
+        claims = self._claims(other for other in self.hosts.values() if other.has(left))[1]
+        look = Look(self._model(claims), old, host.peer.length)
+        if move.fills_gap or is_confirmed(look, move, blocks_to_leave(look, move, kept=move.span)):
             host.span, host.move = (move.start, move.end), None
             self._happened("has moved", host, host.span)
         elif self.now < until:
@@ -289,9 +293,12 @@ class SimulatedSwarm:
             self._changed and (fresh or self.now >= self._snapshot_at + SNAPSHOT_S)
         ):
             joining, serving = self._sample()
-            self._snapshot = Snapshot(joining, serving, Outlook(serving, blocks=self.blocks))
+            self._snapshot = Snapshot(joining, serving, self._model(serving))
             self._snapshot_at, self._changed = self.now, False
         return self._snapshot
+
+    def _model(self, claims: list[Claim]) -> ServedModel:
+        return ServedModel(b"model", "model", self.blocks, 1.0, claims)
 
     def _sample(self) -> tuple[list[Claim], list[Claim]]:
         """The claims of the hosts that others know."""

@@ -8,21 +8,26 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import choose_span
-from swarmnet_protocols.routing.rebalancing import MOVE_PAUSE_S
-from swarmnet_protocols.routing.switching import (
+from swarmnet_protocols.routing.model_needs import (
     CALM,
-    CONFIRM_S,
-    LOOK_S,
     OTHER_HOSTS,
     OVERLOADED,
-    RETRY_S,
     ServedModel,
-    Switch,
-    SwitchLooks,
-    is_confirmed,
     may_leave_model,
-    should_switch,
+)
+from swarmnet_protocols.routing.placement import choose_span
+from swarmnet_protocols.routing.relocation import (
+    LOOK_S,
+    PAUSE_S,
+    RETRY_S,
+    SWITCH_CONFIRM_S,
+    Finding,
+    Kind,
+    Look,
+    Memory,
+    Relocation,
+    is_confirmed,
+    should_relocate,
 )
 from swarmnet_protocols.routing.throughput import Claim, holders
 
@@ -33,7 +38,15 @@ LOAD_S = 120.0
 
 
 def host(name: str, start: int = 0, end: int = BLOCKS, load: float = 0.0, **changes: object) -> Claim:
-    return replace(Claim(PeerId(name), start, end, may_switch=True, load=load), **changes)  # type: ignore[arg-type]
+    return replace(Claim(PeerId(name), start, end, may_move=False, may_switch=True, load=load), **changes)  # type: ignore[arg-type]
+
+
+def look_of(own: ServedModel, mine: Claim, *others: ServedModel) -> Look:
+    return Look(own, mine, mine.end - mine.start, others)
+
+
+def to_beta(end: int) -> Relocation:
+    return Relocation(Kind.SWITCH, 0, end, "", manifest=b"b", model="beta")
 
 
 THREE = (host("a"), host("b"), host("c"))
@@ -43,27 +56,27 @@ BUSY = (host("x", load=0.9), host("y", load=0.9))
 def switches(
     own: tuple[Claim, ...],
     other: tuple[Claim, ...],
-    looks: SwitchLooks = SwitchLooks(),  # noqa: B008 - it is frozen
+    memory: Memory = Memory(),  # noqa: B008 - it is frozen
     seeds: int = 100,
     **changes: object,
-) -> list[Switch]:
+) -> list[Relocation]:
     """The switches of the first host of ``own``, with many random sources: each at its second look, long enough after the first."""
     mine, alpha = own[0], replace(OWN, claims=own)
-    others = [replace(OTHER, claims=other, **changes)]
+    look = look_of(alpha, mine, replace(OTHER, claims=other, **changes))
     found = []
     for seed in range(seeds):
         rng = random.Random(seed)
-        switch, seen = should_switch(alpha, mine, others, looks, now=0.0, rng=rng)
+        switch, seen = should_relocate(look, memory, now=0.0, rng=rng)
         assert switch is None, "at the first look"
-        assert should_switch(alpha, mine, others, seen, now=CONFIRM_S - 1, rng=rng)[0] is None
-        switch, _ = should_switch(alpha, mine, others, seen, now=CONFIRM_S, rng=rng)
+        assert should_relocate(look, seen, now=SWITCH_CONFIRM_S - 1, rng=rng)[0] is None
+        switch, _ = should_relocate(look, seen, now=SWITCH_CONFIRM_S, rng=rng)
         found += [] if switch is None else [switch]
     return found
 
 
 def test_a_host_that_can_be_spared_switches_to_a_model_without_hosts_for_some_blocks() -> None:
     found = switches(THREE, (host("x", 0, 3),), length=3)
-    assert {(switch.name, switch.start, switch.end) for switch in found} == {("beta", 3, 6)}
+    assert {(switch.model, switch.start, switch.end) for switch in found} == {("beta", 3, 6)}
     assert found[0].reason == "no host had 3 of its 6 blocks, and alpha has enough hosts"
     assert switches(THREE, ())[0].reason == "no host had any of its 6 blocks, and alpha has enough hosts"
 
@@ -132,31 +145,55 @@ def test_hosts_that_come_count_before_they_compute() -> None:
 
 
 def test_a_host_stays_for_an_hour_after_a_switch_and_for_longer_after_a_failed_one() -> None:
-    assert not switches(THREE, (), SwitchLooks().after_switch(CONFIRM_S + 1 - MOVE_PAUSE_S))
-    assert switches(THREE, (), SwitchLooks().after_switch(-MOVE_PAUSE_S))
-    looks = SwitchLooks().after_failure(b"b", 0.0)
-    assert [looks.may_try(b"b", now) for now in (0.0, RETRY_S - 1, RETRY_S)] == [False, False, True]
-    assert looks.may_try(b"c", 0.0)
+    assert not switches(THREE, (), Memory().after_switch(SWITCH_CONFIRM_S + 1 - PAUSE_S))
+    assert switches(THREE, (), Memory().after_switch(-PAUSE_S))
+    memory = Memory().after_failure(b"b", 0.0)
+    assert [memory.may_try(b"b", now) for now in (0.0, RETRY_S - 1, RETRY_S)] == [False, False, True]
+    assert memory.may_try(b"c", 0.0)
 
 
 def test_a_need_that_is_gone_at_the_second_look_is_forgotten() -> None:
     alpha, rng = replace(OWN, claims=THREE), random.Random(0)
-    _, looks = should_switch(alpha, THREE[0], [replace(OTHER, claims=())], SwitchLooks(), now=0.0, rng=rng)
-    assert looks.target == b"b"
-    _, looks = should_switch(alpha, THREE[0], [replace(OTHER, claims=(host("x"),))], looks, now=60.0, rng=rng)
-    assert looks == SwitchLooks()
+    _, memory = should_relocate(
+        look_of(alpha, THREE[0], replace(OTHER, claims=())), Memory(), now=0.0, rng=rng
+    )
+    assert memory.need is not None
+    assert memory.need.what == b"b"
+    _, memory = should_relocate(
+        look_of(alpha, THREE[0], replace(OTHER, claims=(host("x"),))), memory, now=60.0, rng=rng
+    )
+    assert memory == Memory()
+
+
+def test_a_host_whose_own_model_has_a_gap_or_whose_owner_takes_memory_back_does_not_switch() -> None:
+    four = tuple(replace(host(name, 0, 3), may_move=True) for name in "abcd")
+    beta, rng = replace(OTHER, claims=()), random.Random(0)
+    memory = Memory(need=Finding(b"b", 0.0))
+
+    def decide(own: tuple[Claim, ...], length: int) -> list[Relocation | None]:
+        looks = [Look(replace(OWN, claims=own), mine, length, [beta]) for mine in own]
+        return [should_relocate(look, memory, now=SWITCH_CONFIRM_S, rng=rng)[0] for look in looks]
+
+    filled = [found for found in decide(four, 3) if found is not None]
+    assert [(found.kind, found.span) for found in filled] == [(Kind.MOVE, (3, 6))]
+    whole = tuple(replace(each, end=BLOCKS) for each in four)
+    assert {found and found.kind for found in decide(whole, 5)} == {Kind.SHRINK}
+    kinds = {found and found.kind for _ in range(20) for found in decide(whole, BLOCKS)}
+    assert kinds == {None, Kind.SWITCH}
 
 
 def test_of_hosts_that_announce_a_switch_at_once_those_with_the_lower_ids_make_it() -> None:
-    switch = Switch(b"b", "beta", 0, BLOCKS, "")
+    switch = to_beta(BLOCKS)
     intents = tuple(replace(each, settled=False) for each in THREE)
     alpha, beta = replace(OWN, claims=THREE), replace(OTHER, claims=intents)
-    assert [is_confirmed(alpha, mine, [beta], switch) for mine in THREE] == [True, False, False]
+    assert [is_confirmed(look_of(alpha, mine, beta), switch, ()) for mine in THREE] == [True, False, False]
     gamma = replace(beta, manifest=b"c", claims=intents[:1])
     alone = replace(beta, claims=intents[1:2])
-    assert not is_confirmed(alpha, THREE[1], [alone, gamma], switch), "another leaves for a third model"
+    assert not is_confirmed(look_of(alpha, THREE[1], alone, gamma), switch, ()), (
+        "another leaves for a third model"
+    )
     joining = replace(beta, claims=(host("z", settled=False), *intents[:1]))
-    assert not is_confirmed(alpha, THREE[0], [joining], switch), "a newcomer does not give way"
+    assert not is_confirmed(look_of(alpha, THREE[0], joining), switch, ()), "a newcomer does not give way"
 
 
 def test_of_hosts_that_leave_at_once_enough_stay(seed: int) -> None:
@@ -165,8 +202,8 @@ def test_of_hosts_that_leave_at_once_enough_stay(seed: int) -> None:
     alpha = replace(OWN, claims=claims)
     mine = [claim for claim in claims if may_leave_model(alpha, claim)]
     beta = replace(OTHER, claims=tuple(replace(claim, settled=False) for claim in mine), length=1, blocks=60)
-    switch = Switch(b"b", "beta", 0, 1, "")
-    left = {claim.peer for claim in mine if is_confirmed(alpha, claim, [beta], switch)}
+    switch = to_beta(1)
+    left = {claim.peer for claim in mine if is_confirmed(look_of(alpha, claim, beta), switch, ())}
     before = holders(claims, BLOCKS)
     after = holders((claim for claim in claims if claim.peer not in left), BLOCKS)
     assert all(count >= min(OTHER_HOSTS, most) for count, most in zip(after, before, strict=True))
@@ -186,8 +223,8 @@ class Simulated:
     claim: Claim
     model: int
     look_at: float
-    looks: SwitchLooks = field(default_factory=SwitchLooks)
-    intent: Switch | None = None
+    memory: Memory = field(default_factory=Memory)
+    intent: Relocation | None = None
     ready_at: float = -math.inf
     switched: list[float] = field(default_factory=list)
 
@@ -256,16 +293,14 @@ class Swarm:
                 self.fewest[model] = min(self.fewest[model], fewest or 10**6)
 
     def _look(self, each: Simulated) -> None:
-        own, others = self.seen[each.model], [self.seen[1 - each.model]]
+        look = look_of(self.seen[each.model], each.claim, self.seen[1 - each.model])
         if each.intent is None:
-            each.intent, each.looks = should_switch(
-                own, each.claim, others, each.looks, now=self.now, rng=self.rng
-            )
+            each.intent, each.memory = should_relocate(look, each.memory, now=self.now, rng=self.rng)
             return
-        if is_confirmed(own, each.claim, others, each.intent):
+        if is_confirmed(look, each.intent, ()):
             each.model, each.ready_at = int(each.intent.manifest), self.now + LOADING_S
             each.claim = replace(self._placed(each.claim, each.model), load=0.0)
-            each.looks = each.looks.after_switch(self.now)
+            each.memory = each.memory.after_switch(self.now)
             each.switched.append(self.now)
         each.intent = None
 
@@ -304,7 +339,7 @@ def test_hosts_follow_a_change_of_demand_and_then_stay(seed: int) -> None:
         )
     assert min(swarm.fewest) >= OTHER_HOSTS
     for each in swarm.hosts:
-        assert all(later >= earlier + MOVE_PAUSE_S for earlier, later in pairwise(each.switched))
+        assert all(later >= earlier + PAUSE_S for earlier, later in pairwise(each.switched))
 
 
 def test_models_that_have_work_for_all_hosts_exchange_none(seed: int) -> None:

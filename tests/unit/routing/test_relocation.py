@@ -6,17 +6,21 @@ from dataclasses import replace
 import pytest
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import rebalancing
-from swarmnet_protocols.routing.rebalancing import (
+from swarmnet_protocols.routing import relocation
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.outlook import Outlook
+from swarmnet_protocols.routing.relocation import (
     CONFIRM_S,
     GAP_PAUSE_S,
     GAP_WAIT_S,
-    MOVE_PAUSE_S,
-    Looks,
-    Move,
-    Outlook,
-    may_leave,
-    should_move,
+    PAUSE_S,
+    Kind,
+    Look,
+    Memory,
+    Relocation,
+    blocks_to_leave,
+    is_confirmed,
+    should_relocate,
 )
 from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
 
@@ -27,18 +31,27 @@ SHORT = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 0, 4), Claim(D, 4, 8)]
 
 
 def look(
-    claims: list[Claim], peer: PeerId, looks: Looks, now: float, seed: int = 0, length: int = 4
-) -> tuple[Move | None, Looks]:
+    claims: list[Claim], peer: PeerId, memory: Memory, now: float, seed: int = 0, length: int = 4
+) -> tuple[Relocation | None, Memory]:
     [mine] = [claim for claim in claims if claim.peer == peer and claim.settled]
-    outlook = Outlook(claims, blocks=BLOCKS)
-    return should_move(outlook, mine, looks, length=length, now=now, rng=random.Random(seed))
+    seen = Look(model(claims), mine, length)
+    return should_relocate(seen, memory, now=now, rng=random.Random(seed))
 
 
-def moves(claims: list[Claim], peer: PeerId, looks: Looks = Looks(), seeds: int = 100) -> list[Move]:  # noqa: B008 - it is frozen
+def model(claims: list[Claim]) -> ServedModel:
+    return ServedModel(b"a", "alpha", BLOCKS, 1.0, claims)
+
+
+def may_leave(claims: list[Claim], mine: Claim, kept: tuple[int, int] = (0, 0)) -> bool:
+    seen, move = Look(model(claims), mine, 4), Relocation(Kind.MOVE, *kept, reason="")
+    return is_confirmed(seen, move, blocks_to_leave(seen, move, kept=kept))
+
+
+def moves(claims: list[Claim], peer: PeerId, memory: Memory = Memory(), seeds: int = 100) -> list[Relocation]:  # noqa: B008 - it is frozen
     """The moves of 100 hosts, each at its second look, long enough after the first."""
     found = []
     for seed in range(seeds):
-        _, seen = look(claims, peer, looks, 0.0, seed)
+        _, seen = look(claims, peer, memory, 0.0, seed)
         move, _ = look(claims, peer, seen, CONFIRM_S, seed)
         if move is not None:
             found.append(move)
@@ -46,10 +59,10 @@ def moves(claims: list[Claim], peer: PeerId, looks: Looks = Looks(), seeds: int 
 
 
 def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> None:
-    move, looks = look(SHORT, A, Looks(), 0.0)
+    move, memory = look(SHORT, A, Memory(), 0.0)
     assert move is None
-    assert looks.target is not None
-    move, looks = look(SHORT, A, looks, CONFIRM_S - 1)
+    assert memory.shortage is not None
+    move, memory = look(SHORT, A, memory, CONFIRM_S - 1)
     assert move is None
     found = moves(SHORT, A)
     assert not any(move.fills_gap for move in found)
@@ -58,7 +71,7 @@ def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> Non
     assert "lacks hosts of these blocks" in found[0].reason
 
 
-def test_between_two_looks_hosts_move_at_most_as_much_as_is_short() -> None:
+def test_between_two_memory_hosts_move_at_most_as_much_as_is_short() -> None:
     for scale in (1, 3):  # few hosts and many
         claims = [Claim(PeerId(f"h{number:03}"), 0, 4) for number in range(50 * scale)]
         claims += [Claim(PeerId(f"i{number:03}"), 4, 8) for number in range(30 * scale)]
@@ -69,22 +82,22 @@ def test_between_two_looks_hosts_move_at_most_as_much_as_is_short() -> None:
 def test_few_of_many_hosts_search_for_better_blocks() -> None:
     claims = [Claim(PeerId(f"h{number:03}"), 0, 4) for number in range(100)]
     claims += [Claim(PeerId(f"i{number:03}"), 4, 8) for number in range(80)]
-    outlook = Outlook(claims, blocks=BLOCKS)
+    seen = Look(model(claims), claims[0], 4)
     with pytest.MonkeyPatch.context() as patch:
         searches: list[int] = []
-        patch.setattr(rebalancing, "_target", lambda *_: searches.append(1) or (None, 0.0))
+        patch.setattr(relocation, "_target", lambda *_: searches.append(1) or (None, 0.0))
         for seed in range(1000):
-            should_move(outlook, claims[0], Looks(), length=4, now=0.0, rng=random.Random(seed))
+            should_relocate(seen, Memory(), now=0.0, rng=random.Random(seed))
     assert 50 < len(searches) < 200, "one of nine hosts would make both halves equal"
 
 
 def test_a_sample_without_the_claim_of_a_host_serves_it_as_well() -> None:
     sample = SHORT[1:]
-    move, looks = None, Looks()
+    move, memory = None, Memory()
     rng = random.Random(0)
     for number in range(100):
         now = number * CONFIRM_S
-        move, looks = should_move(Outlook(sample, blocks=BLOCKS), SHORT[0], looks, length=4, now=now, rng=rng)
+        move, memory = should_relocate(Look(model(sample), SHORT[0], 4), memory, now=now, rng=rng)
         if move is not None:
             break
     assert move is not None
@@ -92,10 +105,10 @@ def test_a_sample_without_the_claim_of_a_host_serves_it_as_well() -> None:
 
 
 def test_a_shortage_that_is_gone_at_the_second_look_is_forgotten() -> None:
-    _, looks = look(SHORT, A, Looks(), 0.0)
+    _, memory = look(SHORT, A, Memory(), 0.0)
     even = [*SHORT[:2], Claim(C, 4, 8), SHORT[3]]
-    _, looks = look(even, A, looks, 60.0)
-    assert looks == Looks()
+    _, memory = look(even, A, memory, 60.0)
+    assert memory == Memory()
 
 
 def test_an_announced_move_counts_as_done() -> None:
@@ -103,8 +116,8 @@ def test_an_announced_move_counts_as_done() -> None:
 
 
 def test_a_host_moves_once_an_hour() -> None:
-    assert not moves(SHORT, A, Looks(moved_at=CONFIRM_S - MOVE_PAUSE_S + 1))
-    assert moves(SHORT, A, Looks(moved_at=-MOVE_PAUSE_S))
+    assert not moves(SHORT, A, Memory(relocated_at=CONFIRM_S - PAUSE_S + 1))
+    assert moves(SHORT, A, Memory(relocated_at=-PAUSE_S))
 
 
 def test_the_last_host_of_a_block_stays() -> None:
@@ -115,17 +128,17 @@ def test_the_last_host_of_a_block_stays() -> None:
 
 def test_a_host_grows_where_the_swarm_is_short() -> None:
     found = [
-        look(SHORT, A, look(SHORT, A, Looks(), 0.0, seed, 8)[1], CONFIRM_S, seed, 8)[0] for seed in range(20)
+        look(SHORT, A, look(SHORT, A, Memory(), 0.0, seed, 8)[1], CONFIRM_S, seed, 8)[0] for seed in range(20)
     ]
-    moves = {(move.start, move.end, move.fills_gap) for move in found if move}
-    assert moves == {(0, 8, False)}
+    moves = {(move.kind, move.span, move.fills_gap) for move in found if move}
+    assert moves == {(Kind.GROW, (0, 8), False)}
 
 
 def test_the_last_host_of_a_block_grows_without_leaving_it() -> None:
     claims = [Claim(A, 0, 4, 10.0), Claim(B, 1, 4, 10.0), Claim(C, 1, 4, 10.0), Claim(D, 4, 8)]
     for length in (5, 6, 7):
         found = [
-            look(claims, A, look(claims, A, Looks(), 0.0, seed, length)[1], CONFIRM_S, seed, length)[0]
+            look(claims, A, look(claims, A, Memory(), 0.0, seed, length)[1], CONFIRM_S, seed, length)[0]
             for seed in range(20)
         ]
         assert {(move.start, move.end) for move in found if move} == {(0, length)}
@@ -134,22 +147,23 @@ def test_the_last_host_of_a_block_grows_without_leaving_it() -> None:
 def test_a_host_with_more_memory_stays_where_the_swarm_gains_nothing() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 4, 8, 0.96)]
     for seed in range(20):
-        _, looks = look(claims, A, Looks(), 0.0, seed, 8)
-        assert look(claims, A, looks, CONFIRM_S, seed, 8) == (None, Looks())
+        _, memory = look(claims, A, Memory(), 0.0, seed, 8)
+        assert look(claims, A, memory, CONFIRM_S, seed, 8) == (None, Memory())
 
 
 def test_memory_that_is_gone_at_the_second_look_is_not_used() -> None:
-    _, looks = look(SHORT, A, Looks(), 0.0, length=8)
-    assert looks.target == (0, 8)
+    _, memory = look(SHORT, A, Memory(), 0.0, length=8)
+    assert memory.shortage is not None
+    assert memory.shortage.what == (0, 8)
     for seed in range(20):
-        move, after = look(SHORT, A, looks, CONFIRM_S, seed)
+        move, after = look(SHORT, A, memory, CONFIRM_S, seed)
         assert move is None
-        assert after.target is None or after.target[1] - after.target[0] == 4
+        assert after.shortage is None or after.shortage.what[1] - after.shortage.what[0] == 4
 
 
 def test_memory_that_is_free_meanwhile_does_not_begin_the_search_anew() -> None:
-    _, looks = look(SHORT, A, Looks(), 0.0)
-    assert any(look(SHORT, A, looks, CONFIRM_S, seed, 8)[0] for seed in range(20))
+    _, memory = look(SHORT, A, Memory(), 0.0)
+    assert any(look(SHORT, A, memory, CONFIRM_S, seed, 8)[0] for seed in range(20))
 
 
 @pytest.mark.parametrize(
@@ -168,18 +182,18 @@ def test_a_host_that_may_hold_fewer_blocks_drops_those_that_the_swarm_needs_leas
     others: list[Claim], length: int, kept: tuple[int, int]
 ) -> None:
     mine = Claim(A, 0, 8)
-    looks = Looks(moved_at=0.0)
-    move, after = look([mine, *others], A, looks, 1.0, length=length)
+    memory = Memory(relocated_at=0.0)
+    move, after = look([mine, *others], A, memory, 1.0, length=length)
     assert move is not None
-    assert (move.start, move.end, move.fills_gap, after) == (*kept, False, looks)
+    assert (move.kind, move.span, move.fills_gap, after) == (Kind.SHRINK, kept, False, memory)
     assert "memory limit" in move.reason
 
 
 def test_a_host_may_leave_only_blocks_that_it_does_not_keep() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 2)]
-    assert not may_leave(claims, claims[0], blocks=BLOCKS)
-    assert may_leave(claims, claims[0], blocks=BLOCKS, kept=(2, 6))
-    assert not may_leave(claims, claims[0], blocks=BLOCKS, kept=(3, 6))
+    assert not may_leave(claims, claims[0])
+    assert may_leave(claims, claims[0], kept=(2, 6))
+    assert not may_leave(claims, claims[0], kept=(3, 6))
 
 
 def test_a_balanced_swarm_is_left_alone() -> None:
@@ -189,15 +203,15 @@ def test_a_balanced_swarm_is_left_alone() -> None:
 
 def test_a_gap_is_filled_at_once_by_one_of_the_hosts_that_can_be_spared() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
-    found = {peer: look(claims, peer, Looks(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)}
+    found = {peer: look(claims, peer, Memory(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)}
     [move] = [move for move in found.values() if move]
-    assert (move.start, move.end, move.fills_gap) == (4, 8, True)
+    assert (move.kind, move.span, move.fills_gap) == (Kind.MOVE, (4, 8), True)
     assert "no host has 2 of these blocks" in move.reason
 
 
 def test_hosts_shift_towards_a_gap_if_none_can_be_spared() -> None:
     claims = [Claim(A, 2, 5), Claim(B, 4, 7), Claim(C, 5, 8)]
-    found = {peer: look(claims, peer, Looks(), 0.0, length=3)[0] for peer in (A, B, C)}
+    found = {peer: look(claims, peer, Memory(), 0.0, length=3)[0] for peer in (A, B, C)}
     after = [
         replace(claim, start=move.start, end=move.end) if (move := found[claim.peer]) else claim
         for claim in claims
@@ -212,38 +226,38 @@ def test_a_host_whose_owner_named_its_blocks_is_not_part_of_the_plan() -> None:
 
 
 def test_a_host_with_more_memory_grows_over_a_gap_beside_it() -> None:
-    move, _ = look([Claim(A, 0, 5), Claim(B, 0, 3)], A, Looks(), 0.0, length=8)
+    move, _ = look([Claim(A, 0, 5), Claim(B, 0, 3)], A, Memory(), 0.0, length=8)
     assert move is not None
-    assert (move.start, move.end, move.fills_gap) == (0, 8, True)
+    assert (move.kind, move.span, move.fills_gap) == (Kind.GROW, (0, 8), True)
 
 
 def test_other_hosts_fill_a_gap_if_those_of_the_plan_do_not() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
     [idle] = {A, B} - set(Outlook(claims, blocks=BLOCKS).repairs)
-    looks = Looks(gap_since=0.0)
-    assert not any(look(claims, idle, looks, GAP_WAIT_S - 1, seed)[0] for seed in range(20))
-    assert any(look(claims, idle, looks, GAP_WAIT_S, seed)[0] for seed in range(20))
-    assert not any(look(claims, C, looks, GAP_WAIT_S, seed, length=2)[0] for seed in range(20)), (
+    memory = Memory(gap_since=0.0)
+    assert not any(look(claims, idle, memory, GAP_WAIT_S - 1, seed)[0] for seed in range(20))
+    assert any(look(claims, idle, memory, GAP_WAIT_S, seed)[0] for seed in range(20))
+    assert not any(look(claims, C, memory, GAP_WAIT_S, seed, length=2)[0] for seed in range(20)), (
         "the last host of its blocks"
     )
 
 
 def test_a_host_fills_gaps_one_after_another() -> None:
     claims = [Claim(A, 0, 4), Claim(C, 0, 4, may_move=False)]
-    assert look(claims, A, Looks(moved_at=0.0), GAP_PAUSE_S - 1)[0] is None
-    move, looks = look(claims, A, Looks(moved_at=0.0), GAP_PAUSE_S)
+    assert look(claims, A, Memory(relocated_at=0.0), GAP_PAUSE_S - 1)[0] is None
+    move, memory = look(claims, A, Memory(relocated_at=0.0), GAP_PAUSE_S)
     assert move is not None
-    assert looks.moved_at == GAP_PAUSE_S
+    assert memory.relocated_at == GAP_PAUSE_S
 
 
 def test_of_two_hosts_that_leave_a_block_at_once_one_waits() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(A, 4, 8, settled=False), Claim(B, 4, 8, settled=False)]
-    assert may_leave(claims, claims[0], blocks=BLOCKS)
-    assert not may_leave(claims, claims[1], blocks=BLOCKS)
+    assert may_leave(claims, claims[0])
+    assert not may_leave(claims, claims[1])
 
 
 def test_a_host_that_still_loads_its_blocks_lets_no_other_leave_them() -> None:
-    assert not may_leave([Claim(A, 0, 4), Claim(B, 0, 4, settled=False)], Claim(A, 0, 4), blocks=BLOCKS)
+    assert not may_leave([Claim(A, 0, 4), Claim(B, 0, 4, settled=False)], Claim(A, 0, 4))
 
 
 @pytest.mark.parametrize("announced", [MAX_SPEED, 1e9])

@@ -7,8 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.rebalancing import CONFIRM_S, Looks, Outlook, holders, should_move
-from swarmnet_protocols.routing.throughput import ROUNDING, Claim, throughput
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.outlook import Outlook
+from swarmnet_protocols.routing.relocation import CONFIRM_S, Look, Memory, should_relocate
+from swarmnet_protocols.routing.throughput import ROUNDING, Claim, holders, throughput
 
 BLOCKS = 12
 
@@ -42,12 +44,13 @@ def test_a_move_lowers_no_throughput_and_opens_no_gap(
     found: list[Claim], seed: int, data: st.DataObject
 ) -> None:
     found.append(Claim(PeerId("all"), 0, BLOCKS, 0.1))
-    outlook = Outlook(found, blocks=BLOCKS)
+    model = ServedModel(b"a", "alpha", BLOCKS, 1.0, found)
     mine = data.draw(st.sampled_from(found))
     length = data.draw(st.integers(mine.end - mine.start, BLOCKS))
-    rng, looks, now, move = random.Random(seed), Looks(), 0.0, None
+    look = Look(model, mine, length)
+    rng, memory, now, move = random.Random(seed), Memory(), 0.0, None
     while move is None and now < 60 * CONFIRM_S:
-        move, looks = should_move(outlook, mine, looks, length=length, now=now, rng=rng)
+        move, memory = should_relocate(look, memory, now=now, rng=rng)
         now += CONFIRM_S
     if move is None:
         return

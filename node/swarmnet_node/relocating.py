@@ -1,0 +1,326 @@
+"""Moves a node to other blocks, or to another model of the swarm, when the swarm needs it there.
+
+A node looks at the claims of all hosts from time to time. ``routing/relocation.py`` decides whether it
+stays, shrinks, grows, moves or switches:
+
+1. **Announced.** The node announces where it will be, so that others neither join nor go to the same
+   place.
+2. **Loaded.** Other blocks of its model are loaded next to the present ones, whose sessions go on.
+3. **Confirmed.** The node looks again. Other hosts of the blocks that it leaves compute what it
+   computes: announcements alone do not count.
+4. **Served.** New sessions use the next blocks. Sessions of the former ones are handed over.
+5. **Dropped.** The former blocks are freed.
+
+Where the memory has no room for both, the node skips the second step and ends once its sessions are
+handed over. Its supervisor runs it with the next blocks. A switch ends the node, too: the supervisor
+reads the other model and runs a node that joins it.
+
+A node that shrinks keeps some of its blocks, so nothing is loaded. It waits for other hosts of the
+rest, but not for long: the owner's limit counts more.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from swarmnet_node.claims import ClaimReader
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.host_checks import HostChecker, Trial
+from swarmnet_node.running_node import Dependencies
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.routing.model_needs import ServedModel
+from swarmnet_protocols.routing.relocation import (
+    LOOK_S,
+    Kind,
+    Look,
+    Memory,
+    Relocation,
+    Span,
+    blocks_to_leave,
+    is_confirmed,
+    may_switch,
+    should_relocate,
+    staying,
+)
+from swarmnet_protocols.routing.throughput import Claim
+
+_log = logging.getLogger(__name__)
+
+DRAIN_S = 120.0
+"""Seconds that sessions have to move off blocks that the node leaves, while other hosts have the same
+blocks."""
+DRAIN_GAP_S = 2.5
+"""Seconds that sessions have when the node fills a gap: until it does, the model cannot be served."""
+MAY_LEAVE_LOOKS = 4
+"""Looks at the swarm after which a node gives up a move because it may not leave its blocks. A node
+that shrinks drops them then in any case."""
+DROP_S = 30.0
+"""Seconds that sessions have to move off blocks that other hosts have and the node's memory may not
+hold."""
+READ_AGAIN_S = 600.0
+"""Seconds after which a node tries again to read the outline of another model, which the hub or a host
+of the model may then have."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The blocks [start, end) ``span`` that a node serves, and how it came to them. It keeps them across a pause."""
+
+    span: Span
+    reason: str
+    """The reason why it serves these, for its owner."""
+    moved_from: Span | None = None
+    """The blocks that it served before; None if it has not moved."""
+
+    def after(self, relocation: Relocation) -> "Placed":
+        """Return what the node serves after ``relocation`` within its model."""
+        return Placed(relocation.span, relocation.reason, self.span)
+
+
+@dataclass(frozen=True)
+class LoadedBlocks:
+    """Blocks that are ready to be served, and the measured seconds of one token through them."""
+
+    stage: Stage
+    step_s: float
+
+
+class OtherModels(Protocol):
+    """The models of the swarm to which a node may switch."""
+
+    @property
+    def manifests(self) -> Sequence[bytes]:
+        """The manifest hashes of the models that the swarm file lists, without the node's own."""
+
+    def own(self) -> ServedModel:
+        """The model of the node, without claims."""
+
+    async def read(self, manifest: bytes, blocks: int) -> ServedModel:
+        """Return one of the models, without claims.
+
+        ``blocks``: how many the node hosts now, from which follows how many of the model fit in their
+        place. Raises ``SwarmnetError`` if its outline is not on this machine and cannot be fetched.
+        """
+
+
+class Relocatable(Protocol):
+    """What a relocator needs of its node."""
+
+    memory: Memory
+    relocation: Relocation | None
+    """What the node is about to do, and announces; None if it stays. If the node ends meanwhile, its
+    supervisor carries on."""
+    limits_changed: asyncio.Event
+    """Set when the owner has changed the limits."""
+
+    @property
+    def claim(self) -> Claim:
+        """Its claim to the blocks that it serves."""
+
+    @property
+    def model(self) -> ServedModel:
+        """Its model, without claims."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of blocks that the owner's limits allow now, at least 1."""
+
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the memory has room for ``blocks`` more blocks next to the present ones."""
+
+    async def make_trial(self, span: Span) -> Trial:
+        """Random inputs of some of the present blocks, and their outputs."""
+
+    async def load(self, span: Span) -> LoadedBlocks:
+        """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
+
+    async def move(self, loaded: LoadedBlocks, drain_s: float) -> None:
+        """Serve the blocks of ``relocation``. Hand sessions of the former blocks over within
+        ``drain_s``, and drop these blocks."""
+
+    async def keep(self, drain_s: float) -> None:
+        """Serve only the blocks of ``relocation``, which are some of the present ones. Hand sessions
+        of the others over within ``drain_s``, and drop these."""
+
+    async def try_to_announce(self) -> None: ...
+
+    async def withdraw(self, relocation: Relocation) -> None:
+        """Announce that the node stays instead."""
+
+    def finish(self, grace_s: float) -> None:
+        """End once all sessions are handed over, or after ``grace_s``."""
+
+
+class Relocator:
+    """Has ``node`` serve the blocks, or the model of ``others``, that the swarm needs most."""
+
+    def __init__(
+        self,
+        node: Relocatable,
+        claims: ClaimReader,
+        others: OtherModels | None,
+        dependencies: Dependencies,
+        checker: HostChecker,
+    ) -> None:
+        """``claims``: to blocks of the node's own model. ``others``: None if it keeps that model."""
+        self._node = node
+        self._claims = claims
+        self._others = others
+        self._dependencies = dependencies
+        self._checker = checker
+        self._readers: dict[bytes, ClaimReader] = {}
+        self._read_at: dict[bytes, float] = {}
+        """When a model that could not be read is read again."""
+
+    async def run(self) -> None:
+        """Look at the swarm again and again, and relocate; returns when the node has to end for it."""
+        node = self._node
+        while node.relocation is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s()):
+                    await node.limits_changed.wait()
+            node.limits_changed.clear()
+            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
+                relocation = await self._decide()
+                if relocation is not None:
+                    await self._relocate(relocation)
+
+    def _look_s(self) -> float:
+        return LOOK_S * self._dependencies.rng.uniform(0.8, 1.2)
+
+    # ---- looking -----------------------------------------------------------------------------------
+
+    async def _decide(self) -> Relocation | None:
+        node, loop = self._node, asyncio.get_running_loop()
+        mine = node.claim
+        must_drop = mine.may_move and node.capacity < mine.end - mine.start
+        try:
+            look = await self._look(whole=must_drop)
+        except SwarmnetError:
+            if not must_drop:
+                raise
+            look = Look(
+                replace(node.model, claims=[mine]), mine, node.capacity
+            )  # the owner's limit counts anyway
+        now = loop.time()
+        if may_switch(look, node.memory, now=now):
+            look = replace(look, others=await self._read_others(mine))
+        decide = partial(should_relocate, look, node.memory, now=now, rng=self._dependencies.rng)
+        # With hundreds of hosts this takes tens of milliseconds, in which the loop would send no step.
+        relocation, node.memory = await loop.run_in_executor(None, decide)
+        return relocation
+
+    async def _look(self, *, whole: bool) -> Look:
+        """Read the claims to blocks of the node's model. ``whole``: with every host of its own blocks,
+        also in a large swarm."""
+        mine = self._node.claim
+        others, _ = await self._claims.read(blocks=(mine.start, mine.end) if whole else None)
+        mine = self._node.claim
+        return Look(replace(self._node.model, claims=[mine, *others]), mine, self._node.capacity)
+
+    async def _read_others(self, mine: Claim) -> list[ServedModel]:
+        """Read the other models whose outlines can be read, with the claims to their blocks."""
+        now, found = asyncio.get_running_loop().time(), []
+        for manifest in self._others.manifests if self._others is not None else ():
+            may_try = self._node.memory.may_try(manifest, now)
+            if may_try and (model := await self._read_other(manifest, mine, now)) is not None:
+                claims, _ = await self._reader(model).read()
+                found.append(replace(model, claims=claims))
+        return found
+
+    async def _read_other(self, manifest: bytes, mine: Claim, now: float) -> ServedModel | None:
+        if self._others is None or now < self._read_at.get(manifest, now):
+            return None
+        try:
+            return await self._others.read(manifest, mine.end - mine.start)
+        except SwarmnetError as error:
+            _log.info("another model of the swarm cannot be read: %s", error)
+            self._read_at[manifest] = now + READ_AGAIN_S
+            return None
+
+    def _reader(self, model: ServedModel) -> ClaimReader:
+        if model.manifest not in self._readers:
+            dependencies = self._dependencies
+            self._readers[model.manifest] = ClaimReader(
+                dependencies.directory,
+                model.manifest,
+                dependencies.rng,
+                self._checker,
+                me=dependencies.transport.peer_id,
+                blocks=model.blocks,
+            )
+        return self._readers[model.manifest]
+
+    # ---- leaving -----------------------------------------------------------------------------------
+
+    async def _relocate(self, relocation: Relocation) -> None:
+        """Announce ``relocation`` and carry it out, or go on as before if that fails."""
+        node, where = self._node, relocation.model or f"blocks {relocation.start}:{relocation.end}"
+        _log.info("%s to %s: %s", relocation.kind.name.lower(), where, relocation.reason)
+        node.relocation = relocation
+        ends = False
+        try:
+            await node.try_to_announce()
+            ends = await self._carry_out(relocation)
+        except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has
+            _log.warning("could not go to %s: %s", where, error)
+        finally:
+            if not ends:
+                node.relocation = None
+        if not ends:
+            await node.withdraw(relocation)
+
+    async def _carry_out(self, relocation: Relocation) -> bool:
+        """Carry out an announced relocation; True if the node ends for it."""
+        node, kept = self._node, relocation.span
+        drain_s = DRAIN_GAP_S if relocation.fills_gap else DRAIN_S
+        if relocation.kind is Kind.SHRINK:
+            is_spared = await self._is_confirmed(relocation, kept=kept, looks=MAY_LEAVE_LOOKS)
+            if node.capacity < node.claim.end - node.claim.start:  # unless the owner allows more again
+                await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
+            return False
+        if relocation.is_switch:
+            await asyncio.sleep(self._look_s())  # others read the intent, and this node theirs
+        elif node.has_room_for(relocation.end - relocation.start):
+            loaded = await node.load(relocation.span)
+            looks = 1 if relocation.fills_gap else MAY_LEAVE_LOOKS
+            if await self._is_confirmed(relocation, kept=kept, looks=looks):
+                await node.move(loaded, drain_s)
+            return False
+        if not await self._is_confirmed(relocation):
+            return False
+        node.finish(drain_s)
+        return True
+
+    async def _is_confirmed(self, relocation: Relocation, *, kept: Span = (0, 0), looks: int = 1) -> bool:
+        """Check at up to ``looks`` looks whether the node may leave all blocks but ``kept``."""
+        for number in range(looks):
+            if number:
+                await asyncio.sleep(self._look_s())
+            with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
+                if await self._may_leave(relocation, kept):
+                    return True
+        _log.info("stayed: no other hosts are shown to have the blocks to leave")
+        return False
+
+    async def _may_leave(self, relocation: Relocation, kept: Span) -> bool:
+        """Check whether other hosts have shown that they compute the blocks to leave."""
+        look = await self._look(whole=True)
+        if relocation.is_switch:
+            look = replace(look, others=await self._read_others(look.mine))
+        there = staying(look, relocation)
+        left = blocks_to_leave(look, relocation, kept=kept)
+        if not await self._holds(look.of(there), relocation, left):
+            return False  # no host need compute anything
+        found = await self._claims.computing(
+            there, self._node.make_trial, blocks=left, least=relocation.others_needed
+        )
+        return await self._holds(look.of(found), relocation, left)
+
+    async def _holds(self, look: Look, relocation: Relocation, left: Sequence[int]) -> bool:
+        check = partial(is_confirmed, look, relocation, left)
+        return await asyncio.get_running_loop().run_in_executor(None, check)
