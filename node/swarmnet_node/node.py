@@ -61,7 +61,7 @@ from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
-from swarmnet_protocols.routing.relocation import Memory, Relocation, shrink
+from swarmnet_protocols.routing.relocation import Relocation, Remembered, shrink
 from swarmnet_protocols.routing.throughput import Claim, usual_speed
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -110,7 +110,7 @@ class Hosting:
     """The name of the model from which it has switched to this one; empty: it joined with this one."""
     model_reason: str = ""
     """The reason why it switched, for its owner."""
-    memory: Memory = field(default_factory=Memory)
+    memory: Remembered = field(default_factory=Remembered)
     """What the node remembers of the swarm and of its relocations."""
     has_room: Callable[[int], bool] = lambda _: True
     """A function that says whether this number of bytes of further weights fits into the memory."""

@@ -37,8 +37,8 @@ from swarmnet_protocols.routing.relocation import (
     LOOK_S,
     Kind,
     Look,
-    Memory,
     Relocation,
+    Remembered,
     Span,
     blocks_to_leave,
     is_confirmed,
@@ -110,7 +110,7 @@ class OtherModels(Protocol):
 class Relocatable(Protocol):
     """What a relocator needs of its node."""
 
-    memory: Memory
+    memory: Remembered
     relocation: Relocation | None
     """What the node is about to do, and announces; None if it stays. If the node ends meanwhile, its
     supervisor carries on."""

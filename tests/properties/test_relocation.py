@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.outlook import Outlook
-from swarmnet_protocols.routing.relocation import CONFIRM_S, Look, Memory, should_relocate
+from swarmnet_protocols.routing.relocation import CONFIRM_S, Look, Remembered, should_relocate
 from swarmnet_protocols.routing.throughput import ROUNDING, Claim, holders, throughput
 
 BLOCKS = 12
@@ -48,7 +48,7 @@ def test_a_move_lowers_no_throughput_and_opens_no_gap(
     mine = data.draw(st.sampled_from(found))
     length = data.draw(st.integers(mine.end - mine.start, BLOCKS))
     look = Look(model, mine, length)
-    rng, memory, now, move = random.Random(seed), Memory(), 0.0, None
+    rng, memory, now, move = random.Random(seed), Remembered(), 0.0, None
     while move is None and now < 60 * CONFIRM_S:
         move, memory = should_relocate(look, memory, now=now, rng=rng)
         now += CONFIRM_S

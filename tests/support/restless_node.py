@@ -8,10 +8,10 @@ from typing import Any
 
 from swarmnet.cli import main
 from swarmnet_node import relocating
-from swarmnet_protocols.routing.relocation import Kind, Look, Memory, Relocation
+from swarmnet_protocols.routing.relocation import Kind, Look, Relocation, Remembered
 
 
-def next_blocks(look: Look, memory: Memory, **_: Any) -> tuple[Relocation | None, Memory]:
+def next_blocks(look: Look, memory: Remembered, **_: Any) -> tuple[Relocation | None, Remembered]:
     """A move to the blocks that follow those of the node; from the last blocks to the first."""
     mine, blocks = look.mine, look.own.blocks
     length = mine.end - mine.start

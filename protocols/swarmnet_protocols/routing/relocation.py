@@ -117,7 +117,7 @@ class Relocation:
 
 
 @dataclass(frozen=True)
-class Finding(Generic[T]):
+class Lasting(Generic[T]):
     """What a host has found at each look since a time."""
 
     what: T
@@ -125,16 +125,16 @@ class Finding(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Memory:
+class Remembered:
     """What a host remembers between two looks. Times are in seconds of the clock that gives ``now``."""
 
     relocated_at: float = -math.inf
     """When the host last decided to move, or last left a model."""
     gap_since: float = math.inf
     """Time of the first of the consecutive looks that found blocks without a host."""
-    shortage: Finding[Span] | None = None
+    shortage: Lasting[Span] | None = None
     """Blocks where the host would help."""
-    need: Finding[bytes] | None = None
+    need: Lasting[bytes] | None = None
     """The model that needs hosts."""
     failed_at: Mapping[bytes, float] = field(default_factory=dict)
     """When a switch to a model last failed."""
@@ -142,10 +142,10 @@ class Memory:
     def may_try(self, manifest: bytes, now: float) -> bool:
         return now >= self.failed_at.get(manifest, -math.inf) + RETRY_S
 
-    def after_switch(self, now: float) -> "Memory":
-        return Memory(relocated_at=now, failed_at=self.failed_at)
+    def after_switch(self, now: float) -> "Remembered":
+        return Remembered(relocated_at=now, failed_at=self.failed_at)
 
-    def after_failure(self, manifest: bytes, now: float) -> "Memory":
+    def after_failure(self, manifest: bytes, now: float) -> "Remembered":
         return replace(self, failed_at={**self.failed_at, manifest: now}, need=None)
 
 
@@ -172,7 +172,7 @@ class Look:
         return replace(self, own=replace(self.own, claims=[self.mine, *claims]))
 
 
-def may_switch(look: Look, memory: Memory, *, now: float) -> bool:
+def may_switch(look: Look, memory: Remembered, *, now: float) -> bool:
     """Check whether the host could switch if another model needed hosts, so that its caller reads the
     other models."""
     return (
@@ -181,8 +181,8 @@ def may_switch(look: Look, memory: Memory, *, now: float) -> bool:
 
 
 def should_relocate(
-    look: Look, memory: Memory, *, now: float, rng: random.Random
-) -> tuple[Relocation | None, Memory]:
+    look: Look, memory: Remembered, *, now: float, rng: random.Random
+) -> tuple[Relocation | None, Remembered]:
     """Return what the host of ``look`` does, None to stay, and its memory for the next look.
 
     The caller announces the result at once, as a claim that is not settled, and asks
@@ -251,14 +251,14 @@ def is_confirmed(look: Look, relocation: Relocation, left: Collection[int]) -> b
 
 
 def _among_models(
-    look: Look, memory: Memory, now: float, rng: random.Random
-) -> tuple[Relocation | None, Memory]:
+    look: Look, memory: Remembered, now: float, rng: random.Random
+) -> tuple[Relocation | None, Remembered]:
     need = need_for(look.own, look.mine, look.others, look.others)
     if need is None or now < memory.relocated_at + PAUSE_S:
         return None, replace(memory, need=None)
     model, last = need.model, memory.need
     if last is None or model.manifest != last.what:
-        return None, replace(memory, need=Finding(model.manifest, now))
+        return None, replace(memory, need=Lasting(model.manifest, now))
     if now < last.since + SWITCH_CONFIRM_S or rng.random() > need.chance:
         return None, memory
     choice = choose_span(model.claims, blocks=model.blocks, length=model.length, rng=rng)
@@ -272,8 +272,8 @@ def _among_models(
 
 
 def _among_blocks(
-    look: Look, memory: Memory, now: float, rng: random.Random
-) -> tuple[Relocation | None, Memory]:
+    look: Look, memory: Remembered, now: float, rng: random.Random
+) -> tuple[Relocation | None, Remembered]:
     outlook, mine = look.own.outlook, look.mine
     length = min(look.length, outlook.blocks)
     if length < look.held:
@@ -301,7 +301,7 @@ def _among_blocks(
     if target is None:
         return None, replace(memory, shortage=None)
     if last is None or target != last.what:
-        return None, replace(memory, shortage=Finding(target, now))
+        return None, replace(memory, shortage=Lasting(target, now))
     if now < last.since + CONFIRM_S or (not is_large and rng.random() > chance):
         return None, memory
     reason = f"the swarm lacks hosts of these blocks: {gain:.0%} more of this machine's time is of use there"
@@ -383,7 +383,7 @@ def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
 
 
 def _fill(
-    outlook: Outlook, mine: Claim, memory: Memory, length: int, now: float, rng: random.Random
+    outlook: Outlook, mine: Claim, memory: Remembered, length: int, now: float, rng: random.Random
 ) -> Relocation | None:
     """The move of the host of ``mine`` to fill a gap: by growing, by the plan, or, if the hosts of the plan do not move, at random."""
     gaps = set(outlook.gaps)

@@ -11,7 +11,7 @@ from typing import Protocol
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.outlook import Outlook
-from swarmnet_protocols.routing.relocation import Look, Memory, Relocation, blocks_to_leave, is_confirmed
+from swarmnet_protocols.routing.relocation import Look, Relocation, Remembered, blocks_to_leave, is_confirmed
 from swarmnet_protocols.routing.throughput import Claim, Supply, holders
 from swarmnet_protocols.timing import Timing
 from tests.sim.scale.population import Peer
@@ -40,7 +40,7 @@ class SimulatedHost:
     """Whether its choice is final: it serves or loads the blocks."""
     move: Relocation | None = None
     """The move that it has begun."""
-    memory: Memory = field(default_factory=Memory)
+    memory: Remembered = field(default_factory=Remembered)
     alive: bool = True
     moves: int = 0
 

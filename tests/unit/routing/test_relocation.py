@@ -16,8 +16,8 @@ from swarmnet_protocols.routing.relocation import (
     PAUSE_S,
     Kind,
     Look,
-    Memory,
     Relocation,
+    Remembered,
     blocks_to_leave,
     is_confirmed,
     should_relocate,
@@ -26,13 +26,14 @@ from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 BLOCKS = 8
+NOTHING = Remembered()
 SHORT = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 0, 4), Claim(D, 4, 8)]
 """Blocks 4 to 8 have one host, the other blocks three. One of these three hosts can raise the throughput from a quarter to a half."""
 
 
 def look(
-    claims: list[Claim], peer: PeerId, memory: Memory, now: float, seed: int = 0, length: int = 4
-) -> tuple[Relocation | None, Memory]:
+    claims: list[Claim], peer: PeerId, memory: Remembered, now: float, seed: int = 0, length: int = 4
+) -> tuple[Relocation | None, Remembered]:
     [mine] = [claim for claim in claims if claim.peer == peer and claim.settled]
     seen = Look(model(claims), mine, length)
     return should_relocate(seen, memory, now=now, rng=random.Random(seed))
@@ -47,7 +48,9 @@ def may_leave(claims: list[Claim], mine: Claim, kept: tuple[int, int] = (0, 0)) 
     return is_confirmed(seen, move, blocks_to_leave(seen, move, kept=kept))
 
 
-def moves(claims: list[Claim], peer: PeerId, memory: Memory = Memory(), seeds: int = 100) -> list[Relocation]:  # noqa: B008 - it is frozen
+def moves(
+    claims: list[Claim], peer: PeerId, memory: Remembered = NOTHING, seeds: int = 100
+) -> list[Relocation]:
     """The moves of 100 hosts, each at its second look, long enough after the first."""
     found = []
     for seed in range(seeds):
@@ -59,7 +62,7 @@ def moves(claims: list[Claim], peer: PeerId, memory: Memory = Memory(), seeds: i
 
 
 def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> None:
-    move, memory = look(SHORT, A, Memory(), 0.0)
+    move, memory = look(SHORT, A, Remembered(), 0.0)
     assert move is None
     assert memory.shortage is not None
     move, memory = look(SHORT, A, memory, CONFIRM_S - 1)
@@ -87,13 +90,13 @@ def test_few_of_many_hosts_search_for_better_blocks() -> None:
         searches: list[int] = []
         patch.setattr(relocation, "_target", lambda *_: searches.append(1) or (None, 0.0))
         for seed in range(1000):
-            should_relocate(seen, Memory(), now=0.0, rng=random.Random(seed))
+            should_relocate(seen, Remembered(), now=0.0, rng=random.Random(seed))
     assert 50 < len(searches) < 200, "one of nine hosts would make both halves equal"
 
 
 def test_a_sample_without_the_claim_of_a_host_serves_it_as_well() -> None:
     sample = SHORT[1:]
-    move, memory = None, Memory()
+    move, memory = None, Remembered()
     rng = random.Random(0)
     for number in range(100):
         now = number * CONFIRM_S
@@ -105,10 +108,10 @@ def test_a_sample_without_the_claim_of_a_host_serves_it_as_well() -> None:
 
 
 def test_a_shortage_that_is_gone_at_the_second_look_is_forgotten() -> None:
-    _, memory = look(SHORT, A, Memory(), 0.0)
+    _, memory = look(SHORT, A, Remembered(), 0.0)
     even = [*SHORT[:2], Claim(C, 4, 8), SHORT[3]]
     _, memory = look(even, A, memory, 60.0)
-    assert memory == Memory()
+    assert memory == Remembered()
 
 
 def test_an_announced_move_counts_as_done() -> None:
@@ -116,8 +119,8 @@ def test_an_announced_move_counts_as_done() -> None:
 
 
 def test_a_host_moves_once_an_hour() -> None:
-    assert not moves(SHORT, A, Memory(relocated_at=CONFIRM_S - PAUSE_S + 1))
-    assert moves(SHORT, A, Memory(relocated_at=-PAUSE_S))
+    assert not moves(SHORT, A, Remembered(relocated_at=CONFIRM_S - PAUSE_S + 1))
+    assert moves(SHORT, A, Remembered(relocated_at=-PAUSE_S))
 
 
 def test_the_last_host_of_a_block_stays() -> None:
@@ -128,7 +131,8 @@ def test_the_last_host_of_a_block_stays() -> None:
 
 def test_a_host_grows_where_the_swarm_is_short() -> None:
     found = [
-        look(SHORT, A, look(SHORT, A, Memory(), 0.0, seed, 8)[1], CONFIRM_S, seed, 8)[0] for seed in range(20)
+        look(SHORT, A, look(SHORT, A, Remembered(), 0.0, seed, 8)[1], CONFIRM_S, seed, 8)[0]
+        for seed in range(20)
     ]
     moves = {(move.kind, move.span, move.fills_gap) for move in found if move}
     assert moves == {(Kind.GROW, (0, 8), False)}
@@ -138,7 +142,7 @@ def test_the_last_host_of_a_block_grows_without_leaving_it() -> None:
     claims = [Claim(A, 0, 4, 10.0), Claim(B, 1, 4, 10.0), Claim(C, 1, 4, 10.0), Claim(D, 4, 8)]
     for length in (5, 6, 7):
         found = [
-            look(claims, A, look(claims, A, Memory(), 0.0, seed, length)[1], CONFIRM_S, seed, length)[0]
+            look(claims, A, look(claims, A, Remembered(), 0.0, seed, length)[1], CONFIRM_S, seed, length)[0]
             for seed in range(20)
         ]
         assert {(move.start, move.end) for move in found if move} == {(0, length)}
@@ -147,12 +151,12 @@ def test_the_last_host_of_a_block_grows_without_leaving_it() -> None:
 def test_a_host_with_more_memory_stays_where_the_swarm_gains_nothing() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 4, 8, 0.96)]
     for seed in range(20):
-        _, memory = look(claims, A, Memory(), 0.0, seed, 8)
-        assert look(claims, A, memory, CONFIRM_S, seed, 8) == (None, Memory())
+        _, memory = look(claims, A, Remembered(), 0.0, seed, 8)
+        assert look(claims, A, memory, CONFIRM_S, seed, 8) == (None, Remembered())
 
 
 def test_memory_that_is_gone_at_the_second_look_is_not_used() -> None:
-    _, memory = look(SHORT, A, Memory(), 0.0, length=8)
+    _, memory = look(SHORT, A, Remembered(), 0.0, length=8)
     assert memory.shortage is not None
     assert memory.shortage.what == (0, 8)
     for seed in range(20):
@@ -162,7 +166,7 @@ def test_memory_that_is_gone_at_the_second_look_is_not_used() -> None:
 
 
 def test_memory_that_is_free_meanwhile_does_not_begin_the_search_anew() -> None:
-    _, memory = look(SHORT, A, Memory(), 0.0)
+    _, memory = look(SHORT, A, Remembered(), 0.0)
     assert any(look(SHORT, A, memory, CONFIRM_S, seed, 8)[0] for seed in range(20))
 
 
@@ -182,7 +186,7 @@ def test_a_host_that_may_hold_fewer_blocks_drops_those_that_the_swarm_needs_leas
     others: list[Claim], length: int, kept: tuple[int, int]
 ) -> None:
     mine = Claim(A, 0, 8)
-    memory = Memory(relocated_at=0.0)
+    memory = Remembered(relocated_at=0.0)
     move, after = look([mine, *others], A, memory, 1.0, length=length)
     assert move is not None
     assert (move.kind, move.span, move.fills_gap, after) == (Kind.SHRINK, kept, False, memory)
@@ -203,7 +207,9 @@ def test_a_balanced_swarm_is_left_alone() -> None:
 
 def test_a_gap_is_filled_at_once_by_one_of_the_hosts_that_can_be_spared() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
-    found = {peer: look(claims, peer, Memory(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)}
+    found = {
+        peer: look(claims, peer, Remembered(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)
+    }
     [move] = [move for move in found.values() if move]
     assert (move.kind, move.span, move.fills_gap) == (Kind.MOVE, (4, 8), True)
     assert "no host has 2 of these blocks" in move.reason
@@ -211,7 +217,7 @@ def test_a_gap_is_filled_at_once_by_one_of_the_hosts_that_can_be_spared() -> Non
 
 def test_hosts_shift_towards_a_gap_if_none_can_be_spared() -> None:
     claims = [Claim(A, 2, 5), Claim(B, 4, 7), Claim(C, 5, 8)]
-    found = {peer: look(claims, peer, Memory(), 0.0, length=3)[0] for peer in (A, B, C)}
+    found = {peer: look(claims, peer, Remembered(), 0.0, length=3)[0] for peer in (A, B, C)}
     after = [
         replace(claim, start=move.start, end=move.end) if (move := found[claim.peer]) else claim
         for claim in claims
@@ -226,7 +232,7 @@ def test_a_host_whose_owner_named_its_blocks_is_not_part_of_the_plan() -> None:
 
 
 def test_a_host_with_more_memory_grows_over_a_gap_beside_it() -> None:
-    move, _ = look([Claim(A, 0, 5), Claim(B, 0, 3)], A, Memory(), 0.0, length=8)
+    move, _ = look([Claim(A, 0, 5), Claim(B, 0, 3)], A, Remembered(), 0.0, length=8)
     assert move is not None
     assert (move.kind, move.span, move.fills_gap) == (Kind.GROW, (0, 8), True)
 
@@ -234,7 +240,7 @@ def test_a_host_with_more_memory_grows_over_a_gap_beside_it() -> None:
 def test_other_hosts_fill_a_gap_if_those_of_the_plan_do_not() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
     [idle] = {A, B} - set(Outlook(claims, blocks=BLOCKS).repairs)
-    memory = Memory(gap_since=0.0)
+    memory = Remembered(gap_since=0.0)
     assert not any(look(claims, idle, memory, GAP_WAIT_S - 1, seed)[0] for seed in range(20))
     assert any(look(claims, idle, memory, GAP_WAIT_S, seed)[0] for seed in range(20))
     assert not any(look(claims, C, memory, GAP_WAIT_S, seed, length=2)[0] for seed in range(20)), (
@@ -244,8 +250,8 @@ def test_other_hosts_fill_a_gap_if_those_of_the_plan_do_not() -> None:
 
 def test_a_host_fills_gaps_one_after_another() -> None:
     claims = [Claim(A, 0, 4), Claim(C, 0, 4, may_move=False)]
-    assert look(claims, A, Memory(relocated_at=0.0), GAP_PAUSE_S - 1)[0] is None
-    move, memory = look(claims, A, Memory(relocated_at=0.0), GAP_PAUSE_S)
+    assert look(claims, A, Remembered(relocated_at=0.0), GAP_PAUSE_S - 1)[0] is None
+    move, memory = look(claims, A, Remembered(relocated_at=0.0), GAP_PAUSE_S)
     assert move is not None
     assert memory.relocated_at == GAP_PAUSE_S
 

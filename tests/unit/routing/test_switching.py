@@ -21,11 +21,11 @@ from swarmnet_protocols.routing.relocation import (
     PAUSE_S,
     RETRY_S,
     SWITCH_CONFIRM_S,
-    Finding,
     Kind,
+    Lasting,
     Look,
-    Memory,
     Relocation,
+    Remembered,
     is_confirmed,
     should_relocate,
 )
@@ -49,6 +49,7 @@ def to_beta(end: int) -> Relocation:
     return Relocation(Kind.SWITCH, 0, end, "", manifest=b"b", model="beta")
 
 
+NOTHING = Remembered()
 THREE = (host("a"), host("b"), host("c"))
 BUSY = (host("x", load=0.9), host("y", load=0.9))
 
@@ -56,7 +57,7 @@ BUSY = (host("x", load=0.9), host("y", load=0.9))
 def switches(
     own: tuple[Claim, ...],
     other: tuple[Claim, ...],
-    memory: Memory = Memory(),  # noqa: B008 - it is frozen
+    memory: Remembered = NOTHING,
     seeds: int = 100,
     **changes: object,
 ) -> list[Relocation]:
@@ -145,9 +146,9 @@ def test_hosts_that_come_count_before_they_compute() -> None:
 
 
 def test_a_host_stays_for_an_hour_after_a_switch_and_for_longer_after_a_failed_one() -> None:
-    assert not switches(THREE, (), Memory().after_switch(SWITCH_CONFIRM_S + 1 - PAUSE_S))
-    assert switches(THREE, (), Memory().after_switch(-PAUSE_S))
-    memory = Memory().after_failure(b"b", 0.0)
+    assert not switches(THREE, (), Remembered().after_switch(SWITCH_CONFIRM_S + 1 - PAUSE_S))
+    assert switches(THREE, (), Remembered().after_switch(-PAUSE_S))
+    memory = Remembered().after_failure(b"b", 0.0)
     assert [memory.may_try(b"b", now) for now in (0.0, RETRY_S - 1, RETRY_S)] == [False, False, True]
     assert memory.may_try(b"c", 0.0)
 
@@ -155,20 +156,20 @@ def test_a_host_stays_for_an_hour_after_a_switch_and_for_longer_after_a_failed_o
 def test_a_need_that_is_gone_at_the_second_look_is_forgotten() -> None:
     alpha, rng = replace(OWN, claims=THREE), random.Random(0)
     _, memory = should_relocate(
-        look_of(alpha, THREE[0], replace(OTHER, claims=())), Memory(), now=0.0, rng=rng
+        look_of(alpha, THREE[0], replace(OTHER, claims=())), Remembered(), now=0.0, rng=rng
     )
     assert memory.need is not None
     assert memory.need.what == b"b"
     _, memory = should_relocate(
         look_of(alpha, THREE[0], replace(OTHER, claims=(host("x"),))), memory, now=60.0, rng=rng
     )
-    assert memory == Memory()
+    assert memory == Remembered()
 
 
 def test_a_host_whose_own_model_has_a_gap_or_whose_owner_takes_memory_back_does_not_switch() -> None:
     four = tuple(replace(host(name, 0, 3), may_move=True) for name in "abcd")
     beta, rng = replace(OTHER, claims=()), random.Random(0)
-    memory = Memory(need=Finding(b"b", 0.0))
+    memory = Remembered(need=Lasting(b"b", 0.0))
 
     def decide(own: tuple[Claim, ...], length: int) -> list[Relocation | None]:
         looks = [Look(replace(OWN, claims=own), mine, length, [beta]) for mine in own]
@@ -223,7 +224,7 @@ class Simulated:
     claim: Claim
     model: int
     look_at: float
-    memory: Memory = field(default_factory=Memory)
+    memory: Remembered = field(default_factory=Remembered)
     intent: Relocation | None = None
     ready_at: float = -math.inf
     switched: list[float] = field(default_factory=list)
