@@ -17,6 +17,7 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching import (
     disk,
     download,
+    hedging,
     hub_files,
     hub_ranges,
     peers,
@@ -38,7 +39,6 @@ from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.parts import Files, Parts
-from swarmnet_protocols.training import state_transfer
 from tests.defences import Defence, nothing, replacing, yes
 from tests.e2e import test_model
 from tests.sim import test_published_names, test_training_state_transfer
@@ -378,7 +378,7 @@ FETCHING = (
     ),
     Defence(
         "a host that is slow to answer holds up no newcomer",
-        replacing(peers, "HEDGE_S", 1e6),
+        replacing(hedging, "HEDGE_S", 1e6),
         lambda folder: test_slow_hosts.test_hosts_that_send_little_hold_up_no_newcomer(
             test_slow_hosts.drip, folder
         ),
@@ -402,7 +402,7 @@ FETCHING = (
     ),
     Defence(
         "chunks of a state that a source sends slowly are asked of another",
-        replacing(state_transfer, "REPEAT_S", 1e6),
+        replacing(download, "REPEAT_S", 1e6),
         lambda _: test_training_state_transfer.test_chunks_that_a_source_sends_slowly_come_from_another(),
     ),
 )

@@ -1,9 +1,12 @@
-"""Downloads pieces from several sources at once, each at its own speed, and verifies every piece on arrival.
+"""Downloads pieces from several sources at once, each at its own speed, and verifies each on arrival.
 
-Sources take work from one queue. Pieces that no peer has are read from the hub once peers have said so; the others come from peers, and
-after ``HUB_WAIT_S`` from the hub too. When the queue is empty, an idle source repeats the reads of a slow one. A few sources work at a time;
-a further one starts when one ends, and while nothing arrives. A source that sends wrong bytes is dropped, and named in the error if no
-other source has the pieces.
+Weights go to a ``PieceFile``, the state of a training job to a ``PieceMemory``.
+
+Sources take work from one queue. The hub brings pieces that no peer has, once peers have said so.
+Peers bring the others; after ``HUB_WAIT_S`` the hub helps. When the queue is empty, an idle source
+repeats the reads of a slow one. A few sources work at a time. Another one starts when one ends, and
+while nothing arrives. A source that sends wrong bytes is dropped, and named in the error if no other
+source has the pieces.
 """
 
 import asyncio
@@ -14,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
 from swarmnet_protocols.machine.aio import all_of, cancel
 
@@ -55,11 +57,33 @@ class PieceSource(Protocol):
         """The bytes [start, end) of a file, or a prefix of them that is not empty. Raises ``SwarmnetError``."""
 
 
+class PieceTarget(Protocol):
+    """Where the pieces of one file go: verified, and kept when a download fails."""
+
+    file: ModelFile
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """The offsets at which pieces begin, and the end of the last one."""
+
+    def has(self, piece: int) -> bool:
+        """Whether a piece is here."""
+
+    def write(self, first: int, data: bytes) -> int:
+        """Keep the whole pieces that ``data`` begins with, from ``first`` on. Returns their number.
+
+        Raises ``IntegrityError`` for a piece with another hash.
+        """
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+
+
 @dataclass
 class _Unit:
     """Consecutive pieces [first, last) of one file that are fetched together."""
 
-    file: PieceFile
+    file: PieceTarget
     first: int
     last: int
     asked: dict[str, float] = field(default_factory=dict)
@@ -77,7 +101,7 @@ class _Unit:
         return not all(self.file.has(piece) for piece in range(self.first, self.last))
 
 
-def _units(file: PieceFile, pieces: Sequence[int]) -> list[_Unit]:
+def _units(file: PieceTarget, pieces: Sequence[int]) -> list[_Unit]:
     """The missing pieces of ``pieces``. Neighbours are joined while they are together no longer than ``PIECE_BYTES``."""
     units: list[_Unit] = []
     for piece in sorted(set(pieces)):
@@ -92,17 +116,20 @@ def _units(file: PieceFile, pieces: Sequence[int]) -> list[_Unit]:
 
 
 async def download(
-    wanted: Sequence[tuple[PieceFile, Sequence[int]]],
+    wanted: Sequence[tuple[PieceTarget, Sequence[int]]],
     sources: Sequence[PieceSource],
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_wrong: Callable[[str, IntegrityError], None] = lambda source, error: None,
 ) -> dict[str, int]:
-    """Fetch those of the wanted pieces that are missing. Returns the bytes from each source, by its name.
+    """Fetch the wanted pieces that are missing. Returns the bytes from each source, by its name.
 
-    ``on_bytes`` is called with the bytes fetched so far and the bytes of all missing pieces. Raises ``IntegrityError`` if all sources sent
-    wrong bytes, ``Unreachable`` if pieces could not be fetched for another reason, both naming the sources, and ``OutOfResources`` for a
-    full disk. Verified pieces are kept in any case.
+    ``on_bytes`` is called with the bytes fetched so far and the bytes of all missing pieces,
+    ``on_wrong`` with the name of each source that sent wrong bytes. Raises ``IntegrityError`` if all
+    sources sent wrong bytes, and ``Unreachable`` if pieces could not be fetched for another reason.
+    Both name the sources. Raises ``OutOfResources`` for a full disk. Verified pieces are always kept.
     """
-    running = _Download([unit for file, pieces in wanted for unit in _units(file, pieces)], on_bytes)
+    units = [unit for file, pieces in wanted for unit in _units(file, pieces)]
+    running = _Download(units, on_bytes, on_wrong)
     try:
         await running.run(sources)
     finally:
@@ -112,11 +139,17 @@ async def download(
 
 
 class _Download:
-    def __init__(self, units: Sequence[_Unit], on_bytes: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[_Unit],
+        on_bytes: Callable[[int, int], None],
+        on_wrong: Callable[[str, IntegrityError], None],
+    ) -> None:
         self.bytes_from: dict[str, int] = {}
         self._queue = deque(units)
         self._asked: list[_Unit] = []
         self._on_bytes = on_bytes
+        self._on_wrong = on_wrong
         self._total = sum(unit.end - unit.start for unit in units)
         self._done = 0
         self._unready: dict[str, SwarmnetError] = {}
@@ -194,6 +227,7 @@ class _Download:
             failures = 0 if error is None else failures + 1
             if isinstance(error, IntegrityError):
                 self._dropped[source.name] = error
+                self._on_wrong(source.name, error)
             elif error is not None and (failures == ATTEMPTS or not source.is_last):
                 self._failed[source.name] = error
             if failures and not self._is_out(source):

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from swarmnet_protocols.errors import DeadlineExceeded, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.download import PieceSource
+from swarmnet_protocols.fetching.hedging import hedged
 from swarmnet_protocols.fetching.pieces import (
     HASH_BYTES,
     PIECE_BYTES,
@@ -26,7 +27,6 @@ from swarmnet_protocols.fetching.pieces import (
     has_bit,
     listing_hash,
 )
-from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
@@ -37,8 +37,6 @@ from swarmnet_protocols.wire import weights_pb2 as pb
 T = TypeVar("T")
 MAX_HOSTS = 64
 """Most hosts of a model that are asked for one download."""
-HEDGE_S = 2.0
-"""Seconds after which the next host is asked, too. Less asks many hosts for the same; more waits longer for a silent one."""
 LATE_S = 30.0
 """Seconds that an answer may take besides those for its bytes. Busy hosts answer late."""
 MIN_BYTES_PER_S = 35_000.0
@@ -244,7 +242,7 @@ class SwarmPeers:
                 causes.append(f"peer {host.peer}: {error}")
             return bool(answers)
 
-        await self._hedged(await self._hosts(model), answered)
+        await hedged(await self._hosts(model), answered, self._late)
         if answers:
             return answers[0]
         raise Unreachable(
@@ -277,7 +275,7 @@ class SwarmPeers:
                 self._failed.add(host.peer)
             return not wanted
 
-        await self._hedged(await self._hosts(model), have_all)
+        await hedged(await self._hosts(model), have_all, self._late)
 
     async def _vouched(self, stream: WeightStream, model: bytes, tables: Tables) -> dict[bytes, bytes]:
         """The hashes of the tables that the model's pieces hash covers, by file; empty without one."""
@@ -354,29 +352,5 @@ class SwarmPeers:
             raise Unreachable("the connection to the swarm has ended")
         return await WEIGHTS.open(transport, host.peer, timing, addresses=host.addresses)
 
-    async def _hedged(
-        self, hosts: Sequence[WeightHost], work: Callable[[WeightHost], Coroutine[Any, Any, bool]]
-    ) -> None:
-        """Call ``work`` with one host after another until it returns True.
-
-        After ``HEDGE_S`` the next host is asked although the one before has not answered.
-        """
-        waiting = deque(hosts)
-        running: dict[asyncio.Task[bool], PeerId] = {}
-        try:
-            while waiting or running:
-                if waiting:
-                    host = waiting.popleft()
-                    running[asyncio.create_task(work(host))] = host.peer
-                ended, _ = await asyncio.wait(
-                    running, timeout=HEDGE_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in ended:
-                    del running[task]
-                if not ended:
-                    self._failed.update(running.values())
-                results = [task.result() for task in ended]
-                if any(results):
-                    return
-        finally:
-            await cancel(*running)
+    def _late(self, host: WeightHost) -> None:
+        self._failed.add(host.peer)

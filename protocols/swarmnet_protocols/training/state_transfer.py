@@ -1,20 +1,22 @@
-"""State transfer: a newcomer, or a worker that was away, downloads a job's state by hash, in chunks, from several workers at once.
+"""State transfer: a worker that is new, or was away, downloads a job's state by hash from several others.
 
-The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk from any worker is verified on its own. A source that sends
-wrong bytes is dropped and named in the error; its chunks are fetched from the others.
+The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk from any worker is
+verified on its own. ``fetching/download.py`` shares the chunks out, repeats slow ones, and drops a
+source that sends wrong bytes.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import itertools
 import struct
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.fetching.download import download
+from swarmnet_protocols.fetching.hedging import hedged
+from swarmnet_protocols.fetching.piece_memory import PieceMemory
+from swarmnet_protocols.fetching.pieces import HASH_BYTES, PIECE_BYTES, ModelFile
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -25,12 +27,9 @@ from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import workers_pb2 as pb
 
-CHUNK_BYTES = 1 << 20
-HASH_BYTES = 32
-REPEAT_S = 5.0
-"""Seconds after which a source without work repeats a request that another source has not answered."""
-CHUNKS_IN_FLIGHT = 2
-"""Chunks requested from a source at a time. With two, the next request is there when a chunk has been sent, so the link stays busy."""
+CHUNK_BYTES = PIECE_BYTES
+STREAMS = 2
+"""Streams with each worker, so that it has the next request when it has sent a chunk."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 
@@ -46,10 +45,6 @@ class StateManifest:
     def id(self) -> bytes:
         """The state's id, 32 bytes."""
         return hashlib.sha256(struct.pack(">Q", self.size_bytes) + b"".join(self.chunk_hashes)).digest()
-
-    def chunk_bytes(self, index: int) -> int:
-        """Bytes of one chunk: ``CHUNK_BYTES``, or less for the last."""
-        return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
 
 
 @dataclass(frozen=True)
@@ -151,8 +146,63 @@ class StateServer:
 StateStream = TypedStream[pb.StateRequest, pb.StateReply]
 
 
+@dataclass
+class StateSource:
+    """One stream with a worker, as a source of the chunks of one state. ``prepare`` opens it."""
+
+    name: str
+    open: Callable[[], Awaitable[StateStream]]
+    request: Callable[..., pb.StateRequest]
+    """Make a request about the state."""
+    is_last: bool = False
+    connections: int = 1
+    max_bytes: int = CHUNK_BYTES
+    _stream: StateStream | None = field(default=None, init=False)
+
+    async def prepare(self) -> None:
+        """Open the stream, unless it is open. Raises the errors of ``Transport.open``."""
+        if self._stream is None:
+            self._stream = await self.open()
+
+    def has(self, file: ModelFile, piece: int) -> bool:
+        """Whether the worker may have a chunk: it has a state whole or not at all."""
+        return self._stream is not None
+
+    async def describe(self, state: bytes, max_bytes: int) -> StateManifest:
+        """The hashes of the chunks. Raises ``IntegrityError`` for another state, or a larger one."""
+        reply, payload = await self._ask(self.request(describe=pb.Describe()))
+        size, hashes = reply.description.size_bytes, bytes(payload)
+        if not reply.HasField("description") or len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
+            raise IntegrityError("a description that does not fit its size")
+        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
+        manifest = StateManifest(size, parts)
+        if manifest.id != state:
+            raise IntegrityError("the description of another state")
+        if size > max_bytes:
+            raise IntegrityError(f"a state of {size} bytes, at most {max_bytes} were expected")
+        return manifest
+
+    async def read(self, file: ModelFile, start: int, end: int) -> bytes:
+        """The chunk [start, end), not verified. Raises the errors of ``TypedStream``."""
+        reply, payload = await self._ask(self.request(fetch=pb.Fetch(chunk=start // CHUNK_BYTES)))
+        if not reply.HasField("chunk") or len(payload) != end - start:
+            raise IntegrityError(f"{len(payload)} bytes were sent, {end - start} were asked for")
+        return bytes(payload)
+
+    async def _ask(self, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
+        if self._stream is None:
+            raise Unreachable("its stream is not open")
+        await self._stream.send(request)
+        return await self._stream.receive()
+
+    def close(self) -> None:
+        """Close the stream."""
+        if self._stream is not None:
+            self._stream.close()
+
+
 class StateDownload:
-    """The download of one state. Chunks that arrived are kept if sources are lost, so ``run`` may be called again with other sources."""
+    """The download of one state. Chunks that arrived are kept, so ``run`` may be called again with other sources."""
 
     def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
         """``max_bytes``: most bytes of the state. A larger one is refused before memory is allocated."""
@@ -161,131 +211,64 @@ class StateDownload:
         self._job = job
         self._state = state
         self._max_bytes = max_bytes
-        self._manifest: StateManifest | None = None
-        self._data = bytearray()
-        self._missing: deque[int] = deque()
-        self._asked: dict[int, float] = {}
-        """When each chunk that has not arrived was asked for last."""
-        self._left = -1
-        self._done = asyncio.Event()
+        self._memory: PieceMemory | None = None
 
     async def run(
         self,
         transport: Transport,
         sources: Sequence[RoundMember],
         timing: Timing,
-        on_chunk: Callable[[int, int], None] = lambda done, total: None,
+        on_bytes: Callable[[int, int], None] = lambda done, total: None,
     ) -> bytearray:
-        """Download the state and return it. ``on_chunk`` is called with the number of chunks that arrived and the number of all chunks.
+        """Download the state and return it. ``on_bytes``: see ``download``.
 
-        Raises ``IntegrityError`` if all sources sent wrong data, and ``Unreachable`` if no source is left for another reason; both
-        name the sources.
+        Raises ``IntegrityError`` if all sources sent wrong data, and ``Unreachable`` if no source is left for another
+        reason; both name the sources.
         """
-        errors: dict[PeerId, SwarmnetError] = {}
+        streams = [
+            StateSource(
+                source.peer,
+                partial(STATE.open, transport, source.peer, timing, addresses=source.addresses),
+                partial(pb.StateRequest, job=self._job, state=self._state),
+            )
+            for source in sources
+            if source.peer not in self.dropped
+            for _ in range(STREAMS)
+        ]
+        try:
+            if self._memory is None:
+                self._memory = await self._describe(streams[::STREAMS])
+            wanted = [(self._memory, range(len(self._memory.starts) - 1))]
+            left = [each for each in streams if each.name not in self.dropped]
+            await download(wanted, left, on_bytes, self._drop)
+            return self._memory.data
+        finally:
+            for each in streams:
+                each.close()
 
-        async def take(source: RoundMember) -> None:
+    def _drop(self, source: str, error: IntegrityError) -> None:
+        self.dropped[PeerId(source)] = str(error)
+
+    async def _describe(self, sources: Sequence[StateSource]) -> PieceMemory:
+        """Room for the state, as the first source describes it whose description has the state's id."""
+        errors: dict[str, SwarmnetError] = {}
+        found: list[StateManifest] = []
+
+        async def described(source: StateSource) -> bool:
             try:
-                await self._take(transport, source, timing, on_chunk)
-            except IntegrityError as error:
-                self.dropped[source.peer] = str(error)
+                await source.prepare()
+                found.append(await source.describe(self._state, self._max_bytes))
             except SwarmnetError as error:
-                errors[source.peer] = error
+                errors[source.name] = error
+                if isinstance(error, IntegrityError):
+                    self._drop(source.name, error)
+            return bool(found)
 
-        running = {asyncio.create_task(take(source)) for source in sources if source.peer not in self.dropped}
-        try:
-            while running and self._left:
-                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
-        finally:
-            await cancel(*running)
-        if self._left == 0:
-            return self._data
-        causes = "; ".join(f"{peer}: {reason}" for peer, reason in {**self.dropped, **errors}.items())
-        kind = IntegrityError if self.dropped and not errors else Unreachable
+        await hedged(sources, described)
+        if found:
+            size_bytes, hashes = found[0].size_bytes, found[0].chunk_hashes
+            return PieceMemory(ModelFile("the state", size_bytes, self._state), hashes)
+        causes = "; ".join(f"{peer}: {error}" for peer, error in errors.items())
+        is_wrong = errors and all(isinstance(error, IntegrityError) for error in errors.values())
+        kind = IntegrityError if is_wrong else Unreachable
         raise kind(f"the state could not be fetched ({causes or 'no worker offers it'})")
-
-    async def _take(
-        self,
-        transport: Transport,
-        source: RoundMember,
-        timing: Timing,
-        on_chunk: Callable[[int, int], None],
-    ) -> None:
-        """Fetch chunks from one source until all chunks have arrived."""
-        typed = await STATE.open(transport, source.peer, timing, addresses=source.addresses)
-        asked: deque[int] = deque()
-        try:
-            manifest = await self._get_manifest(typed)
-            while self._left:
-                while len(asked) < CHUNKS_IN_FLIGHT and (chunk := self._next_chunk(asked)) is not None:
-                    asked.append(chunk)
-                    await typed.send(self._request(fetch=pb.Fetch(chunk=chunk)))
-                if not asked:  # the rest was requested from other sources, which may still fail
-                    self._done.clear()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(REPEAT_S):
-                            await self._done.wait()
-                    continue
-                await self._receive_chunk(typed, manifest, asked[0])
-                if self._asked.pop(asked.popleft(), None) is not None:
-                    self._left -= 1
-                    on_chunk(len(manifest.chunk_hashes) - self._left, len(manifest.chunk_hashes))
-                self._done.set()
-        finally:
-            self._missing.extend(chunk for chunk in asked if self._asked.pop(chunk, None) is not None)
-            self._done.set()
-            typed.close()
-
-    def _next_chunk(self, asked: Collection[int]) -> int | None:
-        """A chunk to ask a source for, which has yet to answer for ``asked``; None if there is none.
-
-        When all are asked for, a source without work repeats the chunk that another one has held for longest.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._missing:
-            chunk = self._missing.popleft()
-        else:
-            late = {} if asked else {each: at for each, at in self._asked.items() if at < now - REPEAT_S}
-            if not late:
-                return None
-            chunk = min(late, key=late.__getitem__)
-        self._asked[chunk] = now
-        return chunk
-
-    async def _get_manifest(self, stream: StateStream) -> StateManifest:
-        if self._manifest is not None:
-            return self._manifest
-        await stream.send(self._request(describe=pb.Describe()))
-        reply, payload = await stream.receive()
-        size, hashes = reply.description.size_bytes, bytes(payload)
-        chunks = -(-size // CHUNK_BYTES)
-        if not reply.HasField("description") or len(hashes) != chunks * HASH_BYTES:
-            raise IntegrityError("a description that does not fit its size")
-        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
-        manifest = StateManifest(size, parts)
-        if manifest.id != self._state:
-            raise IntegrityError("the description of another state")
-        if size > self._max_bytes:
-            raise IntegrityError(f"a state of {size} bytes, at most {self._max_bytes} were expected")
-        if self._manifest is None:
-            self._manifest, self._data = manifest, bytearray(size)
-            self._missing, self._left = deque(range(chunks)), chunks
-        return self._manifest
-
-    async def _receive_chunk(self, stream: StateStream, manifest: StateManifest, index: int) -> None:
-        reply, payload = await stream.receive()
-        good = (
-            reply.HasField("chunk")
-            and len(payload) == manifest.chunk_bytes(index)
-            and hashlib.sha256(payload).digest() == manifest.chunk_hashes[index]
-        )
-        if not good:
-            raise IntegrityError(f"chunk {index} does not have its hash")
-        start = index * CHUNK_BYTES
-        self._data[start : start + len(payload)] = payload
-
-    def _request(
-        self, *, describe: pb.Describe | None = None, fetch: pb.Fetch | None = None
-    ) -> pb.StateRequest:
-        return pb.StateRequest(job=self._job, state=self._state, describe=describe, fetch=fetch)

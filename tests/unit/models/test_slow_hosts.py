@@ -12,7 +12,8 @@ import pytest
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.fetching import peers
 from swarmnet_protocols.fetching.download import REPEAT_S, download
-from swarmnet_protocols.fetching.peers import HEDGE_S, LATE_S, SwarmPeers, WeightStream, fetch_document
+from swarmnet_protocols.fetching.hedging import HEDGE_S
+from swarmnet_protocols.fetching.peers import LATE_S, SwarmPeers, WeightStream, fetch_document
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, Tables, listing_hash, listing_of
 from swarmnet_protocols.fetching.server import TURN_S, WeightServer
 from swarmnet_protocols.net import PeerId, Stream

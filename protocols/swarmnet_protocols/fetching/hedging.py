@@ -1,0 +1,44 @@
+"""Asking one peer after another, without waiting for those that are slow to answer."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from swarmnet_protocols.machine.aio import cancel
+
+P = TypeVar("P")
+HEDGE_S = 2.0
+"""Seconds after which the next peer is asked, too. Less asks many peers for the same; more waits longer for a silent one."""
+
+
+async def hedged(
+    peers: Sequence[P],
+    ask: Callable[[P], Coroutine[Any, Any, bool]],
+    on_late: Callable[[P], None] = lambda _: None,
+) -> None:
+    """Call ``ask`` with one peer after another until it returns True.
+
+    After ``HEDGE_S`` the next peer is asked although the one before has not answered. ``on_late`` is
+    called with each peer that has not.
+    """
+    waiting = deque(peers)
+    running: dict[asyncio.Task[bool], P] = {}
+    try:
+        while waiting or running:
+            if waiting:
+                peer = waiting.popleft()
+                running[asyncio.create_task(ask(peer))] = peer
+            ended, _ = await asyncio.wait(
+                running, timeout=HEDGE_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in ended:
+                del running[task]
+            if not ended:
+                for peer in running.values():
+                    on_late(peer)
+            results = [task.result() for task in ended]
+            if any(results):
+                return
+    finally:
+        await cancel(*running)
