@@ -75,7 +75,7 @@ def test_units_are_exposed_to_little(name: str, tmp_path: Path) -> None:
 @needs_systemd
 def test_a_unit_without_its_hardening_is_found(tmp_path: Path) -> None:
     path = installed(Unit("swarmnet-node.service"), tmp_path)
-    soft = re.sub(r"# What it may touch.*?\n\[Install\]", "[Install]", path.read_text(), flags=re.DOTALL)
+    soft = re.sub(r"# The unit may use.*?\n\[Install\]", "[Install]", path.read_text(), flags=re.DOTALL)
     path.write_text(soft)
     checked = analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE}", "--no-pager", str(path))
     assert checked.returncode != 0
