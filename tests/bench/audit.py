@@ -1,12 +1,14 @@
 """How far honest hosts are from each other, by the measures that audits use: SmolLM2-135M on real text.
 
     python -m tests.bench.audit [--texts 40] [--positions 64] [--spans 0:10 10:20] [--wires int8]
+        [--sessions 40]
 
 Each span is computed as a session does it, as a pass does it, and as one sequence of a batch, in
 float32 by native code and by torch, in bfloat16 and in float16; then from weights packed to int8 and
 int4, by native code and by torch. Inputs and outputs travel in each of the wire formats. Every
 two of the first four are compared, and every two with the same packed weights: audits never compare
-different weights. Prints a line of JSON for each pair: quantiles of the whole difference and of the
+different weights. Sessions and batches take most of the time, so ``--sessions`` limits their texts.
+Prints a line of JSON for each pair: quantiles of the whole difference and of the
 largest part, in each view, and how many positions were accused.
 """
 
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--positions", type=int, default=64)
     parser.add_argument("--spans", nargs="+", default=["0:10", "10:20", "20:30", "0:30"])
+    parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--wires", nargs="+", choices=list(WIRES), default=list(WIRES))
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -90,7 +93,7 @@ def main() -> None:
         measured, accused = defaultdict(list), defaultdict(int)
         loaded = stages(local, start, end)
         before = None
-        for ids in texts[: arguments.texts]:
+        for text, ids in enumerate(texts[: arguments.texts]):
             with torch.inference_mode():
                 states = whole(torch.tensor([ids]), output_hidden_states=True).hidden_states[start][0]
                 before = states if before is None else before
@@ -102,7 +105,7 @@ def main() -> None:
                     for name, stage in loaded.items():
                         for way in (
                             ("pass", "session", "batch")
-                            if name in ("float32/native", "int4/bfloat16")
+                            if text < arguments.sessions and name in ("float32/native", "int4/bfloat16")
                             else ("pass",)
                         ):
                             made = computed(stage, inputs, beside, way).float()
