@@ -1,15 +1,19 @@
-"""Attention of a packed batch: new positions of several sequences side by side, each of which attends to its own sequence.
+"""Attention of a packed batch: new positions of several sequences, each attending to its own
+sequence.
 
-A forward computes the products of all its positions at once, so a batch has no sequence dimension: its hidden states are [T, D]. Only
-attention has to know which position belongs to which sequence. There are two kinds of batch:
+A forward computes the products of all its positions at once, so a batch has no sequence dimension:
+its hidden states are [T, D]. Only attention has to know which position belongs to which sequence.
+There are two kinds of batch:
 
-1. :class:`PackedBatch` for sessions: appends the keys and values to each sequence's KV cache, then attends to the cache.
+1. :class:`PackedBatch` for sessions: appends the keys and values to each sequence's KV cache, then
+   attends to the cache.
 2. :class:`SequenceBatch` for passes: whole sequences, without caches and with gradients.
 
-transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``), and passes it the batch, a keyword
-argument of the model's forward.
+transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``).
+The batch reaches it as a keyword argument of the model's forward.
 
-On an accelerator, where the caches are in an arena, :class:`RangedBatch` replaces the first, and has no loop over sequences.
+On an accelerator, where the caches are in an arena, :class:`RangedBatch` replaces the first, and
+has no loop over sequences.
 """
 
 from collections.abc import Sequence
@@ -25,7 +29,8 @@ from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, Ranges
 from swarmnet_node.engine.kernels.torch_backend import causal_mask
 
 IMPLEMENTATION = "swarmnet_packed"
-"""The name under which transformers knows this attention. No mask function is registered for it, so transformers makes no masks."""
+"""The name under which transformers knows this attention. No mask function is registered for it, so
+transformers makes no masks."""
 
 
 class Batch(Protocol):
@@ -60,7 +65,8 @@ def packed_attention(
 
 
 class GeometryProbe:
-    """A batch that records the shape of keys and values and the attention rule of each layer, and computes zeros."""
+    """A batch that records the shape of keys and values and the attention rule of each layer, and
+    computes zeros."""
 
     def __init__(self) -> None:
         self.indices: list[int] = []
@@ -77,8 +83,8 @@ class GeometryProbe:
 class PackedBatch:
     """``counts[i]`` new positions of ``sequences[i]``, one sequence after another.
 
-    The sequences must have room for the new positions. ``attend`` writes keys and values and leaves ``length`` unchanged. The first
-    buffers of the sequences belong to layer ``first_layer``.
+    The sequences must have room for the new positions. ``attend`` writes keys and values and leaves
+    ``length`` unchanged. The first buffers of the sequences belong to layer ``first_layer``.
     """
 
     def __init__(
@@ -129,7 +135,8 @@ class PackedBatch:
         )
 
     def _mask(self, row: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-        """The mask of a row's new positions over the keys from the first visible one on: [count, keys]. Shared by all layers of a device."""
+        """The mask of a row's new positions over the keys from the first visible one on: [count,
+        keys]. Shared by all layers of a device."""
         if (row, sliding_window, device) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
@@ -141,8 +148,9 @@ class PackedBatch:
 
 
 class RangedBatch:
-    """New positions of several sequences in an arena. Their keys and values are written to ``places`` int64 [T] of the arena, in one operation,
-    and ``Backend.ranged_attention`` attends to ``ranges``.
+    """New positions of several sequences in an arena. Their keys and values are written to
+    ``places`` int64 [T] of the arena, in one operation, and ``Backend.ranged_attention`` attends to
+    ``ranges``.
 
     Unlike ``PackedBatch`` it reads tensors only, so that it can be recorded.
     """
@@ -157,7 +165,10 @@ class RangedBatch:
     def of(
         cls, arena: CacheArena, backend: Backend, sequences: Sequence[SequenceCache], counts: Sequence[int]
     ) -> "RangedBatch":
-        """``counts[i]`` new positions of ``sequences[i]``, for which there is room; the sequences are in the order of their starts."""
+        """``counts[i]`` new positions of ``sequences[i]``, which has room for them.
+
+        The sequences are in the order of their starts.
+        """
         device = sequences[0].geometry.device
         places = torch.cat(
             [
@@ -183,7 +194,8 @@ class RangedBatch:
         return self._backend.ranged_attention(query[0].transpose(0, 1), keys, values, ranges, rule)[None]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Ranges]:
-        """Places and ranges on the device of a layer; the layers of a stage may be on several devices."""
+        """Places and ranges on the device of a layer; the layers of a stage may be on several
+        devices."""
         if device not in self._places:
             [places, ranges] = next(zip(self._places.values(), self._ranges.values(), strict=True))
             self._places[device] = places.to(device)
@@ -197,9 +209,11 @@ class RangedBatch:
 
 
 class SequenceBatch:
-    """Whole sequences, ``counts[i]`` positions of the i-th, one after another, without caches and with gradients.
+    """Whole sequences, ``counts[i]`` positions of the i-th, one after another, without caches and
+    with gradients.
 
-    ``prefixes`` has, for each layer from ``first_layer`` on, the keys and values of the prefix of every sequence; or is empty.
+    ``prefixes`` has, for each layer from ``first_layer`` on, the keys and values of the prefix of
+    every sequence; or is empty.
     """
 
     def __init__(

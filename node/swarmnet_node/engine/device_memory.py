@@ -1,8 +1,10 @@
-"""Device memory: how many blocks fit onto accelerators, how they are spread over several cards, and whether weights stay packed. Pure.
+"""Device memory: how many blocks fit onto accelerators, how they are spread over several cards, and
+whether weights stay packed. Pure.
 
-The usable memory of each card holds the weights of its blocks, their share of the KV caches, and the temporary memory of one forward. Quantised
-weights are expanded when they are loaded if all wanted blocks then fit, because products with expanded weights move fewer bytes; otherwise they
-stay packed, so that more blocks fit.
+The usable memory of each card holds the weights of its blocks, their share of the KV caches, and
+the temporary memory of one forward. Quantised weights are expanded when they are loaded if all
+wanted blocks then fit, because products with expanded weights move fewer bytes; otherwise they stay
+packed, so that more blocks fit.
 """
 
 from collections.abc import Sequence
@@ -20,15 +22,17 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 LIBRARY_BYTES = 256 * MIB
 """Bytes for workspaces of libraries, recorded graphs, and fragmentation."""
 UNPACKED_PANELS = 4
-"""Number of panels in memory while one is unpacked: digits, products, sums, and the panel in the dtype of the product."""
+"""Number of panels in memory while one is unpacked: digits, products, sums, and the panel in the
+dtype of the product."""
 
 
 @dataclass(frozen=True)
 class BlockNeeds:
-    """The memory needs of one block on an accelerator, the largest of those that may be hosted."""
+    """The memory that the largest block of the model needs on an accelerator."""
 
     packed_bytes: int
-    """Bytes of its weights with quantised matrices as the checkpoint stores them; ``expanded_bytes`` if it has none."""
+    """Bytes of its weights with quantised matrices as the checkpoint stores them;
+    ``expanded_bytes`` if it has none."""
     expanded_bytes: int
     widths: LayerWidths
     dtype_bytes: int
@@ -37,7 +41,8 @@ class BlockNeeds:
         return self.packed_bytes if packed else self.expanded_bytes
 
     def scratch_bytes(self, *, packed: bool) -> int:
-        """Bytes that a card needs besides weights and caches: for the largest forward, or for a second copy of one block while its matrices are joined."""
+        """Bytes that a card needs besides weights and caches: for the largest forward, or for a
+        second copy of one block while its matrices are joined."""
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         unpacking = UNPACKED_PANELS * ACCELERATOR_PANEL_BYTES if packed else 0
         return LIBRARY_BYTES + max(forward + unpacking, self.weight_bytes(packed=packed))
@@ -45,7 +50,8 @@ class BlockNeeds:
 
 @dataclass(frozen=True)
 class Placement:
-    """The number of consecutive blocks of each of ``cards``, and whether quantised weights stay packed."""
+    """The number of consecutive blocks of each of ``cards``, and whether quantised weights stay
+    packed."""
 
     cards: tuple[Card, ...]
     blocks: tuple[int, ...]
@@ -58,7 +64,8 @@ class Placement:
         return sum(self.blocks)
 
     def devices(self, blocks: int) -> list[torch.device]:
-        """The device of each of the first ``blocks`` blocks, card by card. ``blocks`` is ``total``, or 1 for a block to be measured."""
+        """The device of each of the first ``blocks`` blocks, card by card. ``blocks`` is ``total``,
+        or 1 for a block to be measured."""
         spread_over = [
             card.device for card, count in zip(self.cards, self.blocks, strict=True) for _ in range(count)
         ]
@@ -93,8 +100,9 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
     """The placement of ``wanted`` blocks, or unless ``is_fixed`` of as many as fit.
 
     ``forms``: the permitted values of ``packed``. The first one with the most blocks is taken.
-    ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each card: a share if at most 1, else bytes. Raises
-    ``OutOfResources`` if they do not fit, or no block does.
+    ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each
+    card: a share if at most 1, else bytes. Raises ``OutOfResources`` if they do not fit, or no
+    block does.
     """
     packed, counts = forms[0], (0,) * len(cards)
     for form in forms:
@@ -113,7 +121,8 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
 
 
 def room_bytes(card: Card, most: float | None) -> int:
-    """Bytes that a node may allocate on a card: at most ``most``, and together with other programs at most ``MOST_SHARE`` of the card."""
+    """Bytes that a node may allocate on a card: at most ``most``, and together with other programs
+    at most ``MOST_SHARE`` of the card."""
     unused = card.free_bytes - int((1 - MOST_SHARE) * card.total_bytes)
     return max(0, min(unused, allowed_bytes(most, card.total_bytes)))
 
@@ -127,7 +136,8 @@ def _counts(
     *,
     packed: bool,
 ) -> tuple[int, ...]:
-    """The number of blocks for each card, ``wanted`` in total or as many as fit. A block's share of the caches is on the card of the block."""
+    """The number of blocks for each card, ``wanted`` in total or as many as fit. A block's share of
+    the caches is on the card of the block."""
     scratch = needs.scratch_bytes(packed=packed)
     rooms = [max(0, room_bytes(card, most) - scratch) for card in cards]
     for count in range(wanted, 0, -1):
@@ -138,9 +148,11 @@ def _counts(
 
 
 def spread(count: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """``count`` blocks in proportion to ``rooms``, at least one of which is not 0, by the method of D'Hondt.
+    """Divide ``count`` blocks in proportion to ``rooms``, which are not all 0, by the method of
+    D'Hondt.
 
-    It minimises the largest share of a card's room that is filled, so if blocks of one size fit in any way, they fit in this one.
+    That minimises the largest filled share of a card's room. So if blocks of one size fit at all,
+    they fit this way.
     """
     counts = [0] * len(rooms)
     for _ in range(count):

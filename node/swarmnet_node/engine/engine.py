@@ -1,17 +1,19 @@
-"""The engine: continuous batching of the work of all sessions, on one thread that does all computation.
+"""The engine: continuous batching of the work of all sessions, on one thread that does all
+computation.
 
 Work comes in two kinds:
 
-1. Steps of sessions. :meth:`Engine.compute` queues the new positions of some sequences; the loop takes what waits, as
-   ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca, Yu et al., 2022, section 3.2). Work that arrives during
-   a forward joins the next one.
-2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. One runs when no session has work,
-   or when sessions have had priority for long enough.
+1. Steps of sessions. :meth:`Engine.compute` queues the new positions of some sequences; the loop
+   takes what waits, as ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca,
+   Yu et al., 2022, section 3.2). Work that arrives during a forward joins the next one.
+2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. One
+   runs when no session has work, or when sessions have had priority for long enough.
 
-Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor graphs need locks. The loop
-decides on the asyncio thread and hands over one computation at a time.
+Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor
+graphs need locks. The loop decides on the asyncio thread and hands over one computation at a time.
 
-Memory: the bytes of each sequence's KV cache count in a scope of its client, from :meth:`Engine.register` to
+Memory: the bytes of each sequence's KV cache count in a scope of its client, from
+:meth:`Engine.register` to
 :meth:`Engine.release`. Saved autograd graphs use what caches leave free, and make room for them.
 """
 
@@ -74,7 +76,8 @@ def _ignore_start() -> None:
 class _StepWork:
     """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed.
 
-    After a rewind, ``behind`` earlier positions are computed again first. They count as work like others.
+    After a rewind, ``behind`` earlier positions are computed again first. They count as work like
+    others.
     """
 
     sequence: SequenceCache
@@ -104,8 +107,9 @@ class _StepWork:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The part of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be none, and ``again``, the number of earlier
-    positions that recurrent states compute again after a rewind."""
+    """The part of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be
+    none, and ``again``, the number of earlier positions that recurrent states compute again after a
+    rewind."""
 
     work: _StepWork
     again: int
@@ -113,7 +117,7 @@ class _Part:
 
 
 def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
-    """Compute the parts on the torch thread. Returns the outputs of those that have inputs."""
+    """Compute the parts on the torch thread. Returns the outputs of parts with inputs."""
     stage = parts[0].work.stage
     for part in parts:
         if part.again:
@@ -125,8 +129,8 @@ def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
 class _PassWork:
     """A computation of ``positions`` positions that cannot be split.
 
-    ``prepare`` is called on the asyncio thread and returns the function for the torch thread. Sessions have priority until ``max_delay_s``
-    after ``since``, a time of the event loop.
+    ``prepare`` is called on the asyncio thread and returns the function for the torch thread.
+    Sessions have priority until ``max_delay_s`` after ``since``, a time of the event loop.
     """
 
     prepare: Callable[[], Callable[[], Any]]
@@ -153,7 +157,8 @@ class Engine:
         """The blocks for new work. A part of it may take its place: work that has begun goes on."""
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
-        """From the limit on the caches of all clients to the limit on those of one client, in bytes."""
+        """Turns the limit on all clients' caches into the limit on one client's caches, in
+        bytes."""
         self.counters = EngineCounters()
         self.busy = BusyShare()
         self.load = BusyShare(LOAD_S)
@@ -195,10 +200,11 @@ class Engine:
         max_cache_bytes: int,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs as long as the context; the KV caches of all clients take at most ``max_cache_bytes``.
+        """An engine whose loop runs as long as the context; the KV caches of all clients take at
+        most ``max_cache_bytes``.
 
         ``executor`` has one thread, the torch thread.
-        ``stopwatch`` returns seconds, by which forwards are timed.
+        ``stopwatch`` returns seconds and times forwards.
         """
         engine = cls(
             stage,
@@ -218,7 +224,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches, including those that are about to be allocated."""
+        """Bytes of all KV caches, including caches that are about to be allocated."""
         return self._system.used[Resource.CACHE]
 
     @property
@@ -237,14 +243,16 @@ class Engine:
         return self.stage.geometry.positions_in(self.client_cache_bytes(self.max_cache_bytes))
 
     def limit_caches(self, max_bytes: int) -> None:
-        """Set the limit on the bytes of all KV caches. Existing caches are kept even above it; graphs are dropped to fit."""
+        """Set the limit on the bytes of all KV caches. Existing caches are kept even above it;
+        graphs are dropped to fit."""
         self.max_cache_bytes = max_bytes
         self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
         self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._free_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
-        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if ``scope`` has no room for its present size."""
+        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if
+        ``scope`` has no room for its present size."""
         reservation = scope.reserve(Resource.CACHE, sequence.nbytes)
         self._reservations[id(sequence)] = sequence, reservation, scope
         return sequence
@@ -266,11 +274,13 @@ class Engine:
         return self.max_cache_bytes - self.cache_bytes
 
     async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which should be short, on the torch thread between two forwards. Raises what it raises."""
+        """Call ``work``, which should be short, on the torch thread between two forwards. Raises
+        what it raises."""
         return await self._call(work)
 
     async def fork(self, sources: Sequence[tuple[SequenceCache, int]], scope: Scope) -> list[SequenceCache]:
-        """Registered copies of sequences: of each one, the first positions, as many as the number beside it.
+        """Register and return copies of sequences: of each, the first positions, up to the number
+        given with it.
 
         Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them.
         """
@@ -295,11 +305,12 @@ class Engine:
         rows: Sequence[tuple[SequenceCache, torch.Tensor]],
         started: Callable[[], None] = _ignore_start,
     ) -> list[torch.Tensor]:
-        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of it; each sequence grows by ``count``.
+        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of
+        it; each sequence grows by ``count``.
 
-        ``started`` is called for each row when its first forward begins.
-        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that far; ``Unreachable`` if the engine has
-        stopped. Graphs are dropped to make room.
+        ``started`` is called for each row when its first forward begins. Raises ``OutOfResources``,
+        before anything is computed, if the KV caches may not grow that far; ``Unreachable`` if the
+        engine has stopped. Graphs are dropped to make room.
         """
         for sequence, inputs in rows:
             _, reservation, _ = self._reservations[id(sequence)]
@@ -334,11 +345,14 @@ class Engine:
         *,
         max_delay_s: float = Timing.pass_wait_s,
     ) -> T:
-        """Compute a pass of ``positions`` positions on the torch thread, passes in order of arrival.
+        """Compute a pass of ``positions`` positions on the torch thread, passes in order of
+        arrival.
 
-        It runs when no session has work, or when sessions have had priority for ``max_delay_s`` since it arrived or since the
-        last pass, whichever was later. ``prepare`` is then called here, and the function that it returns on the torch thread; returns that function's result and
-        raises what either raises. A pass whose caller was cancelled before is not computed. Raises ``Unreachable`` if the engine has stopped.
+        It runs when no session has work, or when sessions have had priority for ``max_delay_s``
+        since it arrived or since the last pass, whichever was later. ``prepare`` is then called
+        here, and the function that it returns on the torch thread; returns that function's result
+        and raises what either raises. A pass whose caller was cancelled before is not computed.
+        Raises ``Unreachable`` if the engine has stopped.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
@@ -369,7 +383,8 @@ class Engine:
                 await self._forward()
 
     async def _wait_for_more(self) -> None:
-        """Wait, at most as long as a forward takes, for sequences that are expected soon, so that they join the next forward."""
+        """Wait, at most as long as a forward takes, for sequences that are expected soon, so that
+        they join the next forward."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
         self._last_work = {
@@ -389,12 +404,13 @@ class Engine:
                 return
 
     def _expected(self, now: float) -> int:
-        """The number of sequences that had work recently, including those that wait."""
+        """The number of sequences that had work recently, including waiting ones."""
         recent = {sequence for sequence, at in self._last_work.items() if at > now - RECENT_S}
         return len(recent | {id(work.sequence) for work in self._steps})
 
     def _is_pass_next(self) -> bool:
-        """Whether a pass runs next: no session has work, or sessions have had priority for long enough."""
+        """Whether a pass runs next: no session has work, or sessions have had priority for long
+        enough."""
         if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
@@ -450,10 +466,12 @@ class Engine:
             work.done.set_result(result)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out of memory."""
+        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out
+        of memory."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Not in an except clause, where the error's frames would keep alive the tensors that were computed before it.
+        # Not in an except clause, where the error's frames would keep alive the tensors that were
+        # computed before it.
         self.graph_cache.shrink(0)
         raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
@@ -462,7 +480,8 @@ class Engine:
             self._passes.remove(work)
 
     def _elapsed_s(self, started: float) -> float:
-        """Seconds of a forward or pass that began at ``started`` and has just ended, which count as busy."""
+        """Seconds of a forward or pass that began at ``started`` and has just ended, which count as
+        busy."""
         now = self.stopwatch()
         self.busy.computed(now - started, now)
         self.load.computed(now - started, now)

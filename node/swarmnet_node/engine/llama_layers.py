@@ -1,8 +1,9 @@
 """Decoder layers of the Llama shape, computed with a backend instead of transformers' modules.
 
-Query, key and value projections are one product, gate and up projections another, and only the operations of this shape are computed. In a
-forward of one token, the weights that are read evict code and small tensors from the processor's caches, so every operation between two
-products is slow, and fewer operations are faster (``tests/bench/decode.py``).
+Query, key and value projections are one product, gate and up projections another, and only the
+operations of this shape are computed. In a forward of one token, reading the weights evicts code
+and small tensors from the processor's caches. So every operation between two products is slow, and
+fewer operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 def has_llama_shape(model: Any) -> bool:
     """Whether a decoder stack of transformers consists of the modules of the Llama shape.
 
-    A family may use the same modules in another way, so callers compare outputs before they use :class:`LlamaLayers`.
+    A family may use the same modules in another way, so callers compare outputs before they use
+    :class:`LlamaLayers`.
     """
     return hasattr(model, "rotary_emb") and all(map(_layer_has_llama_shape, model.layers))
 
@@ -46,8 +48,9 @@ class LlamaLayers:
         backend: Backend,
         devices: Sequence[torch.device],
     ) -> None:
-        """``rules`` and ``devices`` have the attention rule and the device of each layer. The weights of ``model`` become views of the joined
-        weights, so that the model keeps working and no weight is in memory twice.
+        """``rules`` and ``devices`` have the attention rule and the device of each layer. The
+        weights of ``model`` become views of the joined weights, so that the model keeps working and
+        no weight is in memory twice.
         """
         self.rotary: Rotary = model.rotary_emb
         self.layers = [_decoder_layer(layer, rule) for layer, rule in zip(model.layers, rules, strict=True)]
@@ -62,7 +65,8 @@ class LlamaLayers:
         return part
 
     def rotates_whole_heads(self, like: torch.Tensor) -> bool:
-        """Whether the rotary embedding is for all components of a head. ``like`` has the dtype and device of inputs."""
+        """Whether the rotary embedding is for all components of a head. ``like`` has the dtype and
+        device of inputs."""
         cosines, _ = self.rotary(like, torch.zeros(1, 1, dtype=torch.long, device=like.device))
         return all(layer.head_size == cosines.shape[-1] for layer in self.layers)
 
@@ -79,7 +83,8 @@ class LlamaLayers:
                 device = own_device
                 inputs = inputs.to(device)
                 angles = angles[0].to(device), angles[1].to(device)
-            # Attention and MLP are separate functions, so that the temporary tensors of each are freed when it returns.
+            # Attention and MLP are separate functions, so that the temporary tensors of each are
+            # freed when it returns.
             inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
             inputs = inputs + self._mlp(layer, inputs, lora)
         return inputs
@@ -163,7 +168,8 @@ def _weight(module: nn.Linear) -> torch.Tensor | PackedTensor:
 
 
 def _join(*modules: nn.Linear) -> Linear:
-    """One linear layer with the outputs of all, one after another. The modules' own weights become views of its weights."""
+    """One linear layer with the outputs of all, one after another. The modules' own weights become
+    views of its weights."""
     sizes = [module.out_features for module in modules]
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     if bias is not None:

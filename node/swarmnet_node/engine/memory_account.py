@@ -1,4 +1,5 @@
-"""Memory account: the memory of a node within ``--max-ram``, the number of blocks that fit, and the memory left for clients. Pure.
+"""Memory account: the memory of a node within ``--max-ram``, the number of blocks that fit, and the
+memory left for clients. Pure.
 
 The account has four parts:
 
@@ -7,8 +8,9 @@ The account has four parts:
 3. clients: KV caches, saved autograd graphs, activation logs and adapters, which have limits;
 4. a margin for memory that is not counted.
 
-Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many blocks fit. Afterwards the resident set size is
-measured, and :func:`resource_limits` computes the limits of the third part from each measurement.
+Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many
+blocks fit. Afterwards the resident set size is measured, and :func:`resource_limits` computes the
+limits of the third part from each measurement.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,8 @@ P2PD_BYTES = 96 * MIB
 MIN_CLIENT_BYTES = 64 * MIB
 """Least bytes for clients: with less, a node cannot serve a session of useful length."""
 MARGIN = 0.02
-"""Share of the limit that is left free for memory that is allocated between two measurements of the resident set size."""
+"""Share of the limit that is left free for memory that is allocated between two measurements of the
+resident set size."""
 GRAPH_VALUES = 30
 """Vectors of the hidden size that autograd saves for each position and block of a pass."""
 MESSAGES = 4
@@ -35,7 +38,7 @@ MESSAGES = 4
 MIN_MESSAGES_BYTES = 16 * MIB
 """Least bytes for messages that are being received."""
 SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
-"""Share of the free memory by which each resource of clients may grow until the next measurement."""
+"""Share of the free memory that each resource of clients may take until the next measurement."""
 
 
 DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
@@ -43,12 +46,17 @@ DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
 
 
 def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
-    """The most bytes of temporary tensors in one forward. They are those of one layer, which are freed before the next layer begins.
+    """The most bytes of temporary tensors in one forward. A layer frees its tensors before the next
+    begins.
 
-    It is the larger of two peaks, in values for each position. In attention: inputs, residual, norm and projection (4 hidden), joined
-    query, key and value (up to 3 attention), rotated query and key and their temporaries (4), the output (1). In the MLP: inputs, residual, norm,
-    projection and sum, and attention's output where transformers computes the layer (8 hidden), gate, up, activation and product
-    (4 intermediate). The scores that families with capped scores or attention sinks allocate are not included.
+    The result is the larger of two peaks, in values for each position:
+
+    - attention: inputs, residual, norm and projection (4 hidden); joined query, key and value (up
+      to 3 attention); rotated query and key and their temporaries (4); the output (1);
+    - MLP: inputs, residual, norm, projection and sum, and attention's output where transformers
+      computes the layer (8 hidden); gate, up, activation and product (4 intermediate).
+
+    Families with capped scores or attention sinks also allocate scores, which are not included.
     """
     values = max(4 * widths.hidden + 8 * widths.attention, 8 * widths.hidden + 4 * widths.intermediate)
     return positions * values * dtype_bytes
@@ -56,7 +64,8 @@ def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> i
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory needs of a model's blocks, as far as they are known before the blocks are loaded."""
+    """The memory needs of a model's blocks, as far as they are known before the blocks are
+    loaded."""
 
     runtime_bytes: int
     """Resident bytes of the process before any block is loaded, without p2pd."""
@@ -68,12 +77,14 @@ class Footprint:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes for messages that are being received: a few steps of the largest size, in float32."""
+        """Bytes for messages that are being received: a few steps of the largest size, in
+        float32."""
         return max(MIN_MESSAGES_BYTES, MESSAGES * REPLAY_POSITIONS * self.widths.hidden * 4)
 
     @property
     def work_bytes(self) -> int:
-        """Bytes for messages and for the largest forward, which is a pass: steps of sessions are computed in smaller forwards."""
+        """Bytes for messages and for the largest forward, which is a pass: steps of sessions are
+        computed in smaller forwards."""
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         return self.message_bytes + forward
 
@@ -82,7 +93,7 @@ class Footprint:
         return MAX_POSITIONS * GRAPH_VALUES * self.widths.hidden * 4 * blocks
 
     def min_ram_bytes(self, blocks: int) -> int:
-        """The smallest memory limit with which a node can serve ``blocks`` blocks."""
+        """The smallest memory limit that lets a node serve ``blocks`` blocks."""
         needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + MIN_CLIENT_BYTES
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
@@ -92,10 +103,12 @@ class Footprint:
         return int(free * (1 - MARGIN) // self.block_bytes)
 
     def blocks_allowed(self, held: int, *, most: int, max_ram_bytes: int | None, free_bytes: int) -> int:
-        """The number of blocks, at least 1, that a node which holds ``held`` may hold within a limit.
+        """The number of blocks, at least 1, that a node which holds ``held`` may hold within a
+        limit.
 
-        Fewer than it holds only if the limit leaves too little for clients beside these; more, up to ``most``, if they fit as at its start, and into the
-        ``free_bytes`` of the machine. Between the two it keeps what it has.
+        It drops blocks only if the limit leaves too little for clients. It takes more, up to
+        ``most``, if they fit as at its start, and into the machine's ``free_bytes``. Otherwise it
+        keeps what it has.
         """
         if not self.block_bytes:
             return held
@@ -122,12 +135,14 @@ class Footprint:
 
 
 def least_limit(fixed_bytes: int) -> int:
-    """The smallest memory limit that leaves enough for clients beside the ``fixed_bytes`` of a running node."""
+    """The smallest memory limit that leaves enough for clients, if a running node takes
+    ``fixed_bytes``."""
     return int((fixed_bytes + MIN_CLIENT_BYTES) / (1 - MARGIN)) + 1
 
 
 def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
-    """Raise ``OutOfResources`` if the limit leaves too little for clients beside the ``fixed_bytes`` of a running node."""
+    """Raise ``OutOfResources`` if the limit leaves too little for clients next to a node's
+    ``fixed_bytes``."""
     needed = least_limit(fixed_bytes)
     if max_ram_bytes < needed:
         raise OutOfResources(
@@ -144,10 +159,12 @@ def resource_limits(
     fixed_bytes: int,
     shares: Mapping[Resource, float] = SHARES,
 ) -> dict[Resource, int]:
-    """The limits, until the next measurement, of the resources of clients in ``shares``; others are not in the memory that is limited.
+    """The limits, until the next measurement, of the resources of clients in ``shares``; others are
+    not in the memory that is limited.
 
-    ``held``: the bytes that clients hold of the ``rss_bytes`` that are resident. ``fixed_bytes``: the resident bytes when clients held none.
-    Memory that is reserved but not yet touched is not resident, so the fixed part never counts as less than ``fixed_bytes``.
+    ``held``: the bytes that clients hold of the ``rss_bytes`` that are resident. ``fixed_bytes``:
+    the resident bytes when clients held none. Memory that is reserved but not yet touched is not
+    resident, so the fixed part never counts as less than ``fixed_bytes``.
     """
     holding = {resource: held.get(resource, 0) for resource in shares}
     total = sum(holding.values())

@@ -1,4 +1,5 @@
-"""Chooses the waiting work of the next forward, and how long a forward waits for more work. Pure: no torch, no clock, no I/O."""
+"""Chooses the waiting work of the next forward, and how long a forward waits for more work. Pure:
+no torch, no clock, no I/O."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -6,26 +7,32 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 PREFILL_SHARE = 4
-"""Prefill gets at least the batch divided by this, even while decoding could fill it, so that neither starves the other."""
+"""Prefill gets at least the batch divided by this, even while decoding could fill it, so that
+neither starves the other."""
 AHEAD_SHARE = 4
-"""Clients that are ahead of their share get what fills a batch up to its limit divided by this. A forward of so few positions takes hardly
-longer than that of one."""
+"""Clients that are ahead of their share get what fills a batch up to its limit divided by this. A
+forward of so few positions takes hardly longer than that of one."""
 MIN_CHARGE = 2
-"""Least number of positions that a client is charged for one forward: single positions cost more time than those of a prompt."""
+"""Least positions that a client is charged for one forward. Single positions cost more time than
+the positions of a prompt."""
 MAX_AHEAD = 2
-"""Batches by which a client is counted to be ahead at most, so that it catches up soon when it asks for less."""
+"""Most batches that a client counts as ahead. With more, a client that asks for less would wait
+longer for its turn."""
 SHORT_TOKENS = 32
-"""Positions of work that is short in every batch, and of the smallest limit of one that several sessions share."""
+"""Positions of work that is short in every batch, and of the smallest limit of one that several
+sessions share."""
 SHARED_FORWARD_S = 0.1
-"""Seconds for which a forward should last at most while several sessions have work."""
+"""Longest forward, in seconds, while several sessions have work."""
 OPENING_TOKENS = 256
 """Positions that a new session is assumed to begin with: one step of a prompt."""
 MAX_WAIT_SHARE = 0.4
-"""Share of a forward's duration for which it may wait for one more sequence."""
+"""Longest wait for one more sequence, as a share of the forward's duration."""
 MAX_WAIT_S = 0.004
-"""Most seconds for which a forward waits for one more sequence. Messages that were sent together arrive within less."""
+"""Longest wait for one more sequence, in seconds. Messages that were sent together arrive within
+less."""
 MAX_WAIT_BEHIND_S = 0.02
-"""The same while all clients that wait are ahead of another one, whose next step comes after an answer to it."""
+"""The same while all clients that wait are ahead of another one, whose next step comes after an
+answer to it."""
 
 
 C = TypeVar("C", bound=Hashable)
@@ -37,7 +44,8 @@ NOTHING_SERVED: Mapping[Hashable, float] = {}
 class Waiting:
     """One sequence of ``client`` with ``tokens`` positions to compute.
 
-    ``part`` identifies the part of the stage that computes them: only work for the same part can share a forward.
+    ``part`` identifies the part of the stage that computes them: only work for the same part can
+    share a forward.
     """
 
     tokens: int
@@ -46,10 +54,12 @@ class Waiting:
 
 
 class ClientShares:
-    """The positions that each client has been served, for as long as it is active: it has work, or is expected to have some soon.
+    """The positions served to each active client. A client with work, or with work expected soon,
+    is active.
 
-    The active client with the least is the furthest behind. One that becomes active begins with the least of the others, so that a pause is no
-    credit. Counters as of VTC (Sheng et al., 2024).
+    The active client with the lowest counter is the furthest behind. A client that returns from a
+    pause starts at the lowest counter of the active clients; otherwise it would collect credit
+    while idle. Counters as in VTC (Sheng et al., 2024).
     """
 
     def __init__(self) -> None:
@@ -62,12 +72,13 @@ class ClientShares:
         self.served = dict.fromkeys(active, least) | stay
 
     def lead(self, clients: Collection[Hashable]) -> float:
-        """Positions by which all of these clients are ahead of an active one."""
+        """Positions that all of these clients are ahead of an active client."""
         least = min(self.served.values(), default=0.0)
         return min((self.served.get(client, least) for client in clients), default=least) - least
 
     def charge(self, parts: Iterable[tuple[Hashable, int]], max_tokens: int) -> None:
-        """Count the parts (client, positions) of a batch of at most ``max_tokens``, all of active clients."""
+        """Count the parts (client, positions) of a batch of at most ``max_tokens``, all of active
+        clients."""
         used: Counter[Hashable] = Counter()
         for client, positions in parts:
             used[client] += positions
@@ -78,7 +89,8 @@ class ClientShares:
 
 
 def shared_tokens(position_s: float, max_tokens: int) -> int:
-    """Most positions of a forward while several sessions have work: a step that arrives waits for one forward. At most ``max_tokens``.
+    """Most positions of a forward while several sessions have work: a step that arrives waits for
+    one forward. At most ``max_tokens``.
 
     ``position_s``: seconds for one position in a forward of many; 0 if it was not measured yet.
     """
@@ -87,11 +99,13 @@ def shared_tokens(position_s: float, max_tokens: int) -> int:
 
 
 def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> float:
-    """Seconds that the first ``OPENING_TOKENS`` positions of a new session of ``client`` would wait, besides their own computation.
+    """Seconds that the first ``OPENING_TOKENS`` positions of a new session of ``client`` would
+    wait, besides their own computation.
 
-    ``queued``: the positions that wait now, by client; ``position_s``: as for ``shared_tokens``. By the fair shares of ``schedule``, the positions of
-    this client that wait already are computed before them, and of every other client as many as of this one. So no client can make another one wait for
-    all that it has sent.
+    ``queued``: the positions that wait now, by client; ``position_s``: as for ``shared_tokens``. By
+    the fair shares of ``schedule``, the positions of this client that wait already are computed
+    before them, and of every other client as many as of this one. So no client can make another one
+    wait for all that it has sent.
     """
     own = queued.get(client, 0)
     others = sum(min(positions, own + OPENING_TOKENS) for each, positions in queued.items() if each != client)
@@ -101,12 +115,14 @@ def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> fl
 def schedule(
     waiting: Sequence[Waiting], max_tokens: int, served: Mapping[Hashable, float] = NOTHING_SERVED
 ) -> list[tuple[int, int]]:
-    """The next batch from work in order of arrival: (index into ``waiting``, its tokens), at most ``max_tokens`` in all.
+    """The next batch from work in order of arrival: (index into ``waiting``, its tokens), at most
+    ``max_tokens`` in all.
 
-    ``served``: the positions that each active client has been served. The client that is the furthest behind is first: its oldest work
-    determines the part of the stage, and is in the batch. Short work (decoding, short prompts) has priority, because a client waits for each
-    of its tokens. Long work is split to fill the batch, or its share of it beside short work. A client that would be more than
-    ``max_tokens`` ahead of the first one waits, except for what ``AHEAD_SHARE`` leaves.
+    ``served``: positions served to each active client. The client that is the furthest behind comes
+    first: its oldest work decides the part of the stage, and is in the batch. Short work (decoding,
+    short prompts) has priority, because a client waits for each of its tokens. Long work is split
+    to fill the batch, or its share of a batch with short work. A client that would be more than
+    ``max_tokens`` ahead of the first client waits, except for what ``AHEAD_SHARE`` leaves.
     """
     if not waiting:
         return []
@@ -139,11 +155,14 @@ def schedule(
 
 
 def batching_delay_s(waiting: int, expected: int, forward_s: float, lead: float = 0.0) -> float:
-    """Seconds that a forward of ``waiting`` sequences, which takes ``forward_s``, should wait for one more.
+    """Seconds that a forward of ``waiting`` sequences, which takes ``forward_s``, should wait for
+    one more.
 
-    0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host computes together reach the next host
-    one message after another. A forward that began with the first one alone would keep them apart in all later forwards. ``lead``: positions
-    by which the clients that wait are ahead of one that is expected, which would otherwise wait for a forward of theirs with each of its steps.
+    0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host
+    computes together reach the next host one message after another. A forward that started with the
+    first sequence alone would keep them apart in all later forwards. ``lead``: positions that the
+    waiting clients are ahead of an expected client. That client would otherwise wait for one of
+    their forwards in each of its steps.
     """
     if not 0 < waiting < expected:
         return 0.0

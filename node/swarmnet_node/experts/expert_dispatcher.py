@@ -1,19 +1,24 @@
 """Sends rows to the peers that have the experts which a host lacks, and waits for their outputs.
 
-The host of a block computes attention, router and shared experts, and keeps the KV cache. In the middle of a forward, the torch thread requests the
-outputs of the other experts (:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message to each peer, while
-the host computes its own experts. Its torch thread then waits for the outputs.
+The host of a block computes attention, router and shared experts, and keeps the KV cache. In the
+middle of a forward, the torch thread requests the outputs of the other experts
+(:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message
+to each peer, while the host computes its own experts. Its torch thread then waits for the outputs.
 
 Experts keep nothing between two requests, so that any peer with the same expert may answer:
 
-1. Each row goes to as few peers as possible, of those that are not much slower than others with the same expert (``routing/expert_dispatch.py``).
+1. Each row goes to as few peers as possible, of those that are not much slower than others with the
+   same expert (``routing/expert_dispatch.py``).
 2. A peer that fails, or sends no outputs of these rows, is replaced by another one at once.
-3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged requests: Dean and Barroso 2013).
-4. Rows with infinity or NaN are sent to no peer: their outputs are NaN, as an expert would compute them. Outputs that are not finite for finite rows
-   are asked for again from another peer. If that one's are finite, the first one is avoided for a while; otherwise the rows are too large, no
-   peer is at fault, and the session of these rows ends with ``REASON_NOT_FINITE``.
-5. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward fails, and the sessions in it end with
-   ``REASON_MISSING_EXPERTS``: no token is computed without an expert that its router has chosen.
+3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged
+   requests: Dean and Barroso 2013).
+4. Rows with infinity or NaN are sent to no peer: their outputs are NaN, as an expert would compute
+   them. Outputs that are not finite for finite rows are asked for again from another peer. If that
+   one's are finite, the first one is avoided for a while; otherwise the rows are too large, no peer
+   is at fault, and the session of these rows ends with ``REASON_NOT_FINITE``.
+5. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward
+   fails, and the sessions in it end with ``REASON_MISSING_EXPERTS``: no token is computed without
+   an expert that its router has chosen.
 """
 
 import asyncio
@@ -41,18 +46,22 @@ from swarmnet_protocols.wire import refusal_pb2
 _log = logging.getLogger(__name__)
 
 HEDGE_S = 0.15
-"""Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which another peer is asked too."""
+"""Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which
+another peer is asked too."""
 HEDGE_FACTOR = 3
 SLOW_FACTOR, SLOW_S = 2.0, 0.002
-"""A peer whose answers take longer than this many times the fastest one's, and so many seconds more, is asked only for experts that no faster one has."""
+"""A peer whose answers take longer than this many times the fastest one's, and so many seconds
+more, is asked only for experts that no faster one has."""
 WORK_LEFT = 0.9
-"""Share of a peer's work for a block that counts in the next forward, when peers are chosen of which each would do."""
+"""Share of a peer's work for a block that counts when the next forward chooses among equal
+peers."""
 MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
-"""Loads experts of a block into the host's own memory, on any thread; returns whether it had room."""
+"""Loads experts of a block into the host's own memory, on any thread; returns whether it had
+room."""
 Pair = tuple[int, int]
 """A row of a forward, and an expert that its router has chosen for it."""
 
@@ -62,7 +71,7 @@ class DispatchCounters:
     """Numbers since the start."""
 
     blocks: int = 0
-    """Blocks of forwards for which peers were asked."""
+    """Blocks of forwards that needed peers."""
     rows: int = 0
     """Rows that peers were asked for; a row counts once for each of its experts."""
     sent: int = 0
@@ -85,13 +94,14 @@ class _Ask:
     """The rows of each expert, ascending."""
     answer: "asyncio.Task[Outputs]"
     late_at: float
-    """Time of the loop from which on another peer is asked, too."""
+    """Time of the loop when another peer is asked as well."""
     is_hedged: bool = False
 
 
 @dataclass(eq=False)
 class ExpertDispatcher:
-    """Has peers compute the experts that a host lacks. Blocks are numbered as in the whole model."""
+    """Has peers compute the experts that a host lacks. Blocks are numbered as in the whole
+    model."""
 
     links: ExpertLinks
     load: Load
@@ -121,7 +131,8 @@ class ExpertDispatcher:
         return self.links.wanted
 
     async def complete(self, notice: Callable[[str], None]) -> None:
-        """Wait until no expert is missing. ``notice`` receives a description of the missing ones each time that it changes."""
+        """Wait until no expert is missing. ``notice`` receives a description of the missing ones
+        each time that it changes."""
         told = ""
         while missing := self.links.missing():
             seen = self.links.changes
@@ -132,7 +143,8 @@ class ExpertDispatcher:
             await self.links.change(seen)
 
     def elsewhere(self, block: int) -> Elsewhere:
-        """A function with which the torch thread starts the computation of a block's experts by peers, and then waits for it."""
+        """Return a function that lets the torch thread start a block's experts on peers, and then
+        wait for them."""
 
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
             if torch.is_grad_enabled() and hidden.requires_grad:
@@ -171,10 +183,12 @@ class ExpertDispatcher:
             self._computing.discard(task)
 
     async def compute(self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Outputs:
-        """The outputs of experts of a block. ``rows``: for each expert, the indexes of its rows of ``hidden`` [T, D].
+        """The outputs of experts of a block. ``rows``: for each expert, the indexes of its rows of
+        ``hidden`` [T, D].
 
-        Experts that the host loads in the meantime are omitted, because it computes them itself. Raises ``Refusal`` for an expert that no peer within
-        reach has and the host has no memory for.
+        Experts that the host loads in the meantime are omitted, because it computes them itself.
+        Raises ``Refusal`` for an expert that no peer within reach has and the host has no memory
+        for.
         """
         self.counters.blocks += 1
         self._work[block] = {
@@ -228,7 +242,8 @@ class ExpertDispatcher:
         found: Mapping[int, "_Parts"],
         doubted: dict[Pair, list[ExpertLink]],
     ) -> frozenset[Pair]:
-        """Add the finite outputs of an answer to ``found``, and return their rows and experts. The others are ``doubted``."""
+        """Add the finite outputs of an answer to ``found``, and return their rows and experts. The
+        others are ``doubted``."""
         taken = ask.pairs
         for expert in found.keys() & outputs.keys():
             mine, output = ask.rows[expert], outputs[expert]
@@ -307,7 +322,8 @@ class ExpertDispatcher:
         return self.links[peer].row_s
 
     async def _loaded(self, block: int, experts: set[int]) -> bool:
-        """Have the host load experts that no peer has. False if it has no room, or cannot fetch them."""
+        """Have the host load experts that no peer has. False if it has no room, or cannot fetch
+        them."""
         try:
             is_loaded = await self._loop.run_in_executor(None, self.load, block, sorted(experts))
         except SwarmnetError as error:
@@ -319,10 +335,11 @@ class ExpertDispatcher:
         return is_loaded
 
     async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
-        """Wait until there is something to do: all answers are there or one of them is an error, a peer is late, or it is time to give up.
+        """Wait until there is something to do: all answers are there or one of them is an error, a
+        peer is late, or it is time to give up.
 
-        If experts are waited for that no peer is asked for (``give_up_at`` is finite), also until a link has changed since ``seen``; if a peer is
-        late, until any answer is there.
+        If experts are waited for that no peer is asked for (``give_up_at`` is finite), also until a
+        link has changed since ``seen``; if a peer is late, until any answer is there.
         """
         now = self._loop.time()
         late = [ask.late_at for ask in asks if not ask.is_hedged and ask.late_at > now]
@@ -333,7 +350,8 @@ class ExpertDispatcher:
             change = asyncio.create_task(self.links.change(seen))
             waited_for.append(change)
         is_any = change is not None or any(ask.is_hedged for ask in asks)
-        # Usually all answers come at nearly the same time: each return to the forward costs more than waiting for the last one.
+        # Usually all answers come at nearly the same time: each return to the forward costs more
+        # than waiting for the last one.
         when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
         try:
             await asyncio.wait(
@@ -367,7 +385,8 @@ class ExpertDispatcher:
         )
 
     def _holders(self, block: int, expert: int, without: Collection[PeerId] = ()) -> list[PeerId]:
-        """The peers of those within reach that may be asked for an expert: none that was late or is much slower, if there are others."""
+        """The peers of those within reach that may be asked for an expert: none that was late or is
+        much slower, if there are others."""
         links = [link for link in self.links.with_expert(block, expert) if link.host.peer not in without]
         if len(links) > 1:
             now = self._loop.time()
@@ -389,7 +408,8 @@ class _Parts:
         self._outputs.append(outputs)
 
     def outputs(self, rows: Sequence[int]) -> torch.Tensor:
-        """The outputs of ``rows``, in this order. If two peers have computed a row, the second answer counts."""
+        """The outputs of ``rows``, in this order. If two peers have computed a row, the second
+        answer counts."""
         together = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs)
         if self._rows == rows:
             return together
@@ -420,7 +440,8 @@ def finite_rows(
 def _with_nan(
     found: Outputs, sent: Mapping[int, torch.Tensor], rows: Mapping[int, torch.Tensor], values: torch.Tensor
 ) -> Outputs:
-    """Outputs of all ``rows``: ``found`` for those ``sent``, NaN for others. Experts that the host computes itself stay out."""
+    """Outputs of all ``rows``: ``found`` for those ``sent``, NaN for others. Experts that the host
+    computes itself stay out."""
     every: dict[int, torch.Tensor] = {}
     for expert, each in rows.items():
         if expert in sent and expert not in found:

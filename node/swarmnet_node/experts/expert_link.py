@@ -1,11 +1,15 @@
-"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are computed over it.
+"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are
+computed over it.
 
 The life of a link:
 
-1. **Opened.** The peer says which experts it has, and the round trip is measured. Its announcement only told where to ask.
-2. **Open.** The host asks for rows. The peer tells again which experts it has whenever that changes.
-3. **Resting.** The stream ended, or the peer did what no rows of a client can cause, such as an answer of the wrong shape. It is tried again after a
-   pause that doubles: any client may send rows that overload a peer, so nothing that happens excludes one for good.
+1. **Opened.** The peer says which experts it has, and the round trip is measured. Its announcement
+   only told where to ask.
+2. **Open.** The host asks for rows. The peer tells again which experts it has whenever that
+   changes.
+3. **Resting.** The stream ended, or the peer did what no rows of a client can cause, such as an
+   answer of the wrong shape. It is tried again after a pause that doubles: any client may send rows
+   that overload a peer, so nothing that happens excludes one for good.
 """
 
 import asyncio
@@ -48,14 +52,16 @@ ANSWER_S = 2.0
 """Timeout of a request in seconds, in addition to ``ANSWER_FACTOR`` times its expected time."""
 ANSWER_FACTOR = 20
 MAX_ANSWER_S = 60.0
-"""Longest timeout of a request. All sessions of a host wait for a peer that alone has an expert; the largest request takes a slow peer 40 s."""
+"""Longest timeout of a request. All sessions of a host wait for a peer that alone has an expert;
+the largest request takes a slow peer 40 s."""
 MAX_ROW_S = 0.1
 """Longest time of a row that is believed before it is measured."""
 FAULT_S = 60.0
 MAX_FAULT_S = 3600.0
 """Longest pause after a violation of the protocol; each is twice as long as the one before."""
 AVOID_S = 10.0
-"""Seconds for which a late or doubted peer is asked only if no other has the expert; doubled each time, up to ``MAX_AVOID_S``."""
+"""Seconds that a late or doubted peer is avoided, unless no other peer has the expert. Doubles each
+time, up to ``MAX_AVOID_S``."""
 MAX_AVOID_S = 300.0
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
@@ -95,7 +101,8 @@ class ExpertModel:
 
 
 class ExpertLink:
-    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` has rows computed while it :attr:`is_open`."""
+    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` has rows computed while it
+    :attr:`is_open`."""
 
     def __init__(
         self,
@@ -107,16 +114,17 @@ class ExpertLink:
         max_round_trip_s: float,
         changed: Callable[[], None],
     ) -> None:
-        """``changed`` is called whenever the link opens or ends, or the peer has other experts. A peer that is farther than ``max_round_trip_s`` is
-        not used.
+        """``changed`` is called whenever the link opens or ends, or the peer has other experts. A
+        peer that is farther than ``max_round_trip_s`` is not used.
         """
         self.host = host
         """Its newest announcement."""
         self.round_trip_s = 0.0
         self.row_s = min(host.row_s, MAX_ROW_S)
-        """Seconds for one row through one expert beside the round trip, averaged."""
+        """Seconds for one row through one expert, without the round trip, averaged."""
         self.fault = ""
-        """The violation of the protocol for which the peer is not asked at present; empty: there was none."""
+        """The violation of the protocol that keeps the peer from being asked; empty if there was
+        none."""
         self.is_far = False
         """Whether the round trip exceeds ``max_round_trip_s``."""
         self.has_answered = False
@@ -125,7 +133,7 @@ class ExpertLink:
         """Loop time at which the stream, which has ended, is opened again."""
         self._open_since = math.inf
         self.subnet: str = host.peer
-        """The subnet in which the peer was reached; its id before that."""
+        """The subnet where the peer was reached; the peer's id until then."""
         self._told: BlockExperts | None = None
         """The experts that the peer has, as it says on the stream; None: as it announced."""
         self._is_leaving = False
@@ -167,15 +175,18 @@ class ExpertLink:
         return expert in self.experts.get(block, ())
 
     def seconds_for(self, pairs: int) -> float:
-        """Expected seconds until the answer to a request with ``pairs`` rows of all experts together."""
+        """Expected seconds until the answer to a request with ``pairs`` rows of all experts
+        together."""
         return self.round_trip_s + pairs * self.row_s
 
     def is_avoided(self, now: float) -> bool:
-        """Whether the peer was late or doubted, and is asked only if no other has the expert. ``now``: loop time."""
+        """Whether the peer was late or doubted, and is asked only if no other has the expert.
+        ``now``: loop time."""
         return now < self._avoided_until
 
     def avoid(self, now: float) -> None:
-        """Ask the peer only if no other has the expert, the longer the more often this is called."""
+        """Ask the peer only if no other has the expert, the longer the more often this is
+        called."""
         self._avoided_until = now + self._avoidance.next_s()
 
     async def keep(self) -> NoReturn:
@@ -204,7 +215,8 @@ class ExpertLink:
             await asyncio.sleep(pause_s)
 
     async def _run(self) -> None:
-        """Keep one stream until a better path is found. Raises the error that ends the stream before."""
+        """Keep one stream until a better path is found. Raises the error that ends the stream
+        before."""
         self._told, self._is_leaving, self._open_since = None, False, math.inf
         host = self.host
         stream = await EXPERTS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
@@ -281,8 +293,8 @@ class ExpertLink:
     async def ask(self, request: ExpertRows) -> Outputs:
         """The outputs of experts for rows.
 
-        Raises ``Unreachable`` if the link ends first, ``DeadlineExceeded`` if the peer takes far longer than expected, and ``ProtocolViolation`` for
-        wrong outputs.
+        Raises ``Unreachable`` if the link ends first, ``DeadlineExceeded`` if the peer takes far
+        longer than expected, and ``ProtocolViolation`` for wrong outputs.
         """
         if self._stream is None:
             raise Unreachable(f"{self.host.peer} does not answer")

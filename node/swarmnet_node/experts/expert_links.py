@@ -1,8 +1,11 @@
-"""The links of a host to peers with experts: which peers it tries, which links it keeps, and which experts it reaches.
+"""The links of a host to peers with experts: which peers it tries, which links it keeps, and which
+experts it reaches.
 
-Any peer may announce anything, so announcements decide only which peers the host tries. Peers that were never tried come first, in random order, then those tried
-longest ago; a few are tried at a time. So a flood of false announcements delays an honest peer and never keeps it out. A link that is open stays
-open, whatever the directory says: the peer itself tells which experts it has, and when it leaves.
+Any peer may announce anything, so announcements decide only which peers the host tries. Peers that
+were never tried come first, in random order, then those tried longest ago; a few are tried at a
+time. So a flood of false announcements delays an honest peer and never keeps it out. A link that is
+open stays open, whatever the directory says: the peer itself tells which experts it has, and when
+it leaves.
 """
 
 import asyncio
@@ -31,25 +34,31 @@ from swarmnet_protocols.timing import Timing
 _log = logging.getLogger(__name__)
 
 MAX_ROUND_TRIP_S = 0.02
-"""Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of a token waits for one."""
+"""Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of
+a token waits for one."""
 MAX_LINKS = 64
-"""Most open links. With more, one of the subnet that has the most is closed, if other links have its experts."""
+"""Most open links. With more, one of the subnet that has the most is closed, if other links have
+its experts."""
 MAX_TRIED = 32
-"""Most links that are not open. Fewer would delay an honest peer among many dead ones; each may be a dial to an address that a stranger names."""
+"""Most links that are not open. Fewer would delay an honest peer among many dead ones; each may be
+a dial to an address that a stranger names."""
 REFRESH_S = 5.0
-"""Seconds between two readings of the directory; while experts are missing, ``MISSING_REFRESH_S``."""
+"""Seconds between two readings of the directory; while experts are missing,
+``MISSING_REFRESH_S``."""
 MISSING_REFRESH_S = 1.0
 
 
 @dataclass(eq=False)
 class ExpertLinks:
-    """Links to peers that have some of the experts ``wanted``. Blocks are numbered as in the whole model."""
+    """Links to peers that have some of the experts ``wanted``. Blocks are numbered as in the whole
+    model."""
 
     transport: Transport
     directory: Directory
     model: ExpertModel
     wanted: dict[int, ExpertBits]
-    """The experts that the host lacks, by block. The owner removes experts that it needs no more."""
+    """The experts that the host lacks, by block. The owner removes experts that it needs no
+    more."""
     timing: Timing
     rng: random.Random
     max_round_trip_s: float = MAX_ROUND_TRIP_S
@@ -64,7 +73,8 @@ class ExpertLinks:
         self._links: dict[PeerId, ExpertLink] = {}
         self._keeping: dict[PeerId, asyncio.Task[NoReturn]] = {}
         self._tried_at: dict[PeerId, float] = {}
-        """Loop time at which each known peer was last tried, or before which it is not tried again."""
+        """Loop time at which each known peer was last tried, or before which it is not tried
+        again."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -112,7 +122,8 @@ class ExpertLinks:
             await self._changed.wait()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until the directory has been read and each peer that is tried has answered or failed, at most ``within_s``."""
+        """Wait until the directory has been read and each peer that is tried has answered or
+        failed, at most ``within_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not (self.has_looked and all(each.is_open or each.is_resting for each in self.every)):
@@ -157,7 +168,7 @@ class ExpertLinks:
         self._note_change()
 
     def _fresh(self, hosts: Mapping[PeerId, ExpertHost]) -> list[PeerId]:
-        """The peers without a link that are worth one, in the order in which they are tried."""
+        """The peers without a link that are worth one, in the order to try them."""
         self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in hosts}
         if sum(link.is_open for link in self._links.values()) >= MAX_LINKS and not self.missing():
             return []
@@ -187,7 +198,8 @@ class ExpertLinks:
             await cancel(self._keeping.pop(peer))
 
     def _is_wanted(self, host: ExpertHost) -> bool:
-        """Whether it has missing experts, with the weights that this host has: tokens must not depend on who computes."""
+        """Whether it has missing experts, with the weights that this host has: tokens must not
+        depend on who computes."""
         has_same_weights = host.precision.partition("/")[0] == self.model.precision.partition("/")[0]
         return has_same_weights and any(
             block in self.wanted and bool(self.wanted[block] & experts)
@@ -195,7 +207,8 @@ class ExpertLinks:
         )
 
     def _surplus(self) -> ExpertLink | None:
-        """The open link to close, of more than ``MAX_LINKS``; None if there are no more, or each is needed."""
+        """The open link to close, of more than ``MAX_LINKS``; None if there are no more, or each is
+        needed."""
         links = [link for link in self._links.values() if link.is_open]
         if len(links) <= MAX_LINKS:
             return None
@@ -208,9 +221,9 @@ class ExpertLinks:
 def in_turn(
     peers: Collection[PeerId], tried_at: Mapping[PeerId, float], now: float, rng: random.Random
 ) -> list[PeerId]:
-    """The order in which peers are tried: those never tried at random, then those tried longest ago. Pure.
+    """The order in which to try peers: new ones at random, then the peers tried longest ago. Pure.
 
-    Peers that are not to be tried before a time after ``now`` are left out.
+    Peers whose next try is due after ``now`` are left out.
     """
     shuffled = rng.sample(sorted(peers), len(peers))
     return sorted(

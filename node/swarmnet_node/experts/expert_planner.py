@@ -1,7 +1,9 @@
-"""Moves experts between the peers of a trunk, so that its rows travel less and no peer is much busier than others.
+"""Moves experts between the peers of a trunk, so that its rows travel less and no peer is much
+busier than others.
 
-The trunk counts which experts its routers choose (``routing/expert_use.py``). From time to time it computes where they should be
-(``routing/expert_placement.py``), and asks peers whose owners let hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
+The trunk counts which experts its routers choose (``routing/expert_use.py``). From time to time it
+computes where they should be (``routing/expert_placement.py``), and asks peers whose owners let
+hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
 before another drops them.
 """
 
@@ -35,14 +37,17 @@ GAP_S = 10.0
 MIN_ROWS = 64
 """Rows of each block that are counted before experts move."""
 FORWARD_ROWS = 16
-"""Rows of one forward and block that are counted at most: a prompt has hundreds, which are alike."""
+"""Rows of one forward and block that are counted at most: a prompt has hundreds, which are
+alike."""
 MAX_FORWARDS = 256
 """Forwards of each block that are counted in one plan at most, the newest ones."""
 MIN_ROW_S = 1e-7
-"""Shortest time of a row that is believed, because its inverse is finite. One row of a small expert takes a GPU longer."""
+"""Shortest time of a row that is believed, because its inverse is finite. One row of a small expert
+takes a GPU longer."""
 MAX_COPIES = 1 << 15
-"""Copies of experts that one plan considers, about a second of a core. A model of 58 blocks of 256 experts has 14,848; where peers say that they
-hold more than twice as many, each plan takes some of the blocks."""
+"""Copies of experts that one plan considers, about a second of a core. A model of 58 blocks of 256
+experts has 14,848; where peers say that they hold more than twice as many, each plan takes some of
+the blocks."""
 
 
 class ExpertPlanner:
@@ -60,13 +65,14 @@ class ExpertPlanner:
             for block, experts in self._missing.items()
         }
         self._turn = 0
-        """The place of the block with which the next plan begins."""
+        """The place of the block where the next plan begins."""
         self._rows: dict[int, deque[torch.Tensor]] = {
             block: deque(maxlen=MAX_FORWARDS) for block in self._missing
         }
 
     def watch(self, modules: Mapping[int, ExpertsModule]) -> list[Any]:
-        """Count what the routers of ``modules``, by block, choose. Returns what removes the hooks."""
+        """Count what the routers of ``modules``, by block, choose. Returns what removes the
+        hooks."""
         hooks = []
         for block in self._missing:
             module: Any = modules[block]
@@ -74,7 +80,8 @@ class ExpertPlanner:
         return hooks
 
     def _note(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """On the torch thread: the inputs of a module of experts, the numbers of the experts [T, k], and their weights."""
+        """On the torch thread: the inputs of a module of experts, the numbers of the experts [T,
+        k], and their weights."""
         if not hasattr(module, "record_choice"):
             self._rows[block].append(inputs[1][-FORWARD_ROWS:].to("cpu", copy=True))
 
@@ -82,7 +89,8 @@ class ExpertPlanner:
         """Plan again and again, and ask peers for the next moves."""
         loop = asyncio.get_running_loop()
         while True:
-            # Experts without a peer are not waited for: peers that joined at once may have chosen the same ones.
+            # Experts without a peer are not waited for: peers that joined at once may have chosen
+            # the same ones.
             every_s = GAP_S if self._dispatcher.links.missing() else PLAN_S
             await asyncio.sleep(every_s * self._rng.uniform(0.9, 1.1))
             links = {link.host.peer: link for link in self._dispatcher.links.every if link.is_open}
@@ -100,7 +108,8 @@ class ExpertPlanner:
                         _log.info("experts not moved: %s", error)
 
     def plan(self, links: Sequence[ExpertLink], since_s: float) -> Moves:
-        """The next moves, ``since_s`` after the last ones. Takes seconds for large models: not for the event loop."""
+        """The next moves, ``since_s`` after the last ones. Takes seconds for large models: not for
+        the event loop."""
         self._count(since_s)
         counts = self._counts
         has_rows = counts is not None and counts.rows.sum() >= MIN_ROWS * counts.blocks
@@ -126,7 +135,8 @@ class ExpertPlanner:
         return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most), blocks)
 
     def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
-        """The blocks of the next plan: those with missing experts, then others in turn, while they have at most ``MAX_COPIES`` copies."""
+        """The blocks of the next plan: those with missing experts, then others in turn, while they
+        have at most ``MAX_COPIES`` copies."""
         every, missing = list(self._missing), self._dispatcher.links.missing()
         turned = every[self._turn :] + every[: self._turn]
         chosen, copies = list[int](), 0
@@ -160,7 +170,8 @@ class ExpertPlanner:
                 counts.add(ordered[of_peers == size, None, :size], at)
 
     def _numbered(self, link: ExpertLink, blocks: Sequence[int]) -> frozenset[Expert]:
-        """The experts of a peer in ``blocks``, numbered as in a plan of these: blocks by their place, experts as counts number them."""
+        """The experts of a peer in ``blocks``, numbered as in a plan of these: blocks by their
+        place, experts as counts number them."""
         return frozenset(
             (at, self._number[block][expert])
             for at, block in enumerate(blocks)

@@ -1,7 +1,9 @@
-"""What a peer with experts has seen of the others: who answers, and which experts they compute as it does itself.
+"""What a peer with experts knows of others first-hand: who answers, and whose outputs equal its
+own.
 
-An announcement is a claim of its signer. A peer that dropped experts because others announce them could leave them without a holder, so it has each of
-them computed elsewhere first, for a row that no peer can foresee, and compares the outputs with its own.
+An announcement is only its signer's claim. A peer that dropped experts because others announce them
+could leave them without a holder. So it first has each of them computed elsewhere, for a row that
+no peer can foresee, and compares the outputs with its own.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,9 +17,11 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
 
 LOOK_S = 5.0
-"""Seconds for which peers are looked for. Fewer would miss some that are under load; meanwhile no request of a host to move experts is followed."""
+"""Seconds to look for peers. Fewer would miss peers under load. Meanwhile the peer follows no
+request to move experts."""
 MAX_DIFFERENCE = 0.1
-"""Largest difference between two outputs of one expert, relative to their size. Machines round differently, in bfloat16 by up to a hundredth."""
+"""Largest difference between two outputs of one expert, relative to their size. Machines round
+differently, in bfloat16 by up to a hundredth."""
 
 Compute = Callable[[ExpertRows], Awaitable[torch.Tensor]]
 """Computes rows on this machine, as ``ExpertService.compute``."""

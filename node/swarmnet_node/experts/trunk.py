@@ -1,7 +1,8 @@
-"""The routed experts of a host of whole blocks: peers compute those that it lacks, and it computes those that it has for others.
+"""The routed experts of a host of whole blocks. Local experts run here; missing ones run on peers.
 
-Such a host is a trunk: it computes attention, router and shared experts, and keeps the KV caches. For clients it is a host like others, which is
-online only while every expert of its blocks is within reach.
+Such a host is a trunk: it computes attention, router and shared experts, keeps the KV caches, and
+serves its own experts to others. Clients see an ordinary host, which is online only while every
+expert of its blocks is within reach.
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +25,8 @@ LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Experts that a host of blocks reads from disk when it needs them: ``own`` of each block, ``capacity`` of them in memory."""
+    """Experts that a host of blocks reads from disk when it needs them: ``own`` of each block,
+    ``capacity`` of them in memory."""
 
     own: BlockExperts
     reader: Callable[[int], ReadExperts]
@@ -59,7 +61,8 @@ def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
 
 
 def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
-    """The modules of a stage that have some of their experts, by block; the stage begins with block ``start``."""
+    """The modules of a stage that have some of their experts, by block; the stage begins with block
+    ``start``."""
     return {
         start + layer: module
         for layer, module in stage.experts.items()
@@ -107,7 +110,8 @@ def _round_trips_s(dispatcher: ExpertDispatcher) -> tuple[float, ...]:
 
 
 class ExpertLoader:
-    """Loads experts that no peer has into a stage that begins with block ``start``, while ``has_room`` for their bytes."""
+    """Loads experts that no peer has into a stage that begins with block ``start``, while
+    ``has_room`` for their bytes."""
 
     def __init__(self, stage: Stage, start: int, load: LoadExperts, has_room: Callable[[int], bool]) -> None:
         self._stage = stage
@@ -118,7 +122,8 @@ class ExpertLoader:
         """Bytes of one expert; 0: none has been loaded yet."""
 
     def load(self, block: int, experts: Collection[int]) -> bool:
-        """Load some experts of a block; False if the memory has no room. Raises ``SwarmnetError`` if they cannot be fetched."""
+        """Load some experts of a block; False if the memory has no room. Raises ``SwarmnetError``
+        if they cannot be fetched."""
         if not self._has_room(self._bytes * len(experts)):
             return False
         loaded = self._load(block, experts)

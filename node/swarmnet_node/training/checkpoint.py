@@ -1,8 +1,11 @@
-"""A worker's checkpoints: written atomically, verified by hash when read, exported as a folder for transformers.
+"""A worker's checkpoints: written atomically, verified by hash when read, exported as a folder for
+transformers.
 
-A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``; transformers loads it), with
-``state/optimizer.safetensors`` and ``state/outer.safetensors``, and ``progress.json`` with the hashes of all files and of itself. It is
-written under a temporary name, synced and renamed. It does not depend on the number of workers, so a job can resume with more or fewer.
+A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``;
+transformers loads it), with ``state/optimizer.safetensors`` and ``state/outer.safetensors``, and
+``progress.json`` with the hashes of all files and of itself. It is written under a temporary name,
+synced and renamed. It does not depend on the number of workers, so a job can resume with more or
+fewer.
 """
 
 import hashlib
@@ -44,8 +47,10 @@ _TEMPORARY = ".new-"
 class WorkerCheckpoint:
     """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
-    ``parameters``: the agreed ones, flat ``[n]`` float32. ``optimizer``: AdamW's state. ``outer``: the method's outer state, and the
-    residual of error feedback. ``excluded``: workers that sent false results.
+    - ``parameters``: the agreed parameters, flat ``[n]`` float32.
+    - ``optimizer``: AdamW's state.
+    - ``outer``: the method's outer state, and the residual of error feedback.
+    - ``excluded``: workers that sent false results.
     """
 
     job_id: str
@@ -62,16 +67,19 @@ MAX_SET_ASIDE = 3
 
 
 class CheckpointStore:
-    """The newest ``keep`` checkpoints of one job, in ``root``. Only one worker at a time may write."""
+    """The newest ``keep`` checkpoints of one job, in ``root``. Only one worker at a time may
+    write."""
 
     def __init__(self, root: Path, *, keep: int = 2) -> None:
         self._root = root
         self._keep = keep
 
     def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
-        """Write a checkpoint and remove the oldest; returns its folder. ``write_model`` is ``Trainer.write``.
+        """Write a checkpoint and remove the oldest; returns its folder. ``write_model`` is
+        ``Trainer.write``.
 
-        Raises ``OutOfResources`` if the disk is full or fails; earlier checkpoints are then unchanged.
+        Raises ``OutOfResources`` if the disk is full or fails; earlier checkpoints are then
+        unchanged.
         """
         with _disk_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
@@ -94,7 +102,8 @@ class CheckpointStore:
         return target
 
     def set_aside(self) -> None:
-        """Copy the newest valid checkpoint to ``before-catch-up-ROUND``, because its state will be replaced by that of other workers.
+        """Copy the newest valid checkpoint to ``before-catch-up-ROUND``, because its state will be
+        replaced by that of other workers.
 
         Raises ``OutOfResources`` if the disk is full or fails.
         """
@@ -109,7 +118,8 @@ class CheckpointStore:
                 shutil.rmtree(old)
 
     def load_newest(self, job_id: str) -> WorkerCheckpoint | None:
-        """The newest valid checkpoint, or None. Raises ``ConfigError`` if it belongs to another job."""
+        """The newest valid checkpoint, or None. Raises ``ConfigError`` if it belongs to another
+        job."""
         found = self._newest_valid()
         if found is None:
             return None
@@ -130,9 +140,11 @@ class CheckpointStore:
         )
 
     def export(self, target: Path) -> None:
-        """Copy the model of the newest valid checkpoint to ``target``, a new folder that transformers loads.
+        """Copy the model of the newest valid checkpoint to ``target``, a new folder that
+        transformers loads.
 
-        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` if the disk is full.
+        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` if
+        the disk is full.
         """
         found = self._newest_valid()
         if found is None:
@@ -164,10 +176,11 @@ class CheckpointStore:
 def export_model(
     data_dir: Path, job_id: str, target: Path, *, cache_dir: Path, overwrite: bool, progress: Progress
 ) -> str:
-    """Write the newest model of a job and its tokenizer into ``target``; returns the tokenizer's name.
+    """Write the newest model of a job and its tokenizer into ``target``; returns the tokenizer's
+    name.
 
-    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and is not a model's folder that may be overwritten;
-    ``OutOfResources`` if the disk is full.
+    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and is not a model's
+    folder that may be overwritten; ``OutOfResources`` if the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")
@@ -201,7 +214,7 @@ def export_model(
 
 
 def _write_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer in which token N is byte N, and make byte 0 the model's end token."""
+    """Write a tokenizer whose token N is byte N, and make byte 0 the model's end token."""
     for name in ("config.json", "generation_config.json"):
         _update_json(folder / name, {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT})
     kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -214,7 +227,8 @@ def _write_byte_tokenizer(folder: Path) -> None:
 
 
 def _characters() -> list[str]:
-    """The character of each byte in byte-level BPE (GPT-2): itself if printable in Latin-1, else the next unused one from U+0100 on."""
+    """The character of each byte in byte-level BPE (GPT-2): itself if printable in Latin-1, else
+    the next unused one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -247,7 +261,8 @@ def _hash_of(progress: Mapping[str, Any]) -> str:
 
 
 def _checked_progress(folder: Path) -> dict[str, Any]:
-    """The contents of ``progress.json``. Raises ``IntegrityError`` if any file of the folder is not as it was written."""
+    """The contents of ``progress.json``. Raises ``IntegrityError`` if any file of the folder is not
+    as it was written."""
     invalid = IntegrityError(f"{folder} is not a valid checkpoint")
     with (folder / _PROGRESS).open("rb") as stream:
         raw = stream.read(_MAX_PROGRESS_BYTES)
@@ -275,7 +290,8 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that is synced and renamed to ``target`` on exit, and removed if an exception is raised."""
+    """A temporary folder that is synced and renamed to ``target`` on exit, and removed if an
+    exception is raised."""
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=_TEMPORARY))
     try:
         yield temporary

@@ -35,9 +35,11 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 def files_of(data: DataSection) -> tuple[Path, ...]:
-    """The local files of the data, in the same order on every machine. Raises ``JobError`` if there are none.
+    """The local files of the data, in the same order on every machine. Raises ``JobError`` if there
+    are none.
 
-    Paths come from the user of this machine only: published jobs have none (``Job.check_published``).
+    Paths come from the user of this machine only: published jobs have none
+    (``Job.check_published``).
     """
     if data.path is None:
         return ()
@@ -62,10 +64,12 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 
 
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
-    """Every document as UTF-8 bytes, one in memory at a time. A Hugging Face dataset's split is its files whose names begin with it.
+    """Every document as UTF-8 bytes, one in memory at a time.
 
-    A text file is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` that names a file that it cannot
-    read, or that is no text in UTF-8, and the place; ``Unreachable`` if the hub does not answer.
+    The split of a Hugging Face dataset is the files whose names begin with it. A text file is cut
+    at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` with the file
+    and the place if a file cannot be read or is not UTF-8 text; ``Unreachable`` if the hub does not
+    answer.
     """
     return islice(_all_documents(data, files), data.max_documents)
 
@@ -91,7 +95,8 @@ def _file_documents(stream: BinaryIO, where: str, data: DataSection) -> Iterator
 
 
 def _text_documents(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """The documents of a text file, without a byte order mark. Each is whole characters, even where a line is longer than a document."""
+    """The documents of a text file, without a byte order mark. Each is whole characters, even where
+    a line is longer than a document."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     while part := stream.read(TEXT_DOCUMENT_BYTES):
@@ -106,7 +111,8 @@ def _text_documents(stream: BinaryIO, name: str) -> Iterator[bytes]:
 def _decoded(
     decoder: codecs.IncrementalDecoder, part: bytes, name: str, done: int, *, final: bool
 ) -> Iterator[bytes]:
-    """The whole characters of ``part``, which begins at byte ``done`` of the file; none or one document."""
+    """The whole characters of ``part``, which begins at byte ``done`` of the file; none or one
+    document."""
     begun = len(decoder.getstate()[0])
     try:
         text = decoder.decode(part, final)
@@ -123,7 +129,7 @@ def _decoded(
 
 
 def _check_kind(start: bytes, name: str) -> None:
-    """Raise ``JobError`` if the first bytes of a file show that it is no text in UTF-8."""
+    """Raise ``JobError`` if the first bytes of a file show that it is not UTF-8 text."""
     for magic, (kind, hint) in _KINDS.items():
         if start.startswith(magic):
             raise _not_text(name, f"is {kind}", hint)
@@ -169,7 +175,8 @@ def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
 
 
 def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
-    """The documents in the files of a dataset, streamed. Scripts and configuration in its repository are ignored."""
+    """The documents in the files of a dataset, streamed. Scripts and configuration in its
+    repository are ignored."""
     from huggingface_hub import HfFileSystem
 
     hub = HfFileSystem(skip_instance_cache=True, use_listings_cache=False)

@@ -2,13 +2,15 @@
 
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
-Routers of sigmoid scores (DeepSeek-V3, GLM-4.5 and others) choose the experts of a row by score plus a bias of each expert, and weigh them by
-score alone, so no gradient reaches the bias. After each step it moves by ``STEP`` towards the mean load:
+Routers with sigmoid scores (DeepSeek-V3, GLM-4.5 and others) choose a row's experts by score plus
+each expert's bias, and weigh them by score alone. So no gradient reaches the bias. After each step
+the bias moves by ``STEP`` towards the mean load:
 
     bias_i += STEP * sign(mean load - load_i)
 
-Here the biases are parameters, so workers exchange them like all others. The gradient of a bias is the share of the rows of its expert, less the
-mean. Workers that exchange gradients average it, so its sign is that of the load of all their batches together.
+Here the biases are parameters, and workers exchange them like all others. The gradient of a bias is
+its expert's share of the rows, less the mean. Workers that exchange gradients average it, so its
+sign shows the load of all their batches together.
 """
 
 from functools import partial
@@ -25,7 +27,8 @@ STEP = 0.001
 
 
 def share_biases(model: nn.Module) -> None:
-    """Make parameters of the buffers of biases, because buffers are neither exchanged nor written into checkpoints."""
+    """Make parameters of the buffers of biases, because buffers are neither exchanged nor written
+    into checkpoints."""
     for module in model.modules():
         if isinstance(values := module._buffers.get(BIAS), Tensor):
             delattr(module, BIAS)
@@ -33,10 +36,12 @@ def share_biases(model: nn.Module) -> None:
 
 
 class ExpertBalance:
-    """The biases of a model whose parameters are a flat vector, ``[n]``, in the order of ``named_parameters()``."""
+    """The biases of a model whose parameters are a flat vector, ``[n]``, in the order of
+    ``named_parameters()``."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Hook ``model``, so that each forward with gradients adds the loads of experts to the gradients of their biases."""
+        """Hook ``model``, so that each forward with gradients adds the loads of experts to the
+        gradients of their biases."""
         places, first = [torch.empty(0, dtype=torch.int64)], 0
         for name, parameter in model.named_parameters():
             if name.endswith(BIAS):
@@ -50,7 +55,8 @@ class ExpertBalance:
                     experts.register_forward_pre_hook(partial(_add_loads, bias=parameter))
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradients of the biases, ``[b]``, which become 0 in ``gradient``, ``[n]``: they have no part in its norm, nor in AdamW's moments."""
+        """The gradients of the biases, ``[b]``, which become 0 in ``gradient``, ``[n]``: they have
+        no part in its norm, nor in AdamW's moments."""
         loads = gradient[self._places]
         gradient[self._places] = 0.0
         return loads
@@ -60,7 +66,8 @@ class ExpertBalance:
         return parameters[self._places]
 
     def step(self, parameters: Tensor, biases: Tensor, loads: Tensor) -> None:
-        """Write ``biases``, moved by a step against ``loads``, into ``parameters``: weight decay has no part in them."""
+        """Write ``biases``, moved by a step against ``loads``, into ``parameters``: weight decay
+        has no part in them."""
         parameters[self._places] = biases - STEP * loads.sign()
 
 

@@ -1,4 +1,5 @@
-"""The other workers of a job as one worker knows them: alive, voters, excluded, and sources of the shared state."""
+"""The other workers of a job as one worker knows them: alive, voters, excluded, and sources of the
+shared state."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -11,22 +12,24 @@ from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
-"""Seconds for which a worker is ignored after it claimed a round that no voter confirmed."""
+"""Seconds that a worker is ignored after it claimed a round that no voter confirmed."""
 MAX_EXCLUDED = 256
-"""Most excluded workers kept: four groups of 64. A dropped one may take part again, and is excluded at its next false result."""
+"""Most excluded workers kept: four groups of 64. A dropped one may take part again, and is excluded
+at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 RECENT_S = 0.5
-"""Seconds for which a read is as good as one now. New workers look twice in a round, and a read takes
-a quarter of a second."""
+"""Seconds for which a read is as good as one now. New workers look twice in a round, and a read
+takes a quarter of a second."""
 
 
 class KnownWorkers:
     """The workers of ``job_id`` except ``me``.
 
-    Workers come from the directory and from each roster. Voters are the members of the last roster that continued the one before;
-    a majority of them decides whether this worker is behind, so newcomers cannot outvote them. Mates are the members of the last roster.
-    Excluded workers are not known and have no vote.
+    Workers come from the directory and from each roster. Voters are the members of the last roster
+    that continued the one before; a majority of them decides whether this worker is behind, so
+    newcomers cannot outvote them. Mates are the members of the last roster. Excluded workers are
+    not known and have no vote.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
@@ -42,7 +45,8 @@ class KnownWorkers:
         self._refreshed_s = -REFRESH_S
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Add the workers in the directory; at most every ``REFRESH_S``, with ``now`` every ``RECENT_S``."""
+        """Add the workers in the directory; at most every ``REFRESH_S``, with ``now`` every
+        ``RECENT_S``."""
         clock = asyncio.get_running_loop().time
         if clock() - self._refreshed_s < (RECENT_S if now else REFRESH_S):
             return
@@ -61,7 +65,8 @@ class KnownWorkers:
         self._distrusted_until[peer] = asyncio.get_running_loop().time() + for_s
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
-        """Ignore ``peers`` for the rest of the job. Beyond ``MAX_EXCLUDED``, those excluded first are readmitted."""
+        """Ignore ``peers`` for the rest of the job. Beyond ``MAX_EXCLUDED``, those excluded first
+        are readmitted."""
         for peer in peers:
             self.excluded.pop(peer, None)
             self.excluded[peer] = None
@@ -71,11 +76,13 @@ class KnownWorkers:
             del self.excluded[peer]
 
     def voters(self) -> list[Candidate]:
-        """The workers to ask whether this one is behind; before the first roster, the result of ``alive``."""
+        """The workers to ask whether this one is behind; before the first roster, the result of
+        ``alive``."""
         return list(self._voters.values()) or self.alive()
 
     def set_roster(self, members: Sequence[Candidate], *, is_new: bool = False) -> None:
-        """Replace the known workers by the members of a new roster; they become the voters if it continues the last one.
+        """Replace the known workers by the members of a new roster; they become the voters if it
+        continues the last one.
 
         ``is_new``: this worker has only just begun, and has no voters yet.
         """
@@ -86,7 +93,8 @@ class KnownWorkers:
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
-        """The workers to download a state of ``peers`` from: ``peers`` first, then all others alive, unless ``only``."""
+        """The workers to download a state of ``peers`` from: ``peers`` first, then all others
+        alive, unless ``only``."""
         known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
         return [

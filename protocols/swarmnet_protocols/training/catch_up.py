@@ -1,11 +1,15 @@
-"""The conditions under which a worker that is behind replaces its weights with those of other workers. Pure.
+"""The conditions under which a worker that is behind replaces its weights with those of other
+workers. Pure.
 
-No single worker may move another one to a state of its choice. A worker that learns of a later position therefore asks its *voters*, the members
-of the last roster that continued the one before it, each over a stream that proves the peer id. It moves only to a position that more than
-half of the answering voters report. So neither a minority of its former group nor any number of newcomers can replace its weights.
+No single worker may move another one to a state of its choice. A worker that learns of a later
+position therefore asks its *voters*, the members of the last roster that continued the one before
+it, each over a stream that proves the peer id. It moves only to a position that more than half of
+the answering voters report. So neither a minority of its former group nor any number of newcomers
+can replace its weights.
 
-A *new* worker has no voters: it has not trained, or only just begun. Workers that start together may find each other late and begin
-in several groups, so a new worker moves to a group that is larger than its own (``join``).
+A *new* worker has no voters: it has not trained, or only just begun. Workers that start together
+may find each other late and begin in several groups, so a new worker moves to a group that is
+larger than its own (``join``).
 """
 
 from collections import Counter
@@ -37,7 +41,8 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Stay:
-    """Keep the present state. ``is_settled``: most voters are not ahead of this worker, so the worker that reported another position is not asked again soon."""
+    """Keep the present state. ``is_settled``: most voters are not ahead of this worker, so the
+    worker that reported another position is not asked again soon."""
 
     is_settled: bool
 
@@ -47,8 +52,9 @@ def catch_up(
 ) -> CatchUp | Stay:
     """Whether a worker at position ``mine`` moves, given the positions that its voters reported.
 
-    ``same_state``: all workers share one state (all methods but gossip), so positions can be compared. Otherwise the worker moves to the
-    median of the voters' rounds, and takes the state of one voter at that round.
+    ``same_state``: all workers share one state (all methods but gossip), so positions can be
+    compared. Otherwise the worker moves to the median of the voters' rounds, and takes the state of
+    one voter at that round.
     """
     if not votes:
         return Stay(is_settled=False)
@@ -56,7 +62,8 @@ def catch_up(
         position, count = Counter(votes.values()).most_common(1)[0]
         with_us = sum(each == mine for each in votes.values()) + 1
         is_later = position.round > mine.round and 2 * count > len(votes)
-        # A round whose members split into two groups: the larger group wins; of equal groups, the one whose state has the larger id.
+        # A round whose members split into two groups: the larger group wins; of equal groups, the
+        # one whose state has the larger id.
         is_other = position.round == mine.round and (count, position.state) > (with_us, mine.state)
         if position != mine and (is_later or is_other):
             return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
@@ -71,11 +78,13 @@ def catch_up(
 
 
 def join(mine: WorkerPosition, mates: int, others: Mapping[PeerId, WorkerPosition]) -> CatchUp | Stay:
-    """Whether a new worker at position ``mine`` moves to that of workers outside its group, given their positions.
+    """Whether a new worker at position ``mine`` joins a group of other workers, given their
+    positions.
 
-    ``mates``: the workers of its group, itself included; 0 if it has not trained. Workers at round 0 have not trained and do not
-    count. A worker that has trained moves to the largest other group if that is larger than its own; of equal groups, to the later
-    one, then to the one whose state has the larger id. One that has not trained moves to the majority of those that have.
+    ``mates``: the workers of its own group, itself included; 0 if it has not trained. Workers at
+    round 0 have not trained and do not count. A worker that has trained moves to the largest other
+    group, if that is larger than its own; among equal groups to the later one, then to the larger
+    state id. A worker that has not trained moves to the majority of the workers that have.
     """
     trained = {peer: each for peer, each in others.items() if each.round}
     groups = Counter(trained.values())
@@ -89,7 +98,8 @@ def join(mine: WorkerPosition, mates: int, others: Mapping[PeerId, WorkerPositio
 
 
 def continued(before: Collection[PeerId], roster: Mapping[PeerId, T]) -> bool:
-    """Whether ``roster`` continues the roster ``before``: more than half of the earlier members are in it.
+    """Whether ``roster`` continues the roster ``before``: more than half of the earlier members are
+    in it.
 
     A minority that was cut off, and a roster of many newcomers, do not continue it.
     """

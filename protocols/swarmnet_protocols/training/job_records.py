@@ -19,15 +19,18 @@ PROTOCOL = 1
 MAX_PUBLISHED_BYTES = 12 << 10
 """Upper bound on a sealed job, so that it fits a DHT record."""
 JOB_LIFETIME_S = 24 * 3600.0
-"""Seconds for which a job's record is kept. Every worker of a job publishes it again, so it expires a day after the last worker has left."""
+"""Lifetime of a job's record, in seconds. Every worker of a job publishes it again, so it expires a
+day after the last worker has left."""
 WORKER_LIFETIME_S = 60.0
-"""Seconds for which a worker's record is kept. Workers publish it every 20 s, so two in a row may be lost."""
+"""Lifetime of a worker's record, in seconds. Workers publish it every 20 s, so two in a row may be
+lost."""
 HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's record: its addresses, its next round, and the id of the state from which this round starts."""
+    """A worker's record: its addresses, its next round, and the id of the state from which this
+    round starts."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -41,7 +44,8 @@ class WorkerInfo:
 
 
 def job_announcement(sealed: bytes) -> Announcement:
-    """Return the announcement of a sealed job under its id, for a day. Raises ``ConfigError`` if it is larger than ``MAX_PUBLISHED_BYTES``."""
+    """Return the announcement of a sealed job under its id, for a day. Raises ``ConfigError`` if it
+    is larger than ``MAX_PUBLISHED_BYTES``."""
     if len(sealed) > MAX_PUBLISHED_BYTES:
         raise ConfigError(
             f"the job has {len(sealed)} bytes, {MAX_PUBLISHED_BYTES} fit a record",
@@ -52,7 +56,8 @@ def job_announcement(sealed: bytes) -> Announcement:
 
 
 async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]:
-    """The job with this id, and its sealed form. Raises ``Unreachable`` if there is no record of it, ``ConfigError`` if this version refuses the job."""
+    """The job with this id, and its sealed form. Raises ``Unreachable`` if there is no record of
+    it, ``ConfigError`` if this version refuses the job."""
     refused: ConfigError | None = None
     for record in await directory.lookup(_job_topic(job_id)):
         try:

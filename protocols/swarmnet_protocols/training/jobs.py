@@ -1,10 +1,13 @@
-"""Jobs: the signed description of a training run on which all its workers agree, as a TOML file and in sealed form.
+"""Jobs: the signed description of a training run on which all its workers agree, as a TOML file and
+in sealed form.
 
-The owner writes a TOML file (``load_job``) and publishes the sealed job: canonical JSON with the owner's Ed25519 key and signature
-(``seal_job``, ``open_job``). The id of a job is a hash of its content and its owner, so a worker that fetches a job by its id knows its owner.
+The owner writes a TOML file (``load_job``) and publishes the sealed job: canonical JSON with the
+owner's Ed25519 key and signature (``seal_job``, ``open_job``). The id of a job is a hash of its
+content and its owner, so a worker that fetches a job by its id knows its owner.
 
-The TOML file may name files on the owner's machine. A sealed job does not: it identifies data and model files by hash, and the user of each worker
-gives the paths of local copies (``Job.with_files``).
+The TOML file may name files on the owner's machine. A sealed job does not: it identifies data and
+model files by hash, and the user of each worker gives the paths of local copies
+(``Job.with_files``).
 """
 
 import hashlib
@@ -47,7 +50,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class JobError(ConfigError):
-    """A wrong value in a job. For a job read from a file, ``JobFile.naming_lines`` adds file and line."""
+    """A wrong value in a job. For a job read from a file, ``JobFile.naming_lines`` adds file and
+    line."""
 
     def __init__(self, section: str, key: str, must: str, *, hint: str = "") -> None:
         super().__init__(f"{key!r} in [{section}] {must}" if key else f"[{section}] {must}", hint=hint)
@@ -66,9 +70,11 @@ class JobSection(_Section):
 
 
 class ModelSection(_Section):
-    """Either a transformers config, for a model initialised from the seed, or the name of a checkpoint.
+    """Either a transformers config, for a model initialised from the seed, or the name of a
+    checkpoint.
 
-    In a sealed job ``manifest`` identifies the checkpoint's files; without a ``checkpoint`` name each worker's user gives their path.
+    In a sealed job ``manifest`` identifies the checkpoint's files; without a ``checkpoint`` name
+    each worker's user gives their path.
     """
 
     config: dict[str, JsonValue] | None = None
@@ -96,9 +102,11 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the hub, ``org/name@REVISION``.
+    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the
+    hub, ``org/name@REVISION``.
 
-    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user gives the path of the files.
+    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user
+    gives the path of the files.
     """
 
     format: Literal["text", "jsonl", "parquet"] = "text"
@@ -175,7 +183,8 @@ class EvalSection(_Section):
 
 
 class Job(_Section):
-    """A validated job. Equal jobs have equal canonical forms, whatever the order and spacing of their files."""
+    """A validated job. Equal jobs have equal canonical forms, whatever the order and spacing of
+    their files."""
 
     job: JobSection
     model: ModelSection
@@ -186,7 +195,8 @@ class Job(_Section):
     eval: EvalSection = EvalSection()
 
     def make_method(self) -> "Method":
-        """The method with this job's settings. Raises ``JobError`` naming the setting that is wrong."""
+        """The method with this job's settings. Raises ``JobError`` naming the setting that is
+        wrong."""
         from swarmnet_protocols.training.methods import get_method
 
         try:
@@ -196,7 +206,8 @@ class Job(_Section):
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
     def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
-        """This job in publishable form: with the hashes of its data and of its checkpoint's manifest, and without local paths.
+        """This job in publishable form: with the hashes of its data and of its checkpoint's
+        manifest, and without local paths.
 
         Raises ``JobError`` for a tokenizer that other machines cannot fetch.
         """
@@ -228,7 +239,8 @@ class Job(_Section):
         return job
 
     def check_published(self) -> None:
-        """Raise ``JobError`` unless the job is publishable: it names no local file, and identifies its data and model by hash."""
+        """Raise ``JobError`` unless the job is publishable: it names no local file, and identifies
+        its data and model by hash."""
         data, model = self.data, self.model
         if data.path not in (None, PYTHON_STDLIB):
             raise JobError(
@@ -290,7 +302,8 @@ class Job(_Section):
         return job
 
     def check(self) -> None:
-        """Raise ``JobError`` if the method or the codec is unknown, or the method refuses its settings."""
+        """Raise ``JobError`` if the method or the codec is unknown, or the method refuses its
+        settings."""
         self.make_method()
         if self.exchange.codec is None:
             return
@@ -359,7 +372,7 @@ def load_job(path: Path) -> JobFile:
 
 
 def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
-    """Parse and validate a TOML job. Errors are those of ``load_job`` and name ``source``."""
+    """Parse and validate a TOML job. Raises the errors of ``load_job``, which name ``source``."""
     if len(data) > MAX_JOB_BYTES:
         raise ConfigError(f"{source} is larger than {MAX_JOB_BYTES} bytes", hint="this is not a job file")
     try:
@@ -384,7 +397,8 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
 def seal_job(job: Job, owner: Identity) -> bytes:
     """The sealed form of a job, signed by ``owner``: at most ``MAX_JOB_BYTES`` bytes.
 
-    Raises ``ConfigError`` for a larger job, and for one that is not publishable (``Job.check_published``).
+    Raises ``ConfigError`` for a larger job, and for one that is not publishable
+    (``Job.check_published``).
     """
     job.check_published()
     fields = _signed_fields(job, owner.public_key)
@@ -398,8 +412,8 @@ def seal_job(job: Job, owner: Identity) -> bytes:
 def open_job(data: bytes) -> SealedJob:
     """Verify and parse a sealed job.
 
-    Raises ``IntegrityError`` if it is not a sealed job or was changed after it was signed, and ``ConfigError`` for values that this
-    version refuses.
+    Raises ``IntegrityError`` if it is not a sealed job or was changed after it was signed, and
+    ``ConfigError`` for values that this version refuses.
     """
     broken = IntegrityError("this is not a sealed job, or it was changed", hint="get the job again")
     if len(data) > MAX_JOB_BYTES:
@@ -416,7 +430,8 @@ def open_job(data: bytes) -> SealedJob:
         or document.keys() != {"format", "job", "owner"}
     ):
         raise broken
-    if canonical_json({**document, "signature": signature.hex()}) != data:  # a job has only one sealed form
+    # a job has only one sealed form
+    if canonical_json({**document, "signature": signature.hex()}) != data:
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
@@ -442,7 +457,8 @@ def _validate(document: object) -> Job:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    # A misspelt key gives two errors, an unknown and a missing key; the unknown one is more helpful.
+    # A misspelt key gives two errors, an unknown and a missing key; the unknown one is more
+    # helpful.
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
     if section == "method" and len(first["loc"]) > 2:

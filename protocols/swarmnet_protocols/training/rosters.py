@@ -1,4 +1,5 @@
-"""Rosters: the join requests of a round, the roster that a leader makes of them, and their wire form. Pure."""
+"""Rosters: the join requests of a round, the roster that a leader makes of them, and their wire
+form. Pure."""
 
 import hashlib
 import json
@@ -17,11 +18,14 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
-"""Number of exchange numbers of one round: a peer that claims a high number can use up those of one round only."""
+"""Exchange numbers of one round. A peer that claims a high number can use up only one round's
+numbers."""
 MAX_AHEAD_OF_LEADER = 256
-"""Most by which a follower's last exchange number may exceed the leader's. A follower that is further ahead is left out."""
+"""Most that a follower's last exchange number may exceed the leader's. A follower further ahead is
+left out."""
 MAX_AHEAD_OF_FOLLOWER = 4096
-"""Most by which a roster's exchange number may exceed a follower's last one, which may have missed earlier attempts of the round."""
+"""Most that a roster's exchange number may exceed a follower's last one. The follower may have
+missed earlier attempts of the round."""
 ADDRESS_BOOK_HASH_BYTES = 16
 """Half a SHA-256, which is enough to compare the addresses of two workers."""
 
@@ -36,7 +40,8 @@ class Candidate(RoundMember):
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """The request of a follower to its leader: itself, its position (round and state), and the rates that it measured."""
+    """The request of a follower to its leader: itself, its position (round and state), and the
+    rates that it measured."""
 
     member: Candidate
     round: int
@@ -61,7 +66,8 @@ class Roster:
         followers: Sequence[JoinRequest],
         max_members: int,
     ) -> "Roster":
-        """The roster that leader ``me`` makes of its followers. If there are too many, contributors have priority over newcomers."""
+        """The roster that leader ``me`` makes of its followers. If there are too many, contributors
+        have priority over newcomers."""
         ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
         chosen = ordered[: max_members - 1]
         members = sorted([me, *(follower.member for follower in chosen)], key=lambda member: member.peer)
@@ -80,7 +86,8 @@ class Roster:
 
 @dataclass(frozen=True)
 class AddressBook:
-    """The addresses of a roster's members. They are not sent again to a worker that has the book with the same ``hash``."""
+    """The addresses of a roster's members. They are not sent again to a worker that has the book
+    with the same ``hash``."""
 
     addresses: Mapping[PeerId, tuple[str, ...]]
     """Multiaddrs by member, in the order of peer ids."""
@@ -110,7 +117,8 @@ def next_exchange_number(round: int, seen: int) -> int:
 
 
 def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
-    """The highest exchange number of ``round`` that a worker accepts after exchange ``seen``: at most ``ahead`` above it."""
+    """The highest exchange number of ``round`` that a worker accepts after exchange ``seen``: at
+    most ``ahead`` above it."""
     return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
 
 
@@ -168,10 +176,11 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
 def roster_from_wire(
     wire: pb.Roster, *, round: int, me: Candidate, book: AddressBook = NO_ADDRESSES
 ) -> Roster:
-    """The roster of ``round``, which must contain ``me``. ``book``: the addresses to which it may refer by hash.
+    """The roster of ``round``, which must contain ``me``. ``book``: addresses that it may name by
+    their hash.
 
-    Raises ``ProtocolViolation`` for any other roster, and for an exchange number that is not above the last one of every member, or too
-    far above that of ``me``.
+    Raises ``ProtocolViolation`` for any other roster, and for an exchange number that is not above
+    the last one of every member, or too far above that of ``me``.
     """
     members = _known_members(wire, book) if wire.known else _listed_members(wire)
     peers = [member.peer for member in members]

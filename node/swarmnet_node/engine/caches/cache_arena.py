@@ -1,11 +1,14 @@
-"""Cache arena: the KV caches of all sequences of a stage in one buffer of keys and one of values for each layer, which never move.
+"""Cache arena: the KV caches of all sequences of a stage in one buffer of keys and one of values
+for each layer, which never move.
 
-An accelerator attends to all sequences of a batch in one call, and replays recorded steps; both need caches at fixed addresses. A sequence has
-a range of consecutive positions, the same in all layers. There are no pages: attention reads a range directly, and operations on the cache of
-one sequence use views of its range. When no gap is large enough, the ranges are compacted, so that no free memory is lost between them
-(docs/decisions/0059).
+An accelerator attends to all sequences of a batch in one call, and replays recorded steps; both
+need caches at fixed addresses. A sequence has a range of consecutive positions, the same in all
+layers. There are no pages: attention reads a range directly, and operations on the cache of one
+sequence use views of its range. When no gap is large enough, the ranges are compacted, so that no
+free memory is lost between them (docs/decisions/0059).
 
-Layout: keys [positions + SPARE_ROWS, key heads, key size], values [positions + SPARE_ROWS, key heads, value size].
+Layout: keys [positions + SPARE_ROWS, key heads, key size], values [positions + SPARE_ROWS, key
+heads, value size].
 """
 
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ Buffers = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
 
 SPARE_ROWS = 64
-"""Positions behind those of sequences, to which the padding rows of a recorded step write."""
+"""Positions behind all sequences. The padding rows of a recorded step write there."""
 
 
 class CacheShape(Protocol):
@@ -35,7 +38,8 @@ class CacheShape(Protocol):
 
 
 class Owner(Protocol):
-    """A sequence of the arena. ``layers`` are its views of the buffers, which the arena sets whenever its range changes."""
+    """A sequence of the arena. ``layers`` are its views of the buffers, which the arena sets
+    whenever its range changes."""
 
     length: int
     layers: list[Buffers]
@@ -46,7 +50,8 @@ class Owner(Protocol):
 
 
 class CacheArena:
-    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread; sequences may be dropped on any thread."""
+    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread;
+    sequences may be dropped on any thread."""
 
     def __init__(
         self,
@@ -73,11 +78,13 @@ class CacheArena:
         """The positions of each sequence that is alive."""
 
     def start_of(self, sequence: Owner) -> int:
-        """The first position of a sequence's range, which growth and compaction may change; 0 before the first growth."""
+        """The first position of a sequence's range, which growth and compaction may change; 0
+        before the first growth."""
         return self._ranges.get(sequence, range(0)).start
 
     def grow(self, sequence: Owner, capacity: int) -> None:
-        """Enlarge a sequence's range to ``capacity`` positions, keeping its first ``length`` ones. Other sequences may move.
+        """Enlarge a sequence's range to ``capacity`` positions, keeping its first ``length`` ones.
+        Other sequences may move.
 
         Raises ``torch.OutOfMemoryError`` if the arena has fewer free positions.
         """
@@ -101,7 +108,8 @@ class CacheArena:
         self._set(sequence, range(start, start + capacity))
 
     def _compact(self, last: Owner) -> None:
-        """Compact the ranges at the beginning of the arena, that of ``last`` behind the others. Copies one buffer at a time."""
+        """Compact the ranges at the beginning of the arena, that of ``last`` behind the others.
+        Copies one buffer at a time."""
         ranges = sorted(self._ranges.items(), key=lambda each: (each[0] is last, each[1].start))
         old = torch.cat([torch.arange(each.start, each.stop) for _, each in ranges])
         for buffers in self.buffers:
@@ -121,7 +129,8 @@ class CacheArena:
 
 
 def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) -> int | None:
-    """The first of ``capacity`` free positions: that of ``mine`` if it can grow in place, otherwise of the first large enough gap; None if there is none.
+    """The first of ``capacity`` free positions: that of ``mine`` if it can grow in place, otherwise
+    of the first large enough gap; None if there is none.
 
     ``others`` are in the order of their starts.
     """

@@ -5,26 +5,31 @@ Layout. A :class:`SequenceCache` has two tensors for each layer of its stage::
     keys    [1, key heads, capacity, key size]
     values  [1, key heads, capacity, value size]
 
-in the stage's dtype, on its device. The heads are those of keys and values, which are fewer than the query heads with grouped-query attention.
-The first dimension is the batch dimension that torch's attention expects. One head's positions are contiguous, as attention reads
-them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised.
-``capacity`` is a multiple of ``GROWTH_POSITIONS``, the same in all layers.
+in the stage's dtype, on its device. With grouped-query attention there are fewer key heads than
+query heads. The first dimension is the batch dimension that torch's attention expects. One head's
+positions are contiguous, as attention reads them. Keys are stored after the rotary embedding.
+Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised. ``capacity`` is a
+multiple of ``GROWTH_POSITIONS``, the same in all layers.
 
-Arena. On an accelerator the tensors are strided views of a range in a :class:`CacheArena`, which all sequences share; they change when the
-range moves.
+Arena. On an accelerator the tensors are strided views of a range in a :class:`CacheArena`, which
+all sequences share; they change when the range moves.
 
-Recurrent state. On a stage with recurrent layers, the cache also has their states (``recurrent_state.py``), and the stage's inputs
-``[capacity, hidden size]``, from which states are computed again after ``truncate``.
+Recurrent state. On a stage with recurrent layers, the cache also has their states
+(``recurrent_state.py``), and the stage's inputs ``[capacity, hidden size]``, from which states are
+computed again after ``truncate``.
 
-Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and copies the valid positions. There
-are no pages: every sequence has tensors of its own, and attention needs no block table.
+Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and
+copies the valid positions. There are no pages: every sequence has tensors of its own, and attention
+needs no block table.
 
-Prefix. With a prefix-tuning adapter, positions ``[0, n)`` are the adapter's and the first token has position n.
+Prefix. With a prefix-tuning adapter, positions ``[0, n)`` are the adapter's and the first token has
+position n.
 
-Memory. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges the reservation first, and then
-``Stage.forward`` allocates with ``reserve``. The session drops caches that a step replaces, and all caches when it ends, with
-``Engine.release``, which returns the reservation; the tensors are freed with the last reference. ``truncate`` forgets positions but frees no
-memory.
+Memory. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges
+the reservation first, and then ``Stage.forward`` allocates with ``reserve``. The session drops
+caches that a step replaces, and all caches when it ends, with ``Engine.release``, which returns the
+reservation; the tensors are freed with the last reference. ``truncate`` forgets positions but frees
+no memory.
 """
 
 from collections.abc import Sequence
@@ -37,10 +42,11 @@ from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeo
 from swarmnet_node.engine.kernels.backend import LoraLayers
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts before a sequence, for one layer."""
+"""Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts
+before a sequence, for one layer."""
 
 GROWTH_POSITIONS = 64
-"""Positions by which buffers grow, so that a sequence is copied about once in 64 tokens."""
+"""Buffers grow by this many positions, so that a sequence is copied about once in 64 tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,9 @@ class LayerShape:
 class KVGeometry:
     """Shapes, dtype and device of a sequence's cache on one stage.
 
-    ``arena``, if the stage has one, contains the caches, and ``first`` is the first of these layers in it. A sequence takes its positions in all
-    layers of the arena, even on a part of the stage. ``states``: the geometry of recurrent states, if layers have some; such a stage has no arena.
+    ``arena``, if the stage has one, contains the caches, and ``first`` is the first of these layers
+    in it. A sequence takes its positions in all layers of the arena, even on a part of the stage.
+    ``states``: the geometry of recurrent states, if layers have some; such a stage has no arena.
     """
 
     layers: tuple[LayerShape, ...]
@@ -71,7 +78,8 @@ class KVGeometry:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of the keys and values of one position in all layers; and of the inputs, if they are kept."""
+        """Bytes of the keys and values of one position in all layers; and of the inputs, if they
+        are kept."""
         if self.arena is not None:
             return self.arena.bytes_per_position
         sizes = sum(s.heads * (s.key_size + s.value_size) for s in self.layers)
@@ -105,7 +113,8 @@ class SequenceCache:
         lora: LoraLayers | None = None,
         prefix: Sequence[Prefix] = (),
     ) -> None:
-        """``lora`` is applied to the sequence's positions; ``prefix`` has keys and values for every layer, or is empty."""
+        """``lora`` is applied to the sequence's positions; ``prefix`` has keys and values for every
+        layer, or is empty."""
         self.geometry = geometry
         self.lora = lora
         self.prefix_positions = prefix[0][0].shape[2] if prefix else 0
@@ -115,7 +124,8 @@ class SequenceCache:
         self.inputs = torch.empty(0)
         """The stage's inputs [capacity, hidden size] if there are recurrent states."""
         self.states: SequenceStates | None = None
-        """Recurrent states; None before the first ``reserve``, and on a stage without recurrent layers."""
+        """Recurrent states; None before the first ``reserve``, and on a stage without recurrent
+        layers."""
         self._prefix = prefix
         self._capacity = 0
 
@@ -126,7 +136,8 @@ class SequenceCache:
 
     @property
     def behind(self) -> int:
-        """Positions that recurrent states must compute again before a new one, after a rewind or a failed forward."""
+        """Positions that recurrent states must compute again before a new one, after a rewind or a
+        failed forward."""
         return 0 if self.states is None else self.length - self.states.restorable(self.length)
 
     @property
@@ -141,7 +152,8 @@ class SequenceCache:
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)`` afterwards.
+        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)``
+        afterwards.
 
         Raises ``torch.OutOfMemoryError`` if the arena or the device has no room.
         """
@@ -181,7 +193,8 @@ class SequenceCache:
 
     @torch.inference_mode()
     def fork(self, length: int) -> "SequenceCache":
-        """An independent copy of the first ``length`` positions, whose buffers are no larger than these need.
+        """An independent copy of the first ``length`` positions, whose buffers are no larger than
+        these need.
 
         Raises ``ValueError`` for less than the prefix or more than the cache holds.
         """

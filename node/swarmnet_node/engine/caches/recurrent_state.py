@@ -1,14 +1,16 @@
-"""Recurrent state: the state of fixed size that layers of linear attention, state-space models and short convolutions have of a sequence.
+"""Recurrent state: the state of fixed size that layers of linear attention, state-space models and
+short convolutions have of a sequence.
 
-Such a layer has a *mixer*, transformers' own module, which reads and replaces its states through the cache that it is passed: the last inputs of
-its convolution, and the matrix or vector of its recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
+Such a layer has a *mixer*, transformers' own module, which reads and replaces its states through
+the cache that it is passed: the last inputs of its convolution, and the matrix or vector of its
+recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
 
-Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another, so that a sequence has the same outputs
-alone and in a batch.
+Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another, so
+that a sequence has the same outputs alone and in a batch.
 
-Rewinding. A state cannot forget positions. :class:`SequenceStates` therefore keeps ``SNAPSHOTS`` earlier states, and the KV cache
-(``kv_cache.py``) the stage's inputs of all positions: ``restore`` takes the newest snapshot that is early enough, and the stage computes the
-positions after it again.
+Rewinding. A state cannot forget positions. :class:`SequenceStates` therefore keeps ``SNAPSHOTS``
+earlier states, and the KV cache (``kv_cache.py``) the stage's inputs of all positions: ``restore``
+takes the newest snapshot that is early enough, and the stage computes the positions after it again.
 """
 
 import functools
@@ -31,7 +33,8 @@ SNAPSHOT_POSITIONS = 64
 """Least positions between two snapshots."""
 
 StateKey = tuple[int, str, int]
-"""Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; and number of a state among those of its kind."""
+"""Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; number of a state
+among its kind."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class StateShape:
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """The states of a sequence on one stage, and the size of the inputs that it keeps for each position."""
+    """The states of a sequence on one stage, and the size of the inputs that it keeps for each
+    position."""
 
     states: tuple[StateShape, ...]
     hidden_size: int
@@ -58,7 +62,8 @@ class StateGeometry:
         return (1 + SNAPSHOTS) * one
 
     def part(self, start: int, end: int) -> "StateGeometry | None":
-        """The geometry of layers [start, end), counted from the first of the whole stage; None if these have no states."""
+        """The geometry of layers [start, end), counted from the first of the whole stage; None if
+        these have no states."""
         states = tuple(state for state in self.states if start <= state.key[0] < end)
         return StateGeometry(states, self.hidden_size) if states else None
 
@@ -70,7 +75,8 @@ class SequenceStates:
         """Allocates ``geometry.nbytes``."""
         self.length = 0
         self.is_torn = False
-        """Whether a forward failed after it had changed some of the states; ``restore`` repairs them."""
+        """Whether a forward failed after it had changed some of the states; ``restore`` repairs
+        them."""
         self._slots = {
             state.key: torch.zeros((1 + SNAPSHOTS, *state.shape), dtype=state.dtype, device=state.device)
             for state in geometry.states
@@ -88,7 +94,8 @@ class SequenceStates:
         return tuple(sorted(self._snapshots))
 
     def advance(self, count: int) -> None:
-        """Record that the states include ``count`` more positions. Takes a snapshot when one is due."""
+        """Record that the states include ``count`` more positions. Takes a snapshot when one is
+        due."""
         self.length += count
         self.is_torn = False
         if self.length - max(self._snapshots, default=0) >= SNAPSHOT_POSITIONS:
@@ -102,7 +109,8 @@ class SequenceStates:
         return max((at for at in self._snapshots if at <= length), default=0)
 
     def restore(self, length: int) -> None:
-        """Go back to the latest states after at most ``length`` positions; ``self.length`` says after how many."""
+        """Go back to the latest states after at most ``length`` positions; ``self.length`` says
+        after how many."""
         if self.length <= length and not self.is_torn:
             return
         self.length = self.restorable(length)
@@ -130,8 +138,8 @@ class SequenceStates:
 def dispensable(lengths: Sequence[int]) -> int:
     """The snapshot to drop, of those with these ascending lengths, except the newest.
 
-    It is the one with the smallest gap around it, relative to its distance from the newest, so that a short rewind has few positions to
-    compute again.
+    It is the one with the smallest gap around it, relative to its distance from the newest, so that
+    a short rewind has few positions to compute again.
     """
     newest = lengths[-1]
     gaps = {
@@ -142,7 +150,8 @@ def dispensable(lengths: Sequence[int]) -> int:
 
 
 class MixerCache:
-    """The states of one sequence, with the methods of ``transformers.cache_utils.Cache`` that mixers use."""
+    """The states of one sequence, with the methods of ``transformers.cache_utils.Cache`` that
+    mixers use."""
 
     def __init__(self, states: SequenceStates) -> None:
         self._states = states
@@ -155,7 +164,8 @@ class MixerCache:
         return None if self._is_new else self._states.state((layer, "recurrent", state_idx))
 
     def update_conv_state(self, new: torch.Tensor, layer: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """Append inputs [1, channels, n] of the convolution. Returns the inputs that it now sees, and keeps the last of them."""
+        """Append inputs [1, channels, n] of the convolution. Returns the inputs that it now sees,
+        and keeps the last of them."""
         state = self._states.state((layer, "conv", state_idx))
         size = state.shape[-1]
         if self._is_new:
@@ -176,9 +186,10 @@ class MixerCache:
 
 
 class BatchStates:
-    """The states of a packed batch of ``counts[i]`` positions of sequence i, which the model passes to every layer as its cache.
+    """The states of a packed batch of ``counts[i]`` positions of sequence i.
 
-    ``states`` are those of the sequences; empty for the whole sequences of a pass, which have none.
+    The model passes this to every layer as its cache. ``states`` is empty for the whole sequences
+    of a pass, which have no states.
     """
 
     is_sliding: tuple[bool, ...] = ()
@@ -268,7 +279,8 @@ class StateProbe(BatchStates):
 
 
 def split_mixers(mixers: Iterable[nn.Module]) -> None:
-    """Make each mixer compute the sequences of a packed batch one after another, with the states of each."""
+    """Make each mixer compute the sequences of a packed batch one after another, with the states of
+    each."""
     for mixer in mixers:
         mixer.forward = _split(mixer.forward)
 

@@ -1,17 +1,22 @@
 """The backend interface: the arithmetic of decoder layers, and the weights it works on.
 
-A backend computes the operations of one decoder layer: products with weights, RMSNorm, rotary embedding, attention over a KV cache,
-the gate of the MLP, LoRA. Models call it in three ways, and know none of its implementations:
+A backend computes the operations of one decoder layer: products with weights, RMSNorm, rotary
+embedding, attention over a KV cache, the gate of the MLP, LoRA. Models call it in three ways, and
+know none of its implementations:
 
-1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined weights.
-2. Layers of any other shape are run by transformers; their attention and their LoRA updates go to the backend.
-3. Decoding adds few positions to each sequence, so that the overhead of operations is noticeable beside the reading of weights. A backend
-   may offer a :class:`DecodeStep`, which computes all layers of a stage in one call.
+1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
+   weights.
+2. Layers of any other shape are run by transformers; their attention and their LoRA updates go to
+   the backend.
+3. Decoding adds few positions to each sequence, so each operation's overhead shows next to the time
+   that reading the weights takes. A backend may offer a :class:`DecodeStep`, which computes all
+   layers of a stage in one call.
 
-There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode step in C. Both read packed weights
-(``swarmnet_protocols.quantization``).
+There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode
+step in C. Both read packed weights (``swarmnet_protocols.quantization``).
 
-Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head size, S cached positions.
+Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head
+size, S cached positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +28,12 @@ import torch
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to cosines and sines [1, T, d]."""
+"""transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to
+cosines and sines [1, T, d]."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation needs no subtraction."""
+"""Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation
+needs no subtraction."""
 
 PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -34,12 +41,14 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each one concatenates."""
+"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each one
+concatenates."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: ``weight`` [outputs, inputs], packed or in the dtype of the activations, and ``bias`` [outputs]."""
+    """A linear layer: ``weight`` [outputs, inputs], packed or in the dtype of the activations, and
+    ``bias`` [outputs]."""
 
     weight: torch.Tensor | PackedTensor
     bias: torch.Tensor | None = None
@@ -63,7 +72,8 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The attention of one layer: scale of the scores, sliding window in positions, cap of the scores, and sinks [H]; None for none."""
+    """The attention of one layer: scale of the scores, sliding window in positions, cap of the
+    scores, and sinks [H]; None for none."""
 
     scaling: float | None
     sliding_window: int | None
@@ -78,10 +88,12 @@ class AttentionRule:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights of one layer of the Llama shape. ``index`` counts from the first layer of the whole stage.
+    """The weights of one layer of the Llama shape. ``index`` counts from the first layer of the
+    whole stage.
 
-    ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads; ``gate_up`` those of the gate, then of
-    the up projection. ``query_norm`` and ``key_norm`` are norms of single heads, which most families do not have.
+    ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
+    ``gate_up`` has the gate's outputs, then the up projection's. ``query_norm`` and ``key_norm``
+    are norms of single heads, which most families lack.
     """
 
     index: int
@@ -103,8 +115,8 @@ class DecoderLayer:
 class LoraUpdate:
     """The LoRA pairs of one product (Hu et al., 2021, equation 3): y += B A x.
 
-    ``down`` [ranks, inputs] has the A of all pairs, one after another. Each of ``ups`` is (columns of the product's outputs, rows of
-    ``down``, B [outputs, rank]) of one pair.
+    ``down`` [ranks, inputs] has the A of all pairs, one after another. Each of ``ups`` is (columns
+    of the product's outputs, rows of ``down``, B [outputs, rank]) of one pair.
     """
 
     down: torch.Tensor
@@ -126,7 +138,8 @@ class LoraLayers:
 class DecodeRow:
     """One sequence of a decode step: ``count`` new positions from ``start`` on.
 
-    ``caches`` has keys and values [1, Hkv, capacity, d] of each layer, with room for the new positions.
+    ``caches`` has keys and values [1, Hkv, capacity, d] of each layer, with room for the new
+    positions.
     """
 
     start: int
@@ -142,9 +155,11 @@ class DecodeStep(Protocol):
     """Positions of a step above which single operations are as fast."""
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Hidden states [T, D] of the rows' new positions, in and out; the dtype is that of the weights.
+        """Hidden states [T, D] of the rows' new positions, in and out; the dtype is that of the
+        weights.
 
-        Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of other shapes.
+        Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of
+        other shapes.
         """
 
 
@@ -152,9 +167,10 @@ class DecodeStep(Protocol):
 class Ranges:
     """The sequences of a batch in a buffer of keys. All tensors are int32 on the buffer's device.
 
-    Sequence i has ``lengths[i]`` positions from ``starts[i]`` on, and its queries are those of its last positions: the queries
-    [first_queries[i], first_queries[i + 1]) of the batch. ``starts`` [B + 1] ascends and ends with the end of the buffer. ``most_queries`` is the
-    largest number of queries of one sequence; no sequence is longer than ``longest``.
+    Sequence i has ``lengths[i]`` positions from ``starts[i]`` on. The queries [first_queries[i],
+    first_queries[i + 1]) of the batch belong to its last positions. ``starts`` [B + 1] ascends and
+    ends with the end of the buffer. No sequence has more than ``most_queries`` queries or more than
+    ``longest`` positions.
     """
 
     starts: torch.Tensor
@@ -166,7 +182,8 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded computation: ``replay`` computes it again, from the same memory into ``outputs``."""
+    """A recorded computation: ``replay`` computes it again, from the same memory into
+    ``outputs``."""
 
     outputs: torch.Tensor
     replay: Callable[[], None]
@@ -178,25 +195,28 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
         """Record ``compute``, which has run before and reads and writes memory at fixed addresses.
 
-        Raises ``RuntimeError`` if it contains an operation that cannot be recorded, such as reading a value back.
+        Raises ``RuntimeError`` if it contains an operation that cannot be recorded, such as reading
+        a value back.
         """
 
 
 class Backend(Protocol):
     """The operations of a decoder layer. All tensors of a call have one dtype and one device.
 
-    Every operation but ``add_lora``'s update of ``outputs`` leaves its arguments unchanged, and can be differentiated with respect to
-    activations and LoRA; weights are frozen.
+    Every operation but ``add_lora``'s update of ``outputs`` leaves its arguments unchanged, and can
+    be differentiated with respect to activations and LoRA; weights are frozen.
     """
 
     def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
         """[T, inputs] to [T, outputs]."""
 
     def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        """RMSNorm over the last dimension (Zhang and Sennrich, 2019, equation 4): [..., size] in and out."""
+        """RMSNorm over the last dimension (Zhang and Sennrich, 2019, equation 4): [..., size] in
+        and out."""
 
     def rope(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Rotary embedding (RoFormer, section 3.4.2) of [1, heads, T, d]; component i is paired with i + d / 2."""
+        """Rotary embedding (RoFormer, section 3.4.2) of [1, heads, T, d]; component i is paired
+        with i + d / 2."""
 
     def attention(
         self,
@@ -206,14 +226,17 @@ class Backend(Protocol):
         rule: AttentionRule,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of queries [B, H, T, d] over keys and values [B, Hkv, S, d], which may be views of a KV cache: [B, H, T, d].
+        """Attention of queries [B, H, T, d] over keys and values [B, Hkv, S, d], which may be views
+        of a KV cache: [B, H, T, d].
 
-        The queries are the last T of the S positions. ``visible`` [T, S] is true where a query sees a key; without it each query sees
-        every position up to its own. The sliding window of ``rule`` is ignored: ``visible`` contains it.
+        The queries are the last T of the S positions. ``visible`` [T, S] is true where a query sees
+        a key; without it each query sees every position up to its own. The sliding window of
+        ``rule`` is ignored: ``visible`` contains it.
         """
 
     def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-        """Whether ``ranged_attention`` takes any number of queries of each sequence, for tensors like these."""
+        """Whether ``ranged_attention`` takes any number of queries of each sequence, for tensors
+        like these."""
 
     def ranged_attention(
         self,
@@ -223,10 +246,11 @@ class Backend(Protocol):
         ranges: Ranges,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Attention of queries [T, H, d], each over the range of its own sequence in keys and values [P, Hkv, d]: [T, H, d].
+        """Attention of queries [T, H, d], each over the range of its own sequence in keys and
+        values [P, Hkv, d]: [T, H, d].
 
-        Each query sees the keys up to its own position, within the sliding window of ``rule``. Unless ``is_fused`` there is one query of each
-        sequence.
+        Each query sees the keys up to its own position, within the sliding window of ``rule``.
+        Unless ``is_fused`` there is one query of each sequence.
         """
 
     def recorder(self, device: torch.device) -> Recorder | None:
@@ -239,7 +263,8 @@ class Backend(Protocol):
         """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
 
     def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
-        """A decode step for these layers, which keep their memory; None if this backend has none for their shape, dtype or device.
+        """A decode step for these layers, which keep their memory; None if this backend has none
+        for their shape, dtype or device.
 
         The caller compares its outputs with those of the single operations before it relies on it.
         """

@@ -1,8 +1,9 @@
-"""The backend whose decode step is C: all layers of the Llama shape in one call, for a few new positions of some sequences.
+"""The backend whose decode step is C: all layers of the Llama shape in one call, for a few new
+positions of some sequences.
 
-``decode.c`` is compiled once on each machine (``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to
-torch's memory: weights and norms once for a stage, KV caches and rotary angles in each step. Everything but the decode step is
-``TorchBackend``.
+``decode.c`` is compiled once on each machine (``swarmnet_protocols.machine.native_code``). Python
+fills its structs with pointers to torch's memory: weights and norms once for a stage, KV caches and
+rotary angles in each step. Everything but the decode step is ``TorchBackend``.
 """
 
 import ctypes
@@ -37,12 +38,14 @@ from swarmnet_protocols.quantization.products import (
 
 SOURCE = Path(__file__).with_name("decode.c")
 FEW_POSITIONS = 128
-"""Positions of a step up to which C is faster in any case: with few, the reading of weights bounds the time."""
+"""Most positions of a step for which C is always faster: with few, reading the weights bounds the
+time."""
 MAX_POSITIONS = 512
 """Most positions of a step in C."""
 INPUTS_BYTES = 2 << 20
-"""Bytes of a product's inputs up to which C is faster with more than few positions, too. Arithmetic then bounds the time, and the inputs are read again for every few outputs:
-they should be in one of the processor's own caches."""
+"""Most bytes of a product's inputs for which C is faster even with more positions. Arithmetic then
+bounds the time, and C reads the inputs again for every few outputs, so they should fit into a cache
+of the processor."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
 """Most query heads that are scored at once; ``QUERIES`` in decode.c."""
@@ -92,7 +95,8 @@ class _Position(Structure):
 
 
 class _Lora:
-    """The LoRA updates of some layers as C reads them: an ``_Update`` for each product of each layer."""
+    """The LoRA updates of some layers as C reads them: an ``_Update`` for each product of each
+    layer."""
 
     def __init__(self, layers: Sequence[Mapping[str, LoraUpdate]]) -> None:
         self._kept: list[object] = []
@@ -131,7 +135,8 @@ class NativeBackend(TorchBackend):
 
     @classmethod
     def load(cls, cache_dir: Path) -> "NativeBackend | None":
-        """Compile the code, or load it from ``cache_dir`` if it was compiled before; None if this machine cannot compile or load it."""
+        """Compile the code, or load it from ``cache_dir`` if it was compiled before; None if this
+        machine cannot compile or load it."""
         library = native_code.load(SOURCE, cache_dir, headers=HEADERS)
         return None if library is None else cls(library, load_products(cache_dir))
 
@@ -155,7 +160,8 @@ class NativeDecodeStep:
         self._layers = (_Layer * len(layers))(*map(self._native_layer, layers))
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
         self._angles: dict[int, torch.Tensor] = {}
-        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``. They take far less memory than one KV cache."""
+        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``. They take far
+        less memory than one KV cache."""
         self._shared_floats = _whole_cache_lines(max(map(_shared_floats, layers)))
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
@@ -244,12 +250,14 @@ class NativeDecodeStep:
 
 
 def max_positions(inputs: int) -> int:
-    """Positions of a step up to which C is faster, if the products have at most ``inputs`` inputs."""
+    """Most positions of a step for which C is faster, if the products have at most ``inputs``
+    inputs."""
     return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
 
 
 def fits(layers: Sequence[DecoderLayer], rotary: Rotary) -> bool:
-    """Whether the C code has a step for layers of these shapes: float32 on the CPU, the same sizes in all, plain attention."""
+    """Whether the C code has a step for layers of these shapes: float32 on the CPU, the same sizes
+    in all, plain attention."""
     hidden_size, head_size = layers[0].output.outputs, layers[0].head_size
     return (
         layers[0].output.weight.device.type == "cpu"
@@ -289,7 +297,8 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
 
 
 def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines [T, 2, head size] of positions [T]. In all served models, they depend on the positions only."""
+    """Cosines and sines [T, 2, head size] of positions [T]. In all served models, they depend on
+    the positions only."""
     cosines, sines = rotary(layers[0].attention_norm.weight, positions[None])
     return torch.stack((cosines[0], sines[0]), 1)
 
@@ -301,7 +310,8 @@ def _native_norm(norm: RmsNorm | None) -> _Norm:
 def _shared_floats(layer: DecoderLayer) -> int:
     """Floats of scratch memory for one position, shared by all threads.
 
-    The states of all heads, the attention outputs, gate and up, their product, and a sum to add to the hidden state.
+    The states of all heads, the attention outputs, gate and up, their product, and a sum to add to
+    the hidden state.
     """
     outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
     return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs
@@ -313,5 +323,6 @@ def _whole_cache_lines(floats: int) -> int:
 
 
 def load_backend(cache_dir: Path) -> Backend:
-    """The best backend of this machine: ``NativeBackend``, or ``TorchBackend`` where the C code does not compile."""
+    """The best backend of this machine: ``NativeBackend``, or ``TorchBackend`` where the C code
+    does not compile."""
     return NativeBackend.load(cache_dir) or TorchBackend()

@@ -1,4 +1,5 @@
-"""Training methods: the update rules by which workers turn an exchanged average into new parameters. One module per method.
+"""Training methods: rules that turn an exchanged average into new parameters. One module per
+method.
 
 ``base.py`` defines the interface; ``get_method`` creates a method from a job's settings.
 """
@@ -40,7 +41,8 @@ METHODS = tuple(_METHODS)
 
 
 def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
-    """Create the method of this name. Raises ``ConfigError`` for an unknown name, and names the setting that is wrong."""
+    """Create the method of this name. Raises ``ConfigError`` for an unknown name, and names the
+    setting that is wrong."""
     if name not in _METHODS:
         raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
     make, model = _METHODS[name]

@@ -1,11 +1,14 @@
-"""The deadlines of an averaging round, and the schedule by which transfers are spread over the time up to them.
+"""The deadlines of an averaging round, and the schedule that spreads transfers over the time until
+then.
 
 A round has four phases, in seconds since the member began it (``RoundTiming``):
 
 1. until ``contribution_s``: contributions arrive at the reducers;
-2. until ``majority_s``: results arrive, and the round commits once all live members hold all results. A reducer that has sent no result
-   half-way through this phase (``replace_reducer_s``) is replaced;
-3. until ``deadline_s``: a majority of holders is enough to commit; without one the round is discarded;
+2. until ``majority_s``: results arrive, and the round commits once all live members hold all
+   results. A reducer that has sent no result half-way through this phase (``replace_reducer_s``) is
+   replaced;
+3. until ``deadline_s``: a majority of holders is enough to commit; without one the round is
+   discarded;
 4. afterwards: a member that knows no decision is behind.
 """
 
@@ -16,9 +19,11 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.timing import Timing
 
 SENDING_FRACTION = 0.99
-"""Fraction of the available time over which a transfer is spread; the rest is left for data in flight and for the decision."""
+"""Fraction of the available time over which a transfer is spread; the rest is left for data in
+flight and for the decision."""
 CONTRIBUTION_FRACTION = 0.5
-"""Paced contributions are sent within this fraction of ``contribution_s``, which leaves the other half for retries."""
+"""Paced contributions are sent within this fraction of ``contribution_s``, which leaves the other
+half for retries."""
 MAX_PARTS = 256
 """Most parts of a paced payload. A burst is at most one part."""
 MIN_PART_BYTES = 4 << 10
@@ -33,9 +38,11 @@ class RoundTiming:
     """Deadlines of a round, in seconds since this member began it."""
 
     contribution_s: float = 20.0
-    """Contributions that arrive later are left out. A member that takes over a slice waits for contributions as long again."""
+    """Contributions that arrive later are left out. A member that takes over a slice waits for
+    contributions as long again."""
     majority_s: float = 40.0
-    """From then on a majority of holders is enough to commit; if no majority holds all results, the round is discarded."""
+    """From then on a majority of holders is enough to commit; if no majority holds all results, the
+    round is discarded."""
     deadline_s: float = 60.0
     """A member that does not know the decision by then is behind."""
     streams: Timing = field(default_factory=Timing)
@@ -50,12 +57,14 @@ class RoundTiming:
 
     @property
     def replace_reducer_s(self) -> float:
-        """A reducer that has delivered no result by then is replaced, early enough for another one to finish before ``majority_s``."""
+        """A reducer that has delivered no result by then is replaced, early enough for another one
+        to finish before ``majority_s``."""
         return (self.contribution_s + self.majority_s) / 2
 
     @property
     def attempt_s(self) -> float:
-        """Seconds that a coordinator has after ``majority_s`` before the next attempt begins: a quarter of the time to the deadline."""
+        """Seconds that a coordinator has after ``majority_s`` before the next attempt begins: a
+        quarter of the time to the deadline."""
         return (self.deadline_s - self.majority_s) / 4
 
     @property
@@ -66,14 +75,16 @@ class RoundTiming:
 
 @dataclass(frozen=True)
 class Pace:
-    """``size_bytes`` sent at an even rate from ``start_s`` to ``end_s`` (loop time), or at once if ``end_s`` is not later."""
+    """``size_bytes`` sent at an even rate from ``start_s`` to ``end_s`` (loop time), or at once if
+    ``end_s`` is not later."""
 
     start_s: float
     end_s: float
     size_bytes: int
 
     def due_s(self, sent_bytes: int) -> float:
-        """The loop time at which the next part is due after ``sent_bytes``. The schedule is absolute, so a late sender does not wait."""
+        """The loop time at which the next part is due after ``sent_bytes``. The schedule is
+        absolute, so a late sender does not wait."""
         share = sent_bytes / max(1, self.size_bytes)
         return self.start_s + max(0.0, self.end_s - self.start_s) * share
 
@@ -86,16 +97,19 @@ class Pace:
 
 
 class SendSchedule:
-    """The paces of all transfers of one round at one member, so that an exchange that overlaps inner steps uses little bandwidth.
+    """The paces of all transfers of one round at one member, so that an exchange that overlaps
+    inner steps uses little bandwidth.
 
-    Contributions and results are sent at one common rate. A result to a member starts when the contribution to that member has ended. Both
-    end by their deadlines, so a transfer that begins late, as it is repeated or made for a failed reducer, has less time or is sent at once.
+    Contributions and results are sent at one common rate. A result to a member starts when the
+    contribution to that member has ended. Both end by their deadlines, so a transfer that begins
+    late, as it is repeated or made for a failed reducer, has less time or is sent at once.
     """
 
     def __init__(
         self, spread_s: float, contribution_fraction: float, began_s: float, timing: RoundTiming
     ) -> None:
-        """``spread_s``: seconds over which the round may send; 0: at once. ``contribution_fraction``: contributions' share of all bytes."""
+        """``spread_s``: seconds over which the round may send; 0: at once.
+        ``contribution_fraction``: contributions' share of all bytes."""
         contribute_by_s = CONTRIBUTION_FRACTION * timing.contribution_s
         sending_s = min(SENDING_FRACTION * spread_s, contribute_by_s / contribution_fraction)
         self._contribution_s = sending_s * contribution_fraction

@@ -1,7 +1,8 @@
-"""The control messages of a round with their wire form, and the effects that its state machine returns.
+"""The control messages of a round with their wire form, and the effects that its state machine
+returns.
 
-``RoundState.receive`` (round_state.py) takes the control messages that arrive; the effect ``Send`` carries those to be sent. Numbers in received
-messages are checked against :class:`RoundShape`.
+``RoundState.receive`` (round_state.py) takes the control messages that arrive; the effect ``Send``
+carries those to be sent. Numbers in received messages are checked against :class:`RoundShape`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from swarmnet_protocols.wire import training_pb2 as pb
 HASH_BYTES = 32
 MAX_ATTEMPT = 1 << 16
 CANDIDATES = 2
-"""Most results of one slice that a member reports. There are two if a reducer was replaced after some members had its result."""
+"""Most results of one slice that a member reports. There are two if a reducer was replaced after
+some members had its result."""
 
 Hashes = tuple[bytes, ...]
 """An outcome: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
@@ -30,19 +32,22 @@ class RoundShape:
     slices: int
 
 
-# Control messages ---------------------------------------------------------------------------------------
+# Control messages
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """The sender takes the coordinator of attempt ``attempt`` for that of the round. If the sender is this coordinator, it asks for a report."""
+    """The sender takes the coordinator of attempt ``attempt`` for that of the round. If the sender
+    is this coordinator, it asks for a report."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The sender's only vote in the round. ``signature`` covers the round's terms and ``hashes`` (``votes.py``)."""
+    """The sender's only vote in the round. ``signature`` covers the round's terms and ``hashes``
+    (``votes.py``)."""
 
     hashes: Hashes
     signature: bytes
@@ -50,7 +55,8 @@ class Vote:
 
 @dataclass(frozen=True)
 class Report:
-    """To the coordinator: for each slice, the hashes of the results that the sender holds, and its vote if it has voted."""
+    """To the coordinator: for each slice, the hashes of the results that the sender holds, and its
+    vote if it has voted."""
 
     held: tuple[tuple[bytes, ...], ...]
     vote: Vote | None
@@ -58,8 +64,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of its chosen result (b"" while there is none), and
-    ``holder`` a member that holds this result."""
+    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of its
+    chosen result (b"" while there is none), and ``holder`` a member that holds this result."""
 
     reducer: int
     chosen: bytes = b""
@@ -75,14 +81,15 @@ class SlicePlan:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The outcome for which the coordinator asks the members to vote."""
+    """The outcome that the coordinator asks the members to vote for."""
 
     hashes: Hashes
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The decision of the round, which is final: an outcome, and the signature of each member that voted for it, in the order of members."""
+    """The decision of the round, which is final: an outcome, and the signature of each member that
+    voted for it, in the order of members."""
 
     hashes: Hashes
     votes: tuple[tuple[int, bytes], ...] = ()
@@ -92,7 +99,8 @@ class Decided:
 
 @dataclass(frozen=True)
 class Accusation:
-    """Proof that ``member`` is dishonest: a false decision that it signed, or its votes for two outcomes."""
+    """Proof that ``member`` is dishonest: a false decision that it signed, or its votes for two
+    outcomes."""
 
     member: int
     decided: Decided | None = None
@@ -109,7 +117,7 @@ class RequestResult:
 
 @dataclass(frozen=True)
 class RequestContribution:
-    """Asks for the contribution to ``slice``, of which the sender has become the reducer."""
+    """Asks for the contribution to ``slice``. The sender has become its reducer."""
 
     slice: int
 
@@ -127,7 +135,8 @@ Control = (
 )
 
 
-# Effects: what a member must do -------------------------------------------------------------------------
+# Effects: what a member must do
+# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,8 @@ class SendResult:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Aggregate the contributions of ``members`` to ``slice`` and report the result with ``RoundState.hold``."""
+    """Aggregate the contributions of ``members`` to ``slice`` and report the result with
+    ``RoundState.hold``."""
 
     slice: int
     members: tuple[int, ...]
@@ -165,7 +175,8 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Refute:
-    """``member`` is dishonest: take nothing more from it in this round, and name it with ``reason``. ``is_proven``: for good."""
+    """``member`` is dishonest: take nothing more from it in this round, and name it with
+    ``reason``. ``is_proven``: for good."""
 
     member: int
     reason: str
@@ -174,7 +185,8 @@ class Refute:
 
 @dataclass(frozen=True)
 class Finish:
-    """The round has ended at this member: committed (``hashes``), discarded (``DISCARD``) or behind (None)."""
+    """The round has ended at this member: committed (``hashes``), discarded (``DISCARD``) or behind
+    (None)."""
 
     hashes: Hashes | None
     reason: str
@@ -183,7 +195,8 @@ class Finish:
 Effect = Send | SendContribution | SendResult | Reduce | Refute | Finish
 
 
-# Wire form ----------------------------------------------------------------------------------------------
+# Wire form
+# ----------------------------------------------------------------------------------------------
 
 
 def encode_control(message: Control) -> pb.ExchangeRequest:
@@ -225,7 +238,8 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
 
 
 def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | None:
-    """The control message in ``request``; None if ``request`` is a contribution, a result or a hello.
+    """The control message in ``request``; None if ``request`` is a contribution, a result or a
+    hello.
 
     Raises ``ProtocolViolation`` for a number outside ``shape`` or a hash of the wrong size.
     """

@@ -1,11 +1,14 @@
-"""Reducing one slice: from the members' contributions to one result, and the checks that a member makes on a result from another.
+"""Reducing one slice: from the members' contributions to one result, and the checks that a member
+makes on a result from another.
 
-A result carries the encoded aggregate, or a *bundle*: the contributions themselves, in the order of members. Each member then aggregates the bundle
-as the reducer did, and gets the same bits. Results are bundles in two cases:
+A result carries the encoded aggregate, or a *bundle*: the contributions themselves, in the order of
+members. Each member then aggregates the bundle as the reducer did, and gets the same bits. Results
+are bundles in two cases:
 
 1. The codec is sparse: an aggregate of sparse vectors is not sparse.
-2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which a reducer could otherwise bypass by sending a
-   false aggregate. Each contribution in the bundle is signed by its author.
+2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which a
+   reducer could otherwise bypass by sending a false aggregate. Each contribution in the bundle is
+   signed by its author.
 """
 
 import hashlib
@@ -27,7 +30,8 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_REASON = 200
 CONTRIBUTION_HASH_BYTES = 16
-"""Half a SHA-256, against which finding a second preimage is infeasible: every result carries one hash for each contributor."""
+"""Half a SHA-256, against which finding a second preimage is infeasible: every result carries one
+hash for each contributor."""
 
 
 _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
@@ -44,11 +48,14 @@ class AggregationRules:
     """How contributions are screened and aggregated. Equal at all members of a job."""
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
-    """From contributions [k, n] in the order of members and weights [k] to the aggregate, float32 [n]. May change the contributions."""
+    """From contributions [k, n] in the order of members and weights [k] to the aggregate, float32
+    [n]. May change the contributions."""
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
-    """From the same arguments to k reasons for leaving a contribution out, "" to keep it. Repeated with the kept ones until all are kept."""
+    """From the same arguments to k reasons for leaving a contribution out, "" to keep it. Repeated
+    with the kept ones until all are kept."""
     max_weight: float = 2.0**64
-    """Largest weight of a contribution. The default is above any number of tokens, and sums of such weights are still finite."""
+    """Largest weight of a contribution. The default is above any number of tokens, and sums of such
+    weights are still finite."""
     verifiable: bool = False
     """Every member checks the aggregation of every slice: see :class:`Verification`."""
 
@@ -60,7 +67,8 @@ def contribution_hash(data: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A member's encoded values of one slice, their weight, and the hash by which results refer to them."""
+    """A member's encoded values of one slice, their weight, and the hash that results name them
+    by."""
 
     weight: float
     data: Buffer
@@ -75,7 +83,8 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a slice, as bytes that every member decodes. ``hash`` covers ``summary`` (a ``pb.Summary``) and ``payload``."""
+    """The result of a slice, as bytes that every member decodes. ``hash`` covers ``summary`` (a
+    ``pb.Summary``) and ``payload``."""
 
     hash: bytes
     summary: bytes
@@ -92,10 +101,12 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Verification:
-    """The data of a verifiable round, in which contributions are signed: a reducer can omit some, but cannot change any.
+    """The data of a verifiable round. Contributions are signed: a reducer can omit some, but not
+    change any.
 
-    ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members, a majority of those that train, so
-    that a reducer cannot leave out all contributions but those of its accomplices.
+    ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members,
+    a majority of the training members. So a reducer cannot keep only its accomplices'
+    contributions.
     """
 
     job: bytes
@@ -139,7 +150,8 @@ class SliceTerms:
 def reduce_slice(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """The result of a slice and its values [count], from (member, contribution) in the order of members; None if no contribution is accepted."""
+    """The result of a slice and its values [count], from (member, contribution) in the order of
+    members; None if no contribution is accepted."""
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
     if not accepted or not _has_quorum(terms, len(accepted)):
         return None
@@ -173,7 +185,8 @@ def reduce_slice(
 def _aggregate_valid(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
-    """The accepted contributions, their aggregate [count] ([0, count] if none is accepted), and the reason for leaving out each other member's."""
+    """The accepted contributions, their aggregate [count] ([0, count] if none is accepted), and the
+    reason for leaving out each other member's."""
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
     rows = torch.empty(len(contributions), terms.count)
@@ -206,7 +219,8 @@ def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
 def _decode(
     terms: SliceTerms, rules: AggregationRules, member: int, contribution: Contribution
 ) -> torch.Tensor:
-    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for an invalid one."""
+    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for an
+    invalid one."""
     if contribution.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
     if contribution_hash(contribution.data) != contribution.hash:
@@ -220,7 +234,8 @@ def _decode(
 
 @dataclass(frozen=True)
 class ResultReader:
-    """Verifies and decodes results of a slice at member ``me`` of ``members``. ``own``: its own contribution, None if it made none."""
+    """Verifies and decodes results of a slice at member ``me`` of ``members``. ``own``: its own
+    contribution, None if it made none."""
 
     terms: SliceTerms
     rules: AggregationRules
@@ -229,10 +244,11 @@ class ResultReader:
     own: Contribution | None
 
     def read(self, result: Result) -> torch.Tensor:
-        """The values [count] of a result from another member. Raises ``ProtocolViolation`` for a result that is not one of this slice.
+        """The values [count] of a result from another member. Raises ``ProtocolViolation`` for a
+        result that is not one of this slice.
 
-        A result that contains a contribution which this member did not make, in its name, is refused; without signatures, only the author of
-        a contribution can check this.
+        A result that contains a contribution which this member did not make, in its name, is
+        refused; without signatures, only the author of a contribution can check this.
         """
         if result_hash(result.summary, result.payload) != result.hash:
             raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")

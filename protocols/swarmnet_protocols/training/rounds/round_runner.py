@@ -1,6 +1,8 @@
-"""Running one averaging round: connects the state machine (``round_state.RoundState``) to streams, slices and the clock.
+"""Running one averaging round: connects the state machine (``round_state.RoundState``) to streams,
+slices and the clock.
 
-Every observation is reported to the state machine, and every effect that it returns is performed (``_perform``).
+Every observation is reported to the state machine, and every effect that it returns is performed
+(``_perform``).
 """
 
 import asyncio
@@ -62,8 +64,9 @@ T = TypeVar("T")
 class Outcome:
     """The end of a round at this member: ``committed``, ``behind``, or discarded (neither).
 
-    Committed: ``average`` [n] has the same bits at every member that committed. Discarded: no member has an average, and ``average`` is None.
-    Behind: ``average`` is None, but other members may have committed, so this worker has to compare its state with theirs.
+    Committed: ``average`` [n] has the same bits at every member that committed. Discarded: no
+    member has an average, and ``average`` is None. Behind: ``average`` is None, but other members
+    may have committed, so this worker has to compare its state with theirs.
     """
 
     committed: bool
@@ -75,7 +78,8 @@ class Outcome:
     excluded: tuple[tuple[PeerId, str], ...]
     """Peers whose contribution arrived but was left out of a slice, with the reason."""
     refuted: tuple[PeerId, ...]
-    """Members that are proven to be dishonest: by a false result, a decision without votes, or two votes."""
+    """Members that are proven to be dishonest: by a false result, a decision without votes, or two
+    votes."""
     reason: str
     bytes_sent: int
     bytes_received: int
@@ -88,7 +92,8 @@ class Outcome:
         return tuple(sorted({peer for peers in self.contributors for peer in peers}))
 
     def slices_with(self, peer: PeerId) -> tuple[Slice, ...]:
-        """The slices of the average that contain the contribution of ``peer``; none if nothing was committed."""
+        """The slices of the average that contain the contribution of ``peer``; none if nothing was
+        committed."""
         if not self.committed:
             return ()
         pairs = zip(self.slices, self.contributors, strict=True)
@@ -97,7 +102,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled when the averager closes.
+    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled
+    when the averager closes.
 
     ``on_proven``: called with a member that is proven to be dishonest, also after the round.
     """
@@ -112,10 +118,12 @@ class RoundContext:
 
 
 class RoundRunner:
-    """One round at this member: ``prepare``, then ``run``. Other members are served until ``close``."""
+    """One round at this member: ``prepare``, then ``run``. Other members are served until
+    ``close``."""
 
     def __init__(self, terms: RoundTerms, context: RoundContext, spread_s: float) -> None:
-        """``spread_s``: seconds over which transfers are spread. Raises ``ConfigError`` if this worker is not in the roster."""
+        """``spread_s``: seconds over which transfers are spread. Raises ``ConfigError`` if this
+        worker is not in the roster."""
         me = terms.find(context.transport.peer_id)
         if me is None:
             raise ConfigError("this worker is not in the roster of the round")
@@ -136,12 +144,14 @@ class RoundRunner:
         self._own: list[Contribution] = []
         """This member's contribution to each slice; empty if it makes none."""
         self._withheld = ""
-        """The reason why this member makes no contribution; empty if it makes one, or has weight 0."""
+        """The reason why this member makes no contribution; empty if it makes one, or has weight
+        0."""
         self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
         self._partial: dict[tuple[int, str], PartialPayload] = {}
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
-        """Slices of which a result has arrived and is being verified, so that it is not requested again."""
+        """Slices whose result has arrived and is being verified, so that it is not requested
+        again."""
         self._refuted: dict[PeerId, str] = {}
         self._proven: dict[PeerId, None] = {}
         self._average = torch.empty(terms.count)
@@ -194,7 +204,8 @@ class RoundRunner:
     ) -> None:
         """Receive from another member's stream until it ends.
 
-        Raises ``ProtocolViolation`` if the peer is not a member, or its ``agreement`` differs from the hash of this round's terms.
+        Raises ``ProtocolViolation`` if the peer is not a member, or its ``agreement`` differs from
+        the hash of this round's terms.
         """
         member = self._terms.find(stream.peer)
         if member is None or member == self._me:
@@ -220,7 +231,8 @@ class RoundRunner:
     def close(self) -> None:
         """End all streams and free the results. Idempotent.
 
-        Links refer to this object, so it lives until the garbage collector runs; its results, which are large, are freed here.
+        Links refer to this object, so it lives until the garbage collector runs; its results, which
+        are large, are freed here.
         """
         self._closed = True
         for task in self._link_tasks.values():
@@ -339,8 +351,9 @@ class RoundRunner:
             try:
                 self._keep(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
-                # With signed contributions the sender is dishonest, because members forward only results that they have verified. Without
-                # signatures an honest member may forward a false result, since only the author of a contribution can detect it.
+                # With signed contributions the sender is dishonest, because members forward only
+                # results that they have verified. Without signatures an honest member may forward a
+                # false result, since only the author of a contribution can detect it.
                 if reader.terms.verification is not None:
                     reason = f"sent a false result: {error}"
                     self._perform(self._round.refute(member, reason, self._loop.time()))
@@ -351,7 +364,8 @@ class RoundRunner:
     def _add_part(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
     ) -> PartialPayload | None:
-        """Add a part of a payload. Returns the payload with its last part, otherwise None. A member sends one payload of each kind at a time.
+        """Add a part of a payload. Returns the payload with its last part, otherwise None. A member
+        sends one payload of each kind at a time.
 
         Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
         """

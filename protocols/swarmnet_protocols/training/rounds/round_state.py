@@ -1,20 +1,25 @@
-"""The state machine of one averaging round at one member: slice assignments, results held, and one decision. Pure: no clock, no network.
+"""The state machine of one averaging round at one member: slice assignments, results held, and one
+decision. Pure: no clock, no network.
 
 The actions of a member, in this order:
 
-1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates the contributions that arrived in time
-   (``_reduce``) and sends the result to all members.
+1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates the
+   contributions that arrived in time (``_reduce``) and sends the result to all members.
 2. It reports the results that it holds to the coordinator (``_report``).
-3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each slice, and proposes to commit or to
-   discard (``slice_plans.py``).
-4. Members fetch chosen results that they lack (``_fetch``), and vote (``_cast``): to commit only what they hold.
-5. The votes of a majority decide (``votes.py``). The round ends (``_conclude``): committed, discarded, or behind.
+3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each
+   slice, and proposes to commit or to discard (``slice_plans.py``).
+4. Members fetch chosen results that they lack (``_fetch``), and vote (``_cast``): to commit only
+   what they hold.
+5. The votes of a majority decide (``votes.py``). The round ends (``_conclude``): committed,
+   discarded, or behind.
 
-Attempt k has the coordinator ``order[k % len(order)]``. Each member is at the first attempt whose coordinator takes part, as far as it
-can tell, and says so if that is not the first one. It passes over a coordinator that so many others have passed over that no majority
-is left. From ``majority_s`` on the first attempt rises with time, so a coordinator that stays silent is passed over, too. Members
-at different attempts delay the round, and nothing more: every member votes once, so one outcome has the votes of a majority at most.
-A member that is cut off from the majority ends *behind*.
+Attempt k has the coordinator ``order[k % len(order)]``. Each member is at the first attempt whose
+coordinator takes part, as far as it can tell, and says so if that is not the first one. It passes
+over a coordinator that so many others have passed over that no majority is left. From
+``majority_s`` on the first attempt rises with time, so a coordinator that stays silent is passed
+over, too. Members at different attempts delay the round, and nothing more: every member votes once,
+so one outcome has the votes of a majority at most. A member that is cut off from the majority ends
+*behind*.
 """
 
 import math
@@ -48,17 +53,20 @@ from swarmnet_protocols.training.rounds.slice_plans import claims, plan, propose
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 MAX_HELD = 2 * CANDIDATES
-"""Most results of one slice that a member keeps before the decision: those of its reducers, and the chosen ones that it fetched."""
+"""Most results of one slice that a member keeps before the decision: from its reducers, and fetched
+ones."""
 
 UNVOTED = "sent a decision without the votes of a majority"
 TWICE = "voted for two outcomes of one round"
 
 
 class RoundState:
-    """The state of one round at one member. ``order``: the members in the order in which they coordinate the round.
+    """The state of one round at one member. ``order``: the members in the order they coordinate the
+    round.
 
-    Each method that reports an observation returns the effects that the caller performs, in order. ``now`` must not decrease between calls.
-    Messages from one member to another arrive in order while their link is up; when it goes down, unread ones may be lost.
+    Each method that reports an observation returns the effects that the caller performs, in order.
+    ``now`` must not decrease between calls. Messages from one member to another arrive in order
+    while their link is up; when it goes down, unread ones may be lost.
     """
 
     def __init__(
@@ -84,7 +92,8 @@ class RoundState:
         self._begun: set[int] = set()
         self._refuted: set[int] = set()
         self._proven: set[int] = set()
-        """The members whose dishonesty the others can check, because this member has sent them the proof."""
+        """The members whose dishonesty the others can check, because this member has sent them the
+        proof."""
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
@@ -95,7 +104,8 @@ class RoundState:
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
         self._sending_until: dict[tuple[int, int], float] = {}
-        """For each (slice, member) to which this member's contribution is being sent: the time until which the member can use it."""
+        """For each (slice, member) that this member sends a contribution to: how long the receiver
+        can use it."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
         """For each slice, the time at which its reducer must have delivered a result."""
@@ -148,12 +158,14 @@ class RoundState:
         return self._advance(now)
 
     def add_contribution(self, member: int, index: int, now: float) -> list[Effect]:
-        """Report that the whole contribution of ``member`` to a slice arrived, or its statement that it makes none."""
+        """Report that the whole contribution of ``member`` to a slice arrived, or its statement
+        that it makes none."""
         self._contributed[index].add(member)
         return self._advance(now)
 
     def note_progress(self, index: int, now: float) -> None:
-        """Report that a part of a result of a slice arrived or is being verified, so that the result is not requested again."""
+        """Report that a part of a result of a slice arrived or is being verified, so that the
+        result is not requested again."""
         self._progress_at[index] = now
 
     def hold(self, index: int, result: bytes, now: float) -> list[Effect]:
@@ -182,7 +194,8 @@ class RoundState:
         )
 
     def reduces(self, index: int) -> bool:
-        """Whether this member is the reducer of the slice, and has neither begun to reduce it nor received a result."""
+        """Whether this member is the reducer of the slice, and has neither begun to reduce it nor
+        received a result."""
         return (
             self._assignments[index].reducer == self._me
             and index not in self._reduced
@@ -190,7 +203,8 @@ class RoundState:
         )
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
-        """Whether to receive a result from ``member``: one that is not held yet, and is the chosen one or comes from the slice's reducer."""
+        """Whether to receive a result from ``member``: one that is not held yet, and is the chosen
+        one or comes from the slice's reducer."""
         if result in self._held[index] or member in self._refuted:
             return False
         if self.decision is not None:
@@ -201,7 +215,8 @@ class RoundState:
         return member == self._assignments[index].reducer and kept < CANDIDATES
 
     def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
-        """Take all actions that the state requires, and return the effects since the last call. Idempotent."""
+        """Take all actions that the state requires, and return the effects since the last call.
+        Idempotent."""
         if not self.finished:
             self._advance_slices_and_vote(now, tick=tick)
         effects, self._effects = self._effects, []
@@ -321,7 +336,8 @@ class RoundState:
                 self._accuse(accusation, TWICE)
 
     def _accuse(self, accusation: Accusation, unproven: str) -> None:
-        """Take no more from a dishonest member, and send the others the proof if there is one. ``unproven``: the reason if there is none."""
+        """Take no more from a dishonest member, and send the others the proof if there is one.
+        ``unproven``: the reason if there is none."""
         if accusation.member in self._proven:
             return
         if not self._votes.proves(accusation):
@@ -340,7 +356,8 @@ class RoundState:
     # ---- the vote ---------------------------------------------------------------------------------------
 
     def _elect(self, now: float) -> None:
-        """Go to the first attempt whose coordinator takes part and has not been passed over by too many others for a majority."""
+        """Go to the first attempt whose coordinator takes part and has not been passed over by too
+        many others for a majority."""
         late_s = now - self._began - self._timing.majority_s
         self._turn = max(0, int(late_s / self._timing.attempt_s))
         blocking = len(self._order) - self._majority + 1
@@ -363,9 +380,11 @@ class RoundState:
         return member == self._me or (reachable and begun)
 
     def _cast(self, now: float) -> None:
-        """Vote for the coordinator's proposal, once: to commit what this member holds, or to discard when it is time.
+        """Vote for the coordinator's proposal, once: to commit what this member holds, or to
+        discard when it is time.
 
-        The first coordinator alone cannot have a round discarded of which this member holds all results.
+        The first coordinator alone cannot have a round discarded of which this member holds all
+        results.
         """
         if self._proposed is None or self._votes.own is not None:
             return
@@ -405,7 +424,8 @@ class RoundState:
             self._effects.append(SendContribution(member, index))
 
     def _adopt(self, assignments: tuple[Assignment, ...], now: float) -> None:
-        """Adopt a plan. A member that becomes the reducer of a slice requests the contributions to it."""
+        """Adopt a plan. A member that becomes the reducer of a slice requests the contributions to
+        it."""
         before, self._assignments = self._assignments, assignments
         for index, assignment in enumerate(assignments):
             if assignment.reducer != before[index].reducer:
@@ -452,7 +472,8 @@ class RoundState:
                     self._send(holder, RequestResult(index, result))
 
     def _wanted(self, index: int) -> list[tuple[int, bytes]]:
-        """The (holder, hash) of results that this member needs: the one to commit, or as the coordinator one of those reported to it."""
+        """The (holder, hash) of results that this member needs: the one to commit, or as the
+        coordinator one of those reported to it."""
         assignment = self._assignments[index]
         proposed = None if self._proposed is None else self._proposed.hashes
         if hashes := self.decision or proposed:
@@ -494,7 +515,8 @@ class RoundState:
             self._broadcast(decided)
 
     def _must_be_replaced(self, index: int, now: float) -> bool:
-        """Whether the reducer of a slice is lost, has not begun the round, or is late with its result."""
+        """Whether the reducer of a slice is lost, has not begun the round, or is late with its
+        result."""
         reducer = self._assignments[index].reducer
         if reducer in self._refuted:
             return True

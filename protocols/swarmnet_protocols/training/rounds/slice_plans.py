@@ -1,6 +1,7 @@
 """What the coordinator of a round plans and proposes, given the reports of the members. Pure.
 
-The coordinator chooses only results that it holds itself, so that no member can make the others wait for one that does not exist.
+The coordinator chooses only results that it holds itself, so that no member can make the others
+wait for one that does not exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,12 @@ def plan(
     replaced: Sequence[int],
     likely: Hashes | None,
 ) -> tuple[Assignment, ...]:
-    """The assignments of all slices: a chosen result where there is one, otherwise a new reducer for slices in ``replaced``.
+    """The assignments of all slices: a chosen result where there is one, otherwise a new reducer
+    for slices in ``replaced``.
 
-    Chosen is the result in ``likely``, the outcome that members may have decided; otherwise one that the coordinator ``me`` holds,
-    which stays chosen. The new reducer is the live member with the fewest slices.
+    Chosen is the result in ``likely``, the outcome that members may have decided; otherwise one
+    that the coordinator ``me`` holds, which stays chosen. The new reducer is the live member with
+    the fewest slices.
     """
     reporting = [member for member in live if member in reports]
     planned = list(assignments)
@@ -61,10 +64,11 @@ def propose(
     majority: int,
     majority_suffices: bool,
 ) -> Hashes | None:
-    """The outcome that a coordinator proposes, given reports from a majority; None if it is too early for one.
+    """The outcome that a coordinator proposes, given reports from a majority; None if it is too
+    early for one.
 
-    COMMIT once all live members hold all results. From ``majority_s`` on (``majority_suffices``) a majority of holders is enough, and
-    without one the proposal is DISCARD.
+    COMMIT once all live members hold all results. From ``majority_s`` on (``majority_suffices``) a
+    majority of holders is enough, and without one the proposal is DISCARD.
     """
     chosen = tuple(assignment.chosen for assignment in assignments)
     complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]
@@ -74,7 +78,8 @@ def propose(
 
 
 def propose_again(likely: Hashes, own: Report, *, majority_suffices: bool) -> Hashes | None:
-    """``likely``, the outcome that members may have decided, once the coordinator can vote for it itself; None until then.
+    """``likely``, the outcome that members may have decided, once the coordinator can vote for it
+    itself; None until then.
 
     So a member that voted for results that no member has cannot make the others wait for them.
     """
@@ -83,7 +88,8 @@ def propose_again(likely: Hashes, own: Report, *, majority_suffices: bool) -> Ha
 
 
 def claims(reports: Reports, index: int, reducer: int, *, reducer_is_live: bool) -> list[tuple[int, bytes]]:
-    """The (member, hash) of results of a slice that members say they hold: those of its reducer, or of all others if it is gone."""
+    """The (member, hash) of a slice's results: from its reducer, or from all others if the reducer
+    is gone."""
     return [
         (member, result)
         for member, report in reports.items()

@@ -1,7 +1,9 @@
-"""The terms of an averaging round: its members, the slices of the vector, and which member reduces which slice.
+"""The terms of an averaging round: its members, the slices of the vector, and which member reduces
+which slice.
 
-Every member derives the terms from the roster, and sends their hash in the first message of each stream, so a round runs only among
-members that agree on them. Slices are contiguous and sized by measured bandwidth.
+Every member derives the terms from the roster, and sends their hash in the first message of each
+stream, so a round runs only among members that agree on them. Slices are contiguous and sized by
+measured bandwidth.
 """
 
 import hashlib
@@ -23,7 +25,8 @@ AGREEMENT_BYTES = 16
 UNMEASURED_BYTES_PER_S = 1e6
 """Assumed bandwidth of a member that no other member has measured."""
 MAX_FRACTION = 0.5
-"""Largest fraction of the vector that one of three or more members reduces, whatever bandwidth is reported for it."""
+"""Largest fraction of the vector that one of three or more members reduces, whatever bandwidth is
+reported for it."""
 
 Slice = tuple[int, int]
 """[start, end) of a slice in the vector."""
@@ -31,21 +34,24 @@ Slice = tuple[int, int]
 
 @dataclass(frozen=True)
 class RoundMember:
-    """A worker in a round, as the roster describes it, so that all members have the same description."""
+    """A worker in a round, as the roster describes it, so that all members have the same
+    description."""
 
     peer: PeerId
     addresses: tuple[str, ...]
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
     weight: float = 0.0
-    """The weight of its contribution in the average: the tokens on which it trained. 0: a newcomer, which only receives in its first round."""
+    """The weight of its contribution in the average: the tokens on which it trained. 0: a newcomer,
+    which only receives in its first round."""
 
 
 @dataclass(frozen=True)
 class RoundTerms:
     """The terms of one averaging round, on which all members agree. Made by :meth:`of`.
 
-    Members are numbered in the order of their peer ids, slices in the order of the vector. ``reducers[i]`` is the member that reduces
-    ``slices[i]``; members with an empty slice reduce none.
+    Members are numbered in the order of their peer ids, slices in the order of the vector.
+    ``reducers[i]`` is the member that reduces ``slices[i]``; members with an empty slice reduce
+    none.
     """
 
     job: bytes
@@ -57,7 +63,7 @@ class RoundTerms:
     keys: tuple[bytes, ...]
     """The members' public keys."""
     state: bytes = b""
-    """The id of the state from which all members start; empty if their states differ."""
+    """The id of the state that all members start from; empty if their states differ."""
     verification: Verification | None = None
 
     @classmethod
@@ -71,17 +77,19 @@ class RoundTerms:
         *,
         verifiable: bool = False,
     ) -> "RoundTerms":
-        """The terms for averaging ``count`` values among ``members``, given in any order. ``verifiable``: see :class:`Verification`.
+        """The terms for averaging ``count`` values among ``members``, given in any order.
+        ``verifiable``: see :class:`Verification`.
 
-        Raises ``ConfigError`` for a roster that is empty, too long, names a peer twice or has a member without an Ed25519 key in its
-        peer id, and for a number out of range.
+        Raises ``ConfigError`` for a roster that is empty, too long, names a peer twice or has a
+        member without an Ed25519 key in its peer id, and for a number out of range.
         """
         ordered = tuple(sorted(members, key=lambda member: member.peer))
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
         if not (0 <= exchange_number < 1 << 63 and 0 < count <= MAX_VALUES):
             raise ConfigError(f"exchange {exchange_number} of {count} values is out of range")
-        # Newcomers reduce no slice, because the state transfer uses their link. If no member contributes, all reduce.
+        # Newcomers reduce no slice, because the state transfer uses their link. If no member
+        # contributes, all reduce.
         eligible = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
         parts = partition(count, [ordered[index].bytes_per_s for index in eligible])
         assigned = [
@@ -119,7 +127,8 @@ class RoundTerms:
         return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
 
     def coordinators(self) -> tuple[int, ...]:
-        """Members in the order in which they coordinate attempts: a pseudo-random order that differs between exchanges."""
+        """Members in the order they coordinate attempts: pseudo-random, and different for each
+        exchange."""
         return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
@@ -147,10 +156,11 @@ def _keys(members: Sequence[RoundMember]) -> tuple[bytes, ...]:
 
 
 def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:
-    """Cut ``count`` values into one slice per member, in the order of members; empty for members too slow to reduce one.
+    """Cut ``count`` values into one slice per member, in the order of members; empty for members
+    too slow to reduce one.
 
-    Cuts are at multiples of ``ALIGNMENT``. Raises ``ConfigError`` for a bandwidth that is not positive and finite, and for no values
-    or no members.
+    Cuts are at multiples of ``ALIGNMENT``. Raises ``ConfigError`` for a bandwidth that is not
+    positive and finite, and for no values or no members.
     """
     if count < 1 or not bytes_per_s:
         raise ConfigError(f"{count} values cannot be divided among {len(bytes_per_s)} members")
@@ -169,9 +179,11 @@ def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:
 def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
     """The fraction w_i of the vector that each of m members reduces.
 
-    They minimise max_i (1 + (m - 2) w_i) / b_i subject to w_i >= 0, sum w_i = 1 and w_i <= ``MAX_FRACTION``: member i sends all of its vector
-    except its own slice, and the result of its slice to m - 1 members, that is 1 + (m - 2) w_i vectors over bandwidth b_i
-    (hivemind, ``averaging/load_balancing.py``; the cap is ours). For two members the traffic does not depend on w.
+    They minimise max_i (1 + (m - 2) w_i) / b_i subject to w_i >= 0, sum w_i = 1 and w_i <=
+    ``MAX_FRACTION``: member i sends all of its vector except its own slice, and the result of its
+    slice to m - 1 members, that is 1 + (m - 2) w_i vectors over bandwidth b_i (hivemind,
+    ``averaging/load_balancing.py``; the cap is ours). For two members the traffic does not depend
+    on w.
     """
     members = len(bytes_per_s)
     if members <= 2:
@@ -186,7 +198,8 @@ def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
 
 
 def _filled(bytes_per_s: Sequence[float], spare: int, total: float) -> list[float]:
-    """The w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i, by water filling from the fastest member."""
+    """The w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i, by water filling
+    from the fastest member."""
     busiest_s = math.inf
     used = 0.0
     for reducers, rate in enumerate(sorted(bytes_per_s, reverse=True), start=1):
